@@ -1,0 +1,1 @@
+"""Tännschen: raw text in, a Hugging Face checkpoint out, as batch jobs on a Slurm cluster."""

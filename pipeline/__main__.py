@@ -1,0 +1,69 @@
+"""The one entry: `python -m pipeline stage=NAME key=value ...` composes, checks and runs one stage.
+
+The same command is one process, one rank of many (torchrun, srun, mpirun), or with -m a Hydra sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    arguments = ["dry_run.enabled=" + a.partition("=")[2] if a.startswith("dry_run=") else a for a in sys.argv[1:]]
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        from pipeline.config.usage import print_usage
+
+        print_usage()
+        return
+    run_hydra(arguments)
+
+
+def run_hydra(arguments: list[str]) -> None:
+    """Compose the configuration with Hydra and run the stage, once or for every point of a sweep."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from pipeline.config import compose
+    from pipeline.errors import UserError
+    from pipeline.launch import hydra_launcher, ranks
+
+    compose.register()
+    hydra_launcher.register()
+    sys.argv[1:] = arguments
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions; ours are printed without a traceback
+    application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)
+    try:
+        application()
+    except (HydraException, OmegaConfBaseException) as error:
+        violations = compose.explain([a for a in arguments if "=" in a and not a.startswith("-")])
+        if not violations:
+            raise
+        compose.fail(UserError(violations), quiet=ranks.detect().rank > 0)
+        raise AssertionError("fail() leaves") from error
+
+
+def run_one(composed: object) -> None:
+    """Check one composed configuration and run its stage."""
+    from omegaconf import DictConfig
+
+    from pipeline.config import check, compose
+    from pipeline.errors import UserError
+    from pipeline.launch import ranks
+
+    assert isinstance(composed, DictConfig)
+    here = ranks.detect()
+    try:
+        config = compose.typed(composed)
+        check.check(config, here.world_size)
+        from pipeline.stages import run
+
+        run(config, here)
+    except UserError as error:
+        compose.fail(error, quiet=here.rank > 0)
+
+
+if __name__ == "__main__":
+    main()

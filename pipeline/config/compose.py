@@ -1,0 +1,121 @@
+"""From the command line to a checked RunConfig. Hydra composes; the messages for a user's mistakes are ours."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline import knobs
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES
+from pipeline.errors import UserError, Violation
+from pipeline.models.registry import FAMILIES
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+
+
+def register() -> None:
+    """Make the dataclasses known to Hydra as the schema of conf/'s files, and `${python_stdlib:}` as a path."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="run", node=RunConfig, package="_global_")
+    for stage, (schema, _) in STAGES.items():
+        store.store(group="schema/stage", name=stage, node=schema)
+    for family, schema in FAMILIES.items():
+        store.store(group="schema/model", name=family, node=schema)
+    OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
+
+
+def typed(config: DictConfig) -> RunConfig:
+    """The composed configuration as dataclasses, every interpolation resolved.
+
+    Raises:
+        UserError: a value is missing, of the wrong type, or outside its field's range.
+    """
+    try:
+        run = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "configuration"
+        raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
+    assert isinstance(run, RunConfig)
+    violations = knobs.range_violations(run)
+    if violations:
+        raise UserError(violations)
+    return run
+
+
+def explain(overrides: list[str]) -> list[Violation]:
+    """Why these overrides do not compose: one violation for each that is at fault.
+
+    Runs only after a failure: composes once for every override, keeping the good ones.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        good: list[str] = []
+        violations: list[Violation] = []
+        for override in overrides:
+            try:
+                compose("config", [*good, override])
+                good.append(override)
+            except (HydraException, OmegaConfBaseException) as error:
+                violations.append(_violation(override, error, compose("config", good)))
+    return violations
+
+
+def _violation(override: str, error: Exception, composed: DictConfig) -> Violation:
+    """One failed override in words, with the nearest legal names."""
+    key, _, value = override.lstrip("+~").partition("=")
+    options = sorted(p.stem for p in (CONF_DIR / key).glob("*.yaml")) if (CONF_DIR / key).is_dir() else []
+    if options:
+        return Violation(key, value, f"must be one of {', '.join(options)}", _nearest(f"{key}=", value, options))
+    root = error.__cause__ or error
+    if "not in struct" in str(error) or "not in struct" in str(root) or "Could not override" in str(error):
+        parent = OmegaConf.select(composed, key)
+        if parent is None and OmegaConf.select(composed, key.rpartition(".")[0] or "run_dir") is not None:
+            known = sorted(_keys(composed))
+            if key not in known:
+                return Violation(key, value, "no such key", _nearest("", key, known))
+    reason = re.sub(r"\s+", " ", str(root).splitlines()[0]) if str(root) else type(root).__name__
+    known = sorted(_keys(composed))
+    if key in known:
+        return Violation(key, value, reason, f"give {key} a value of its type")
+    return Violation(key, value, "no such key", _nearest("", key, known))
+
+
+def _keys(node: Any, prefix: str = "") -> list[str]:
+    """Every dotted key below a node, groups included."""
+    found = []
+    for name in node:
+        key = f"{prefix}{name}"
+        found.append(key)
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+            found.extend(_keys(child, f"{key}."))
+    return found
+
+
+def _nearest(prefix: str, name: str, known: list[str]) -> str:
+    """Advice naming the closest legal names, or where to find all of them."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    leaf = name.rpartition(".")[2]
+    close += [key for key in known if key.rpartition(".")[2] == leaf and key not in close][:3]
+    if close:
+        return "did you mean " + " or ".join(f"{prefix}{c}" for c in close) + "?"
+    return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}"
+
+
+def fail(error: UserError, *, quiet: bool = False) -> None:
+    """Print a user's mistake once and leave with exit code 2."""
+    if not quiet:
+        print(error, file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,42 @@
+"""The stages and the knobs that are theirs alone (`stage.KEY` on the command line)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.schema import StageConfig
+from pipeline.knobs import knob
+
+
+@dataclass
+class CheckpointReader(StageConfig):
+    """A stage that reads one checkpoint."""
+
+    checkpoint: str = knob("latest", "checkpoint folder to read; latest is the newest of run_dir")
+
+
+@dataclass
+class Evaluate(CheckpointReader):
+    """Loss and bits per byte of a checkpoint on the whole validation split."""
+
+    batches: int | None = knob(None, "global batches to read; all of the validation split when unset", at_least=1)
+
+
+@dataclass
+class Convert(CheckpointReader):
+    """A native checkpoint as a Hugging Face folder."""
+
+    output: str | None = knob(None, "folder to write; run_dir/hf when unset")
+    dtype: str = knob("fp32", "number format of the exported weights", choices=("fp32", "bf16"))
+    shard_gigabytes: float = knob(5.0, "largest safetensors file", unit="GB", above=0)
+
+
+#: stage name -> (its knobs, what it does in one line)
+STAGES: dict[str, tuple[type[StageConfig], str]] = {
+    "shard": (StageConfig, "documents -> shuffled WebDataset text shards (mpirun or srun for many ranks)"),
+    "train_tokenizer": (StageConfig, "text shards -> byte-level BPE tokenizer, a Hugging Face folder"),
+    "tokenize": (StageConfig, "text shards -> token shards (mpirun or srun for many ranks)"),
+    "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (torchrun or srun for many ranks)"),
+    "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
+    "convert": (Convert, "checkpoint -> Hugging Face folder; no GPU, no process group"),
+}

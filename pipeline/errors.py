@@ -1,0 +1,35 @@
+"""What a user can mend, said once and without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: the configuration key, the value it has, the rule it breaks, and what to do."""
+
+    key: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.rule}\n    fix: {self.fix}"
+
+
+class UserError(Exception):
+    """A mistake of the user's, or of a file that the user gave. The entry prints it and exits with 2."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        assert violations, "a user error names at least one violation"
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__("\n".join([f"{head}, nothing was started:", *(f"  - {v}" for v in self.violations)]))
+
+    @classmethod
+    def of(cls, key: str, value: object, rule: str, fix: str) -> UserError:
+        """The error of a single violation."""
+        return cls([Violation(key, value, rule, fix)])

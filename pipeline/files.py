@@ -1,0 +1,73 @@
+"""Files that appear whole or not at all, and their checksums."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from pipeline.errors import UserError
+
+
+@contextmanager
+def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
+    """A file handle whose content appears under `path` when the block ends well, and nowhere when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, mode, encoding=None if "b" in mode else "utf-8") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def publish_folder(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, replacing an older one. Readers see the old folder or the new one, never a mixture."""
+    retired = final.with_name(f".{final.name}.retired")
+    if final.exists():
+        shutil.rmtree(retired, ignore_errors=True)
+        os.rename(final, retired)
+    os.rename(partial, final)
+    sync_folder(final.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to its file system, so that a rename survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """The xxh3-128 checksum of a file's bytes, in hexadecimal."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as handle:
+        while block := handle.read(1 << 22):
+            state.update(block)
+    return state.hexdigest()
+
+
+def verify(path: Path, size: int, checksum: str, remedy: str) -> None:
+    """Hold a file against what was noted when it was written.
+
+    Raises:
+        UserError: it is missing, has another length, or other bytes; `remedy` is the advice.
+    """
+    if not path.is_file():
+        raise UserError.of("file", path, "is missing", remedy)
+    if path.stat().st_size != size:
+        raise UserError.of("file", path, f"is truncated or overwritten: {path.stat().st_size} bytes, {size} were written", remedy)
+    if digest(path) != checksum:
+        raise UserError.of("file", path, f"is corrupt: its checksum is not {checksum}", remedy)

@@ -1,0 +1,65 @@
+"""Progress for people: a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+log = logging.getLogger("pipeline")
+
+
+def set_up_logging(rank: int, world_size: int) -> None:
+    """Log lines to standard error: time, rank when there are several, message; rank 0 at INFO, the others warnings only."""
+    who = f" [{rank}]" if world_size > 1 else ""
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, format=f"%(asctime)s{who} %(message)s", datefmt="%H:%M:%S", force=True
+    )
+
+
+class Progress:
+    """Counts units of work: a tqdm bar on a terminal, otherwise a line now and then; silent on ranks above 0.
+
+    Args:
+        total: units in all, None when unknown.
+        label: what is being done.
+        unit: name of a unit; "B" counts bytes and prints MB.
+        rank: only rank 0 shows anything.
+        every: seconds between lines where there is no terminal.
+    """
+
+    def __init__(self, total: int | None, label: str, unit: str, rank: int = 0, every: float = 30.0) -> None:
+        self._label, self._unit, self._total, self._every = label, unit, total, every
+        self._done, self._start, self._last = 0, time.monotonic(), time.monotonic()
+        self._rank = rank
+        self._bar = None
+        if rank == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", dynamic_ncols=True)
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """Count finished units; `note` is shown beside the bar."""
+        self._done += amount
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(amount)
+        elif self._rank == 0 and time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            log.info("%s: %s %s", self._label, self._rate(), note)
+
+    def _rate(self) -> str:
+        scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        whole = f" of {self._total / scale:,.0f}" if self._total else ""
+        return f"{self._done / scale:,.0f}{whole} {unit}, {self._done / scale / seconds:,.1f} {unit}/s"
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif self._rank == 0 and kind is None:
+            log.info("%s: %s, done", self._label, self._rate())
