@@ -27,7 +27,7 @@ class UserError(Exception):
         self.violations = tuple(violations)
         count = len(self.violations)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__("\n".join([f"{head}, nothing was started:", *(f"  - {v}" for v in self.violations)]))
+        super().__init__("\n".join([f"{head}:", *(f"  - {v}" for v in self.violations)]))
 
     @classmethod
     def of(cls, key: str, value: object, rule: str, fix: str) -> UserError:

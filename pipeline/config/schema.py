@@ -19,6 +19,7 @@ class DataConfig:
     suffixes: list[str] = knob(
         [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"], "file names that count as documents in a folder, by their ending"
     )
+    exclude: list[str] = knob([".*"], "names (globs) of files and folders that are left out wherever a folder or glob is searched")
     shards: str = knob("work/shards", "folder of the text shards (written by shard)")
     tokens: str = knob("work/tokens", "folder of the token shards (written by tokenize)")
     seed: int = knob(0, "seed of the one document shuffle and of the train/validation split", at_least=0)
