@@ -1,0 +1,1 @@
+"""The mathematics, once: plain PyTorch on full tensors."""

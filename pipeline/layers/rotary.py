@@ -1,0 +1,61 @@
+"""Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864), in the half-split form of Llama's Hugging Face weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+#: (cos, sin), each (max_positions, head_dim); sin carries the sign of the rotation
+RotaryTables = tuple[Tensor, Tensor]
+
+
+class Rotary(nn.Module):
+    """The tables of all positions, fp32 whatever the dtype of the model: a bf16 angle is wrong by whole positions beyond 256.
+
+    Args:
+        head_dim: width of a head; dimension i turns together with i + head_dim / 2.
+        theta: base of the wave lengths 2 pi theta^(2i / head_dim).
+    """
+
+    def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(max_positions, head_dim, dtype=torch.float32), persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.reset_buffers(self.cos.device)
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Compute the tables on a device."""
+        positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device=device)
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        angles = torch.outer(positions, 1.0 / self.theta**exponents)
+        self.cos = angles.cos().repeat(1, 2)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1)
+
+    def forward(self) -> RotaryTables:
+        """The tables, for `rotate`."""
+        return self.cos, self.sin
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """Follow the model to its device (`to`, `to_empty`), but not to its dtype (`bfloat16`)."""
+        super()._apply(fn, recurse)
+        self.reset_buffers(self.cos.device)
+        return self
+
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """Turn queries or keys by the angles of their positions, in fp32.
+
+    Args:
+        x: (batch, heads, sequence, head_dim), positions 0 .. sequence-1.
+        tables: of at least `sequence` positions.
+
+    Returns:
+        Same shape and dtype as x.
+    """
+    cos, sin = (table[: x.shape[2]] for table in tables)
+    return (x * cos + x.roll(x.shape[3] // 2, dims=3) * sin).to(x.dtype)

@@ -1,0 +1,20 @@
+"""How tensor parallelism splits a GPT (roles: pipeline/models/plan.py)."""
+
+from __future__ import annotations
+
+PLAN: dict[str, str] = {
+    "embed.tokens.weight": "vocab",
+    "embed.positions.weight": "replicate",
+    "blocks.*.attention_norm.*": "replicate",
+    "blocks.*.attention.query.*": "column",
+    "blocks.*.attention.key.*": "column",
+    "blocks.*.attention.value.*": "column",
+    "blocks.*.attention.output.weight": "row",
+    "blocks.*.attention.output.bias": "replicate",
+    "blocks.*.mlp_norm.*": "replicate",
+    "blocks.*.mlp.up.*": "column",
+    "blocks.*.mlp.down.weight": "row",
+    "blocks.*.mlp.down.bias": "replicate",
+    "norm.*": "replicate",
+    "head.weight": "vocab",
+}

@@ -1,0 +1,43 @@
+"""Llama 1 (Touvron et al. 2023), 2 and 3."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.decoder import Block, Decoder, Embedding, OutputHead
+from pipeline.layers.mlp import GatedMLP
+from pipeline.layers.rotary import Rotary
+from pipeline.models.llama.config import LlamaConfig
+
+
+def build(config: LlamaConfig) -> Decoder:
+    """The whole model with uninitialised weights on torch's default device."""
+
+    def block() -> Block:
+        return Block(
+            attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=False),
+            mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            mlp=GatedMLP(config.hidden, config.ffn_hidden, bias=False),
+        )
+
+    return Decoder(
+        embed=Embedding(config.vocab_size, config.hidden),
+        blocks=[block() for _ in range(config.layers)],
+        norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+        head=OutputHead(config.vocab_size, config.hidden),
+        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta),
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: LlamaConfig, name: str) -> float | None:
+    """Meta published no recipe; this is GPT-2's: what is added to the residual stream is scaled by 1 / sqrt(number of such layers)."""
+    if "norm" in name:
+        return None
+    if name.endswith(("attention.output.weight", "mlp.down.weight")):
+        return config.init_std / math.sqrt(2 * config.layers)
+    return config.init_std
