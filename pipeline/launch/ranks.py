@@ -3,86 +3,191 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, Violation
+
+DEFAULT_PORT = 29500
+TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Below Linux's ephemeral ports (32768 and up), which outgoing connections may hold.
+FIRST_PORT, PORTS = 20000, 12000
+MPICH = {"rank": "PMI_RANK", "size": "PMI_SIZE", "local_rank": "MPI_LOCALRANKID", "local_size": "MPI_LOCALNRANKS"}
+OPENMPI = {
+    "rank": "OMPI_COMM_WORLD_RANK",
+    "size": "OMPI_COMM_WORLD_SIZE",
+    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_FRESH_SHELL = "start the command in a fresh shell or job: these variables belong to the launcher, do not set them by hand"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process in its job, and where rank 0 listens."""
+    """The place of this process in its job, and where rank 0 listens.
+
+    Attributes:
+        rank: 0 <= rank < world_size.
+        local_rank: 0 <= local_rank < local_size, the rank among those of this host; picks the GPU.
+        master_host: name of rank 0's host; empty where no variable tells it (mpirun on several hosts without MASTER_ADDR).
+        launcher: torchrun, mpirun, srun, or none for a process started by hand.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_size: int = 1
     master_host: str = "127.0.0.1"
-    master_port: int = 29500
+    master_port: int = DEFAULT_PORT
     launcher: str = "none"
+
+    def rendezvous(self) -> str:
+        """Where torch.distributed meets, as `tcp://host:port`.
+
+        Raises:
+            UserError: no variable tells the host.
+        """
+        if not self.master_host:
+            fix = "export MASTER_ADDR=<host of rank 0>, or start the ranks with srun or torchrun"
+            raise UserError.of("MASTER_ADDR", "", "mpirun on several hosts does not say which is the first", fix)
+        return f"tcp://{self.master_host}:{self.master_port}"
 
 
 def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -> Ranks:
     """The place of this process; a lone process when no launcher set the variables.
 
+    The innermost launcher wins: torchrun and mpirun may run inside a Slurm job, where variables of srun stand beside theirs.
+
     Args:
         host_suffix: appended to the first node's name on clusters whose fast network has names of its own.
 
     Raises:
-        UserError: the launcher's variables contradict each other.
+        UserError: the launcher's variables are incomplete or contradict each other.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
-        return Ranks(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", 0)),
-            local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
-            master_host=environment["MASTER_ADDR"],
-            master_port=int(environment["MASTER_PORT"]),
-            launcher="torchrun",
-        )
+    if "TORCHELASTIC_RUN_ID" in environment or environment.keys() >= TORCHRUN:
+        return _from_torchrun(environment)
+    for names in (MPICH, OPENMPI):
+        if names["rank"] in environment and names["local_rank"] in environment:
+            return _from_mpirun(environment, names)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-        return _from_slurm(environment, host_suffix)
-    if "PMI_SIZE" in environment:
-        return Ranks(
-            rank=int(environment["PMI_RANK"]),
-            world_size=int(environment["PMI_SIZE"]),
-            local_rank=int(environment.get("MPI_LOCALRANKID", environment["PMI_RANK"])),
-            local_size=int(environment.get("MPI_LOCALNRANKS", environment["PMI_SIZE"])),
-            launcher="mpirun",
-        )
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return Ranks(
-            rank=int(environment["OMPI_COMM_WORLD_RANK"]),
-            world_size=int(environment["OMPI_COMM_WORLD_SIZE"]),
-            local_rank=int(environment["OMPI_COMM_WORLD_LOCAL_RANK"]),
-            local_size=int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-            launcher="mpirun",
-        )
+        return _from_srun(environment, host_suffix)
     return Ranks()
 
 
-def _from_slurm(environment: Mapping[str, str], host_suffix: str) -> Ranks:
-    """The rank of a task that srun started."""
-    world_size = int(environment["SLURM_STEP_NUM_TASKS"])
-    first = environment.get("SLURM_LAUNCH_NODE_IPADDR") if world_size == 1 else None
-    nodes = expand_hosts(environment.get("SLURM_STEP_NODELIST", socket.gethostname()))
-    return Ranks(
-        rank=int(environment["SLURM_PROCID"]),
-        world_size=world_size,
-        local_rank=int(environment["SLURM_LOCALID"]),
-        local_size=world_size // len(nodes),
-        master_host=first or nodes[0] + host_suffix,
-        master_port=20000 + int(environment["SLURM_JOB_ID"]) % 20000,
-        launcher="srun",
+def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
+    """The rank of a process that torchrun (or a user who set the same variables) started."""
+    number = _numbers(environment, {"RANK", "WORLD_SIZE", "MASTER_PORT"}, {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1})
+    return _checked(
+        Ranks(
+            rank=number["RANK"],
+            world_size=number["WORLD_SIZE"],
+            local_rank=number["LOCAL_RANK"],
+            local_size=number["LOCAL_WORLD_SIZE"],
+            master_host=environment.get("MASTER_ADDR", ""),
+            master_port=number["MASTER_PORT"],
+            launcher="torchrun",
+        )
     )
 
 
+def _from_mpirun(environment: Mapping[str, str], names: dict[str, str]) -> Ranks:
+    """The rank of a process of mpirun. srun --mpi=pmi2 sets PMI_RANK too, but no rank among those of a host."""
+    number = _numbers(environment, set(names.values()), {"MASTER_PORT": DEFAULT_PORT})
+    one_host = number[names["local_size"]] == number[names["size"]]
+    return _checked(
+        Ranks(
+            rank=number[names["rank"]],
+            world_size=number[names["size"]],
+            local_rank=number[names["local_rank"]],
+            local_size=number[names["local_size"]],
+            master_host=environment.get("MASTER_ADDR", "127.0.0.1" if one_host else ""),
+            master_port=number["MASTER_PORT"],
+            launcher="mpirun",
+        )
+    )
+
+
+def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
+    """The rank of a task of srun. Jobs on one node meet at different ports: a port follows from the job's and the step's number."""
+    number = _numbers(
+        environment, {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID"}, {"SLURM_NODEID": 0}
+    )
+    hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
+    world_size, node = number["SLURM_STEP_NUM_TASKS"], number["SLURM_NODEID"]
+    tasks = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if len(tasks) != len(hosts) or sum(tasks) != world_size:
+        rule = f"does not give {world_size} tasks (SLURM_STEP_NUM_TASKS) on {len(hosts)} nodes (SLURM_STEP_NODELIST)"
+        raise UserError.of("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_STEP_TASKS_PER_NODE"), rule, _FRESH_SHELL)
+    return _checked(
+        Ranks(
+            rank=number["SLURM_PROCID"],
+            world_size=world_size,
+            local_rank=number["SLURM_LOCALID"],
+            local_size=tasks[node] if node < len(tasks) else 0,
+            master_host=hosts[0] + host_suffix,
+            master_port=FIRST_PORT + (16 * number["SLURM_JOB_ID"] + number["SLURM_STEP_ID"]) % PORTS,
+            launcher="srun",
+        )
+    )
+
+
+def _numbers(environment: Mapping[str, str], required: set[str], optional: dict[str, int]) -> dict[str, int]:
+    """The named variables as numbers >= 0; all that are missing or no numbers are named at once."""
+    found = {name: environment.get(name) for name in sorted(required)} | {n: environment.get(n, str(v)) for n, v in optional.items()}
+    wrong = {name: value for name, value in found.items() if value is None or not re.fullmatch(r"\d+", value, re.ASCII)}
+    if wrong:
+        raise UserError(
+            [Violation(name, "" if value is None else value, "must be a number", _FRESH_SHELL) for name, value in wrong.items()]
+        )
+    return {name: int(value) for name, value in found.items() if value is not None}
+
+
+def _checked(ranks: Ranks) -> Ranks:
+    """The ranks, if they can be."""
+    if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_size <= ranks.world_size):
+        rule = f"contradict each other: rank {ranks.rank} of {ranks.world_size}, {ranks.local_rank} of {ranks.local_size} on this host"
+        raise UserError.of(f"variables of {ranks.launcher}", "", rule, _FRESH_SHELL)
+    return ranks
+
+
 def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of Slurm's compressed list: `n[1-2,07],x` -> n1, n2, n07, x.
+    """The hosts of Slurm's compressed list, in order: `n[1-2,07],r[0-1]c[3-4]x` -> n1, n2, n07, r0c3x, r0c4x, r1c3x, r1c4x.
 
     Raises:
         UserError: the list does not have that form.
     """
-    raise UserError.of("SLURM_STEP_NODELIST", nodelist, "not readable yet", "")
+    name = r"[^\s,\[\]]*(?:\[[0-9,-]+\][^\s,\[\]]*)*"
+    if not re.fullmatch(rf"{name}(,{name})*", nodelist) or "" in (terms := re.findall(rf"(?:^|,)({name})", nodelist)):
+        raise UserError.of(
+            "SLURM_STEP_NODELIST", nodelist, "must be a list of hosts as Slurm writes it, for example n[1-2,07]", _FRESH_SHELL
+        )
+    return [host for term in terms for host in _expand_term(term, nodelist)]
+
+
+def _expand_term(term: str, nodelist: str) -> list[str]:
+    """The hosts of one term; the last bracket counts fastest."""
+    hosts = [""]
+    for literal, ranges in re.findall(r"([^\[\]]*)(?:\[([0-9,-]+)\])?", term):
+        numbers = [n for part in ranges.split(",") for n in _expand_range(part, nodelist)] if ranges else [""]
+        hosts = [host + literal + number for host in hosts for number in numbers]
+    return hosts
+
+
+def _expand_range(part: str, nodelist: str) -> list[str]:
+    """`08-11` -> 08, 09, 10, 11: as wide as the first number is written."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+    if not match or int(match[1]) > int(match[2] or match[1]):
+        raise UserError.of("SLURM_STEP_NODELIST", nodelist, f"[{part}] is no range of numbers", _FRESH_SHELL)
+    return [f"{n:0{len(match[1])}d}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+
+
+def expand_tasks(counts: str) -> list[int]:
+    """Tasks on each node from Slurm's compressed form: `2(x3),1` -> 2, 2, 2, 1.
+
+    Raises:
+        UserError: the text does not have that form.
+    """
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", counts, re.ASCII):
+        raise UserError.of("SLURM_STEP_TASKS_PER_NODE", counts, "must be counts as Slurm writes them, for example 2(x3),1", _FRESH_SHELL)
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
