@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models.gpt.config import GPTConfig
@@ -21,6 +22,11 @@ FAMILIES: dict[str, type[Any]] = {"gpt": GPTConfig, "llama": LlamaConfig}
 def _part(config: ModelConfig, name: str) -> Any:
     """The module `name` of the family's folder."""
     return importlib.import_module(f"pipeline.models.{config.family}.{name}")
+
+
+def from_dict(values: Mapping[str, Any]) -> ModelConfig:
+    """The model's configuration, from what a checkpoint or a run directory wrote of it."""
+    return FAMILIES[values["family"]](**values)
 
 
 def build(config: ModelConfig) -> Decoder:

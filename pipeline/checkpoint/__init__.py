@@ -1,0 +1,1 @@
+"""Checkpoints: save, load into any layout, and the formats they convert to."""

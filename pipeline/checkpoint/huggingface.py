@@ -1,0 +1,156 @@
+"""A checkpoint as a Hugging Face folder that stock `transformers` loads, one output shard in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from pipeline.errors import UserError, Violation
+from pipeline.models import registry
+from pipeline.models.registry import ModelConfig
+from pipeline.progress import Progress
+
+#: What a tokenizer folder may hold; tokenizer.json is what it must.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class Weights(Protocol):
+    """Full weights by our names; a tied head has none of its own."""
+
+    def names(self) -> Iterable[str]:
+        """Every weight."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its full shape."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Its full value, fp32."""
+
+
+def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int) -> int:
+    """Write model.safetensors, or its numbered shards and their index.
+
+    Args:
+        folder: where to; exists.
+        weights: the checkpoint.
+        config: sizes of its model.
+        dtype: number format to write.
+        shard_bytes: largest file; a tensor that is larger gets a file of its own.
+
+    Returns:
+        How many parameters were written.
+    """
+    rows = {row.theirs: row for row in registry.adapter(config).weights(config)}
+    elements = {name: sum(torch.Size(weights.shape(part)).numel() for part in row.ours) for name, row in rows.items()}
+    split = split_state_dict_into_shards_factory(
+        elements,
+        get_storage_size=lambda count: count * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    with Progress(sum(elements.values()) * dtype.itemsize, "writing weights", "B") as progress:
+        for file, names in split.filename_to_tensors.items():
+            shard: dict[str, Tensor] = {}
+            for name in names:
+                shard[name] = rows[name].join([weights.tensor(part).to(dtype) for part in rows[name].ours])
+                progress.advance(shard[name].nbytes, file)
+            save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return sum(elements.values())
+
+
+def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -> None:
+    """Hold a checkpoint's weights against the model that its configuration describes.
+
+    Raises:
+        UserError: weights are missing, unexpected or of another shape; all are named, under the configuration key of the checkpoint.
+    """
+    with torch.device("meta"):
+        expected = {name: tuple(parameter.shape) for name, parameter in registry.build(config).named_parameters()}
+    found = {name: tuple(weights.shape(name)) for name in weights.names()}
+    wrong = [f"{name} is missing, {list(shape)} expected" for name, shape in expected.items() if name not in found]
+    wrong += [f"{name} {list(shape)} is not a weight of the model" for name, shape in found.items() if name not in expected]
+    wrong += [
+        f"{name} is {list(found[name])}, not {list(expected[name])}"
+        for name in expected.keys() & found.keys()
+        if found[name] != expected[name]
+    ]
+    if wrong:
+        raise UserError([Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong])
+
+
+def check_tokenizer(folder: Path, end_of_document: str, vocab_size: int) -> tuple[list[Violation], int | None]:
+    """Hold a tokenizer against the model it is to be exported with.
+
+    Args:
+        folder: Hugging Face tokenizer folder.
+        end_of_document: the token that separates documents.
+        vocab_size: rows of the model's embedding.
+
+    Returns:
+        What is wrong, and the id of end_of_document.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        advice = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name the folder of another tokenizer"
+        return [Violation("tokenizer.path", folder, "holds no tokenizer.json", advice)], None
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    violations = []
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > vocab_size:
+        rule = f"has {size} entries, more than the checkpoint's model.vocab_size={vocab_size}"
+        violations.append(Violation("tokenizer.path", folder, rule, "name the tokenizer that the model was trained with"))
+    end = tokenizer.token_to_id(end_of_document)
+    if end is None:
+        rule = f"is not a token of {folder}"
+        violations.append(Violation("tokenizer.end_of_document", end_of_document, rule, "name the token that separated the documents"))
+    return violations, end
+
+
+def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_of_document_id: int) -> None:
+    """Write config.json and generation_config.json.
+
+    A text begins where another one ended: the one special token is the first and the last of a document.
+    """
+    ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
+    number_format = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", registry.adapter(config).config_json(config) | ids | {"torch_dtype": number_format})
+    _write_json(folder / "generation_config.json", ids | {"pad_token_id": end_of_document_id})
+
+
+def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_positions: int) -> None:
+    """Copy the tokenizer's files; where only tokenizer.json came along, say how it is loaded."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        content = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end_of_document,
+            "eos_token": end_of_document,
+            "model_max_length": max_positions,
+        }
+        _write_json(folder / "tokenizer_config.json", content)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,39 @@
+"""Llama <-> transformers' LlamaForCausalLM."""
+
+from __future__ import annotations
+
+from pipeline.models.adapter import Adapter, rows
+
+ADAPTER = Adapter(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    fields={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "max_positions",
+        "hidden_size": "hidden",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "ffn_hidden",
+        "rope_theta": "rope_theta",
+        "rms_norm_eps": "norm_eps",
+        "initializer_range": "init_std",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
+    table=(
+        *rows("model.embed_tokens", "embed.tokens"),
+        *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
+        *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+        *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+        *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+        *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+        *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
+        *rows("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
+        *rows("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+        *rows("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+        *rows("model.norm", "norm"),
+        *rows("lm_head", "head"),
+    ),
+)

@@ -1,0 +1,164 @@
+"""The exported folder, as stock transformers reads it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.checkpoint import huggingface
+from pipeline.errors import UserError
+from pipeline.models import registry
+from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.init import initialise
+from pipeline.models.llama.config import LlamaConfig
+
+TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
+CONFIGS = {
+    "gpt": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
+    "gpt-untied": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
+    "llama": LlamaConfig(layers=2, hidden=48, heads=4, kv_heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
+    "llama-grouped": LlamaConfig(
+        layers=3, hidden=64, heads=8, kv_heads=2, ffn_hidden=80, vocab_size=300, max_positions=64, rope_theta=500000.0, norm_eps=1e-3
+    ),
+    "llama-tied": LlamaConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=True
+    ),
+}
+
+
+class InMemory:
+    """A model's own weights, as a checkpoint gives them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def names(self):
+        return list(self.weights)
+
+    def shape(self, name):
+        return tuple(self.weights[name].shape)
+
+    def tensor(self, name):
+        return self.weights[name]
+
+
+def random_model(config):
+    """Every weight random and large enough to matter, norms and biases too."""
+    model = registry.build(config)
+    initialise(model, config, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [TEXT] * 5, trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def export(folder: Path, model, config, tokenizer: Path, *, dtype=torch.float32, shard_bytes=10**9) -> Path:
+    folder.mkdir(exist_ok=True)
+    weights = InMemory(model)
+    huggingface.check_weights(weights, config, "stage.checkpoint", folder)
+    assert huggingface.write_weights(folder, weights, config, dtype=dtype, shard_bytes=shard_bytes) == sum(
+        p.numel() for p in model.parameters()
+    )
+    violations, end_id = huggingface.check_tokenizer(tokenizer, "<|endoftext|>", config.vocab_size)
+    assert violations == []
+    huggingface.write_configs(folder, config, dtype=dtype, end_of_document_id=end_id)
+    huggingface.copy_tokenizer(tokenizer, folder, end_of_document="<|endoftext|>", max_positions=config.max_positions)
+    return folder
+
+
+def load(folder: Path):
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {key: value for key, value in report.items() if value} == {}
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_stock_class(name, tmp_path, tokenizer_folder):
+    config = CONFIGS[name]
+    model = random_model(config)
+    stock = load(export(tmp_path, model, config, tokenizer_folder))
+    tokens = torch.randint(config.vocab_size, (3, config.max_positions), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        ours, theirs = model(tokens), stock(tokens).logits
+    assert stock.dtype == torch.float32
+    assert ours.std() > 0.1, "differences would not show"
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
+def test_shards_hold_what_one_file_holds(name, tmp_path, tokenizer_folder):
+    config = CONFIGS[name]
+    model = random_model(config)
+    whole = load(export(tmp_path / "whole", model, config, tokenizer_folder)).state_dict()
+    folder = export(tmp_path / "sharded", model, config, tokenizer_folder, shard_bytes=50_000)
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    largest = max(tensor.nbytes for tensor in whole.values())
+    assert all((folder / file).stat().st_size < max(50_000, largest) + 8192 for file in files)
+    sharded = load(folder).state_dict()
+    assert whole.keys() == sharded.keys()
+    assert all(torch.equal(whole[key], sharded[key]) for key in whole)
+
+
+def test_bf16_export_rounds_every_weight_once(tmp_path, tokenizer_folder):
+    config = CONFIGS["llama"]
+    model = random_model(config)
+    stock = load(export(tmp_path, model, config, tokenizer_folder, dtype=torch.bfloat16))
+    assert stock.dtype == torch.bfloat16
+    assert torch.equal(stock.lm_head.weight, model.head.weight.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_tokenizer_and_generation(name, tmp_path, tokenizer_folder):
+    config = CONFIGS[name]
+    folder = export(tmp_path, random_model(config), config, tokenizer_folder)
+    original, stock = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")), AutoTokenizer.from_pretrained(folder)
+    assert stock(TEXT)["input_ids"] == original.encode(TEXT).ids
+    assert stock.decode(stock(TEXT)["input_ids"]) == TEXT
+    assert stock.eos_token_id == original.token_to_id("<|endoftext|>")
+    model = load(folder)
+    assert model.generation_config.eos_token_id == stock.eos_token_id
+    prompt = stock("Im Wald", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 3
+
+
+def test_weights_that_are_not_the_models_are_named():
+    config = CONFIGS["llama"]
+    weights = InMemory(registry.build(config))
+    del weights.weights["norm.weight"]
+    weights.weights["blocks.7.mlp.up.weight"] = torch.zeros(2, 3)
+    weights.weights["head.weight"] = torch.zeros(2, 3)
+    with pytest.raises(UserError) as caught:
+        huggingface.check_weights(weights, config, "stage.checkpoint", Path("step"))
+    text = str(caught.value)
+    assert len(caught.value.violations) == 3
+    assert "norm.weight is missing, [48] expected" in text
+    assert "blocks.7.mlp.up.weight [2, 3] is not a weight" in text
+    assert "head.weight is [2, 3], not [300, 48]" in text
+
+
+def test_tokenizer_that_contradicts_the_model(tmp_path, tokenizer_folder):
+    violations, _ = huggingface.check_tokenizer(tokenizer_folder, "<eod>", vocab_size=256)
+    assert [violation.key for violation in violations] == ["tokenizer.path", "tokenizer.end_of_document"]
+    violations, _ = huggingface.check_tokenizer(tmp_path, "<|endoftext|>", vocab_size=300)
+    assert "stage=train_tokenizer" in violations[0].fix

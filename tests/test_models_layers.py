@@ -1,0 +1,178 @@
+"""What must hold of the mathematics, whatever the sizes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.decoder import Decoder
+from pipeline.layers.init import initial_tensor
+from pipeline.layers.rotary import Rotary, rotate
+from pipeline.models import plan, registry
+from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.init import initialise
+from pipeline.models.llama.config import LlamaConfig
+
+GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
+LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)
+FAMILIES = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+
+
+def model_of(config) -> Decoder:
+    model = registry.build(config)
+    initialise(model, config, seed=1)
+    return model
+
+
+def tokens_of(config, *shape: int) -> torch.Tensor:
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(5))
+
+
+@FAMILIES
+def test_a_token_changes_nothing_before_it(config):
+    model, tokens = model_of(config), tokens_of(config, 2, 24)
+    other = tokens.clone()
+    other[:, 10] = (other[:, 10] + 1) % config.vocab_size
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+@FAMILIES
+def test_documents_do_not_see_each_other(config):
+    model, tokens = model_of(config), tokens_of(config, 1, 24)
+    documents = (torch.arange(24) >= 9).int()[None]
+    other = tokens.clone()
+    other[:, :9] = (other[:, :9] + 1) % config.vocab_size
+    torch.testing.assert_close(model(tokens, documents=documents)[:, 9:], model(other, documents=documents)[:, 9:])
+    assert not torch.allclose(model(tokens)[:, 9:], model(other)[:, 9:])
+    one = torch.zeros(1, 24, dtype=torch.int32)
+    torch.testing.assert_close(model(tokens, documents=one), model(tokens))
+
+
+def test_a_packed_document_is_like_the_document_alone():
+    """Rotary positions are relative, so under a document mask it does not matter where a document starts."""
+    model, tokens = model_of(LLAMA), tokens_of(LLAMA, 1, 24)
+    packed = model(tokens, documents=(torch.arange(24) >= 9).int()[None])
+    torch.testing.assert_close(packed[:, 9:], model(tokens[:, 9:]))
+
+
+@FAMILIES
+def test_stages_in_a_row_are_the_whole_model(config):
+    whole, tokens = model_of(config), tokens_of(config, 2, 24)
+    documents = (torch.arange(24) >= 9).int().expand(2, 24)
+    targets = tokens.roll(-1, 1)
+    x: torch.Tensor = tokens
+    for stage, keep in enumerate([("0",), ("1",), ("2",)]):
+        part = model_of(config)
+        for key in set(part.blocks) - set(keep):
+            del part.blocks[key]
+        if stage > 0:
+            part.embed = None
+        if stage < 2:
+            part.norm = part.head = None
+        x = part(x, targets=targets, documents=documents)
+    assert torch.equal(x, whole(tokens, targets=targets, documents=documents))
+
+
+@FAMILIES
+def test_loss_is_the_cross_entropy_of_the_logits(config):
+    model, tokens = model_of(config), tokens_of(config, 2, 24)
+    targets = tokens.roll(-1, 1)
+    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(tokens, targets=targets), expected)
+
+
+@given(ranks=st.sampled_from([1, 2, 4]), groups=st.integers(1, 3), head_dim=st.sampled_from([2, 8]), bias=st.booleans())
+@settings(deadline=None, max_examples=20)
+def test_slices_of_the_plan_add_up_to_the_attention(ranks, groups, head_dim, bias):
+    """Column pieces of q, k and v with the row piece of the output are attention over fewer heads; the pieces' sum is the whole."""
+    kv_heads, hidden = 4, 16
+    torch.manual_seed(0)
+    whole = Attention(hidden, kv_heads * groups, kv_heads, head_dim, bias=bias)
+    x = torch.randn(2, 5, hidden)
+    total = torch.zeros_like(x)
+    for rank in range(ranks):
+        part = Attention(hidden, kv_heads * groups, kv_heads, head_dim, bias=bias)
+        for name, parameter in whole.named_parameters():
+            dim = plan.split_dim(registry.plan(GPT), f"blocks.0.attention.{name}")
+            piece = parameter if dim is None else parameter.chunk(ranks, dim)[rank]
+            module, leaf = name.split(".")
+            setattr(part.get_submodule(module), leaf, torch.nn.Parameter(piece.detach().clone()))
+        total += part(x)
+        if bias and rank:
+            total -= whole.output.bias
+    torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-5)
+
+
+@given(shift=st.integers(0, 50), first=st.integers(0, 30), second=st.integers(0, 30), half=st.integers(1, 16))
+@settings(deadline=None, max_examples=50)
+def test_rotary_products_depend_on_the_distance_alone(shift, first, second, half):
+    tables = Rotary(2 * half, 100, theta=10000.0)()
+    torch.manual_seed(half)
+    x = torch.randn(2, 1, 1, 2 * half).double().expand(2, 1, 100, 2 * half)
+    q, k = rotate(x, tables)[:, 0]
+    torch.testing.assert_close(q[first] @ k[second], q[first + shift] @ k[second + shift], rtol=1e-4, atol=1e-4)
+    assert torch.equal(q[0], x[0, 0, 0])
+
+
+def test_rotary_tables_stay_exact_in_a_bf16_model_and_come_back_from_meta():
+    exact = model_of(LLAMA)
+    narrow = model_of(LLAMA).bfloat16()
+    with torch.device("meta"):
+        empty = registry.build(LLAMA)
+    empty.to_empty(device="cpu")
+    assigned = registry.build(LLAMA)
+    assigned.rotary.to("meta")
+    assigned.reset_buffers()
+    for model in (narrow, empty, assigned):
+        assert model.rotary.cos.dtype == torch.float32
+        assert torch.equal(model.rotary.cos, exact.rotary.cos)
+        assert torch.equal(model.rotary.sin, exact.rotary.sin)
+    assert not [name for name in exact.state_dict() if "rotary" in name]
+
+
+@FAMILIES
+def test_bf16_model_is_near_the_fp32_model(config):
+    tokens = tokens_of(config, 2, 24)
+    exact, narrow = model_of(config)(tokens), model_of(config).bfloat16()(tokens)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), exact, rtol=0.05, atol=0.01)
+
+
+@FAMILIES
+def test_initial_weights_follow_the_recipe(config):
+    model = registry.build(config)
+    state = torch.get_rng_state()
+    initialise(model, config, seed=1)
+    assert torch.equal(state, torch.get_rng_state()), "drawn from a generator of its own"
+    residual = config.init_std / math.sqrt(2 * config.layers)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            assert (parameter == (0 if name.endswith("bias") else 1)).all()
+            continue
+        expected = residual if name.endswith(("attention.output.weight", "mlp.down.weight")) else config.init_std
+        expected = config.init_std / 2 if "positions" in name else expected
+        assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+        assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
+
+
+def test_an_initial_weight_depends_on_seed_and_name_alone():
+    one = initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=3)
+    assert torch.equal(one, initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=3))
+    assert not torch.equal(one, initial_tensor("blocks.1.mlp.up.weight", (8, 4), 0.02, seed=3))
+    assert not torch.equal(one, initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=4))
+    with torch.device("meta"):
+        assert torch.equal(one, initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=3))
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_tied_head_is_the_embedding(config):
+    for tied in (False, True):
+        config = type(config)(**{**vars(config), "tie_embeddings": tied})
+        model = model_of(config)
+        assert (model.head.weight is model.embed.tokens.weight) == tied
+        assert ("head.weight" in dict(model.named_parameters())) == (not tied)
