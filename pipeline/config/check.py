@@ -2,19 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
+
+#: Stages that start a process group and a layout.
+PARALLEL_STAGES = ("pretrain", "evaluate")
 
 
 def check(config: RunConfig, world_size: int) -> None:
     """Refuse an impossible combination before any work starts.
 
     Args:
+        config: the composed configuration; its fields are each within their range.
         world_size: ranks of this job.
 
     Raises:
         UserError: with every violation found.
     """
-    violations: list[Violation] = []
+    violations = list(config.model.violations())
+    if config.stage.name in PARALLEL_STAGES:
+        violations += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
+        if config.dry_run.enabled and config.dry_run.rank >= world_size:
+            violations.append(
+                Violation("dry_run.rank", config.dry_run.rank, f"must be below the world size {world_size}", "choose a rank of the job")
+            )
     if violations:
         raise UserError(violations)
+
+
+def _tensor(config: RunConfig) -> Iterator[Violation]:
+    """Tensor parallelism cuts heads, feed-forward and sequence into equal pieces."""
+    tensor, model = config.parallel.tensor, config.model
+    for name in ("heads", "kv_heads", "ffn_hidden"):
+        size = getattr(model, name)
+        if size % tensor:
+            why = f"must divide model.{name}={size}"
+            yield Violation("parallel.tensor", tensor, why, f"choose a common divisor of heads, kv_heads and ffn_hidden, not {tensor}")
+    if tensor > model.vocab_size:
+        yield Violation("parallel.tensor", tensor, f"is more than model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
+    length = config.training.sequence_length
+    if config.parallel.sequence_parallel and length % tensor:
+        why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
+        yield Violation("training.sequence_length", length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
+
+
+def _pipeline(config: RunConfig) -> Iterator[Violation]:
+    """Stages need layers, and schedules have their own conditions."""
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return
+    per_rank, stages = stages_per_rank(config), parallel.pipeline * stages_per_rank(config)
+    if config.model.layers < stages:
+        why = f"is fewer than the {stages} stages ({parallel.pipeline} ranks x {per_rank})"
+        yield Violation("model.layers", config.model.layers, why, "use fewer pipeline ranks or stages, or a deeper model")
+    if parallel.schedule == "1f1b" and per_rank != 1:
+        yield Violation("parallel.stages_per_rank", per_rank, "1f1b holds one stage a rank", "leave it unset, or parallel.schedule=interleaved")
+    if parallel.schedule == "interleaved" and per_rank < 2:
+        yield Violation("parallel.stages_per_rank", per_rank, "interleaved needs at least 2", "set it to 2 or more, or parallel.schedule=1f1b")
+    if parallel.schedule == "zbv":
+        if per_rank != 2:
+            yield Violation("parallel.stages_per_rank", per_rank, "zbv holds exactly 2 stages a rank", "leave it unset")
+        if parallel.zero_stage == 3:
+            yield Violation(
+                "parallel.zero_stage", 3, "zbv splits the backward pass and needs whole weights in both halves", "use zero_stage 0, 1 or 2, or another schedule"
+            )
+        if config.training.activation_checkpointing != "none":
+            yield Violation(
+                "training.activation_checkpointing",
+                config.training.activation_checkpointing,
+                "zbv's split backward pass would recompute twice",
+                "use training.activation_checkpointing=none, or another schedule",
+            )
+
+
+def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """World size and batch sizes must come out even."""
+    parallel, training = config.parallel, config.training
+    model_ranks = parallel.tensor * parallel.pipeline
+    if world_size % model_ranks:
+        why = f"of {world_size} ranks does not divide into tensor {parallel.tensor} x pipeline {parallel.pipeline} = {model_ranks}"
+        yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or lower parallel.tensor or parallel.pipeline")
+        return
+    data = world_size // model_ranks
+    if training.global_batch_size % (data * training.micro_batch_size):
+        why = f"must be a multiple of {data} data ranks x micro_batch_size {training.micro_batch_size}"
+        yield Violation(
+            "training.global_batch_size", training.global_batch_size, why, f"choose a multiple of {data * training.micro_batch_size}"
+        )
+        return
+    micro_batches = training.global_batch_size // (data * training.micro_batch_size)
+    if parallel.pipeline == 1:
+        return
+    needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
+    if micro_batches < needed:
+        why = f"gives {micro_batches} micro-batches a rank; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs at least {needed}"
+        fix = f"use a global_batch_size of at least {needed * data * training.micro_batch_size}, or smaller micro-batches"
+        yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
+    elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:
+        rounds = max(1, micro_batches // parallel.pipeline)
+        if micro_batches % rounds:
+            why = f"gives {micro_batches} micro-batches; interleaved needs a multiple of {rounds} rounds"
+            fix = f"make the micro-batches a multiple of parallel.pipeline={parallel.pipeline}"
+            yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
+
+
+def _training(config: RunConfig) -> Iterator[Violation]:
+    """The run against the model and itself."""
+    training, optimizer = config.training, config.optimizer
+    if training.sequence_length > config.model.max_positions:
+        why = f"is longer than model.max_positions={config.model.max_positions}"
+        yield Violation("training.sequence_length", training.sequence_length, why, "shorten the sequences, or raise model.max_positions")
+    if optimizer.warmup_steps + optimizer.decay_steps > training.steps:
+        why = f"and decay_steps={optimizer.decay_steps} are more than training.steps={training.steps}"
+        yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, why, "shorten them, or train longer")

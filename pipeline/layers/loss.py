@@ -1,0 +1,115 @@
+"""The output projection and the cross-entropy in one function that never holds all logits.
+
+Rows of the batch are taken in chunks. For each chunk the forward pass computes logits, loss and, in the same visit, the
+gradients of hidden states and weight; the backward pass only scales them. Three matrix products as in the plain form
+(logits, input gradient, weight gradient), but fp32 logits for one chunk at a time instead of (batch x sequence, vocabulary).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Reduce = Callable[[Tensor], Tensor]
+
+#: Elements of the fp32 logits that one chunk holds: 64 MiB.
+CHUNK_ELEMENTS = 1 << 24
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of hidden @ weight.T against targets, with both gradients from one pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first_token: int,
+        reduce_max: Reduce | None,
+        reduce_sum: Reduce | None,
+    ) -> Tensor:
+        rows, vocabulary = hidden.shape[0], weight.shape[0]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+
+        chunk = max(1, CHUNK_ELEMENTS // max(1, vocabulary))
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            local = targets[part] - first_token
+            mine = (local >= 0) & (local < vocabulary)
+            local = local.clamp(0, vocabulary - 1).unsqueeze(1)
+
+            logits = F.linear(hidden[part], weight).to(wide)
+            largest = logits.amax(dim=1, keepdim=True)
+            if reduce_max is not None:
+                largest = reduce_max(largest)
+            logits -= largest
+            target_logit = torch.where(mine, logits.gather(1, local).squeeze(1), 0.0)
+            exponentials = logits.exp_()
+            sums = torch.stack([exponentials.sum(dim=1), target_logit])
+            if reduce_sum is not None:
+                sums = reduce_sum(sums)
+            total += (sums[0].log() - sums[1]).sum()
+
+            if wants_hidden or wants_weight:
+                # d loss / d logits = softmax - one-hot, over the mean's row count
+                grad_logits = exponentials.mul_((1.0 / rows) / sums[0].unsqueeze(1))
+                grad_logits.scatter_add_(1, local, torch.where(mine, -1.0 / rows, 0.0).to(wide).unsqueeze(1))
+                narrow = grad_logits.to(hidden.dtype)
+                if grad_hidden is not None:
+                    torch.mm(narrow, weight, out=grad_hidden[part])
+                if grad_weight is not None:
+                    grad_weight += narrow.t() @ hidden[part]
+
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total / rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
+            None if grad_weight is None else grad_weight * grad_loss.to(grad_weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    first_token: int = 0,
+    reduce_max: Reduce | None = None,
+    reduce_sum: Reduce | None = None,
+) -> Tensor:
+    """The mean next-token loss, in nats a token.
+
+    Args:
+        hidden: (batch, sequence, hidden), output of the last norm.
+        weight: (vocabulary, hidden), or the rows of it that the caller holds.
+        targets: (batch, sequence), int64 token ids of the whole vocabulary.
+        first_token: token id of the weight's first row.
+        reduce_max: elementwise maximum over the holders of the other rows; None when there are none.
+        reduce_sum: elementwise sum over them. With pieces of the vocabulary (Shoeybi et al. 2019, section 3), the gradient
+            of `hidden` is this piece's part; the sum over the pieces is the caller's.
+
+    Returns:
+        A 0-dim tensor, fp32 (fp64 for fp64 input).
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, targets.reshape(-1), first_token, reduce_max, reduce_sum)
+    return loss

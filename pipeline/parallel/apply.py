@@ -1,0 +1,143 @@
+"""From a plain model to this rank's part of it, in one fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.layers.decoder import Decoder
+from pipeline.layers.init import initial_tensor
+from pipeline.models import registry
+from pipeline.parallel import tensor
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.pieces import Piece
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class LocalModel(nn.Module):
+    """The pipeline stages of one rank. The pipeline schedule calls them one by one; the whole is never called.
+
+    Attributes:
+        stages: stage index (as text) -> its part of the model.
+        pieces: parameter -> which piece of which full weight it is.
+        tied: whether head and embedding are one weight.
+    """
+
+    def __init__(self, stages: dict[int, Decoder], pieces: dict[nn.Parameter, Piece], *, tied: bool) -> None:
+        super().__init__()
+        self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
+        self.pieces = pieces
+        self.tied = tied
+
+    def parts(self) -> Iterator[Decoder]:
+        """The stages in order."""
+        for module in self.stages.values():
+            assert isinstance(module, Decoder)
+            yield module
+
+
+def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
+    """This rank's stages: cut on the meta device, wired to its groups, then filled with initial weights on its device.
+
+    On the meta device (the dry run) nothing is filled.
+    """
+    model = cut_model(config, mesh.layout, mesh.rank)
+    plan = registry.plan(config.model)
+    for stage in model.parts():
+        if mesh.layout.tensor > 1:
+            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
+        recompute(stage, config.training.activation_checkpointing)
+        if compiles(config, mesh.device):
+            for block in stage.blocks.values():
+                block.compile()
+    if mesh.device.type != "meta":
+        fill(model, config, mesh.device)
+    return model
+
+
+def cut_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
+    """The rank's stages with the rank's pieces of every weight, on the meta device. Needs no process group."""
+    where = layout.coordinates(rank)
+    plan = registry.plan(config.model)
+    with torch.device("meta"):
+        stages = {index: take_stage(registry.build(config.model), layout, index) for index in layout.stages(where.pipeline)}
+    if config.model.tie_embeddings and layout.pipeline > 1 and {0, layout.stage_count - 1} <= stages.keys():
+        # a V-shaped schedule has both ends on one rank: one weight again
+        first, last = stages[0], stages[layout.stage_count - 1]
+        assert first.embed is not None
+        assert last.head is not None
+        last.head.weight = first.embed.get_submodule("tokens").weight
+    pieces = tensor.cut_weights(stages.values(), plan, layout.tensor, where.tensor, tied=config.model.tie_embeddings)
+    return LocalModel(stages, pieces, tied=config.model.tie_embeddings)
+
+
+def take_stage(model: Decoder, layout: Layout, stage: int) -> Decoder:
+    """Keep a stage's blocks; the first stage keeps the embedding, the last one norm and head."""
+    keep = layout.layers(stage, len(model.blocks))
+    for index in range(len(model.blocks)):
+        if index not in keep:
+            del model.blocks[str(index)]
+    if stage > 0:
+        model.embed = None
+    if stage < layout.stage_count - 1:
+        model.norm = None
+        model.head = None
+    return model
+
+
+def fill(model: LocalModel, config: RunConfig, device: torch.device) -> None:
+    """Give every weight storage and its initial values: slices of the full weights, which depend on the seed and the name alone."""
+    dtype = DTYPES[config.precision.dtype]
+    pieces: dict[nn.Parameter, Piece] = {}
+
+    def filled(_: str, parameter: nn.Parameter) -> nn.Parameter:
+        piece = model.pieces[parameter]
+        std = registry.initial_std(config.model, piece.name)
+        full = initial_tensor(piece.name, piece.full_shape, std, config.training.seed)
+        local = nn.Parameter(piece.of(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format))
+        pieces[local] = piece
+        return local
+
+    tensor.replace_weights(model.parts(), filled)
+    model.pieces = pieces
+    for stage in model.parts():
+        stage.reset_buffers()
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether the blocks are compiled. The split backward pass of zbv cannot be."""
+    if config.parallel.schedule == "zbv" and config.parallel.pipeline > 1:
+        return False
+    return config.training.compile == "on" or (config.training.compile == "auto" and device.type == "cuda")
+
+
+def recompute(model: Decoder, what: str) -> None:
+    """Let the backward pass recompute the blocks (`full`), or all of them but matrix products and attention (`selective`)."""
+    if what == "none":
+        return
+    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if what == "selective" else {}
+    for block in model.blocks.values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
+    """Keep what costs most to compute for each byte."""
+    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,135 @@
+"""Collectives with a gradient: the pairs f, g of Shoeybi et al. 2019 and their sequence forms of Korthikanti et al. 2022.
+
+| forward | backward |
+|---|---|
+| copy: nothing | all-reduce |
+| reduce: all-reduce | nothing |
+| gather_sequence: all-gather | reduce-scatter |
+| reduce_scatter_sequence: reduce-scatter | all-gather |
+| scatter_sequence: take own rows | all-gather |
+
+Activations are (batch, sequence, hidden); the sequence forms cut dim 1. Inputs are cloned before an in-place collective,
+since autograd may hand the same buffer to others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The reduction over the group as a new tensor."""
+    if group.size() == 1:
+        return tensor
+    reduced = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(reduced, op=op, group=group)
+    return reduced
+
+
+def _all_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, sequence / ranks, hidden) of every rank -> (batch, sequence, hidden)."""
+    gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, sequence, hidden), summed over ranks -> this rank's (batch, sequence / ranks, hidden)."""
+    pieces = tensor.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    mine = torch.empty_like(pieces[0])
+    dist.reduce_scatter_tensor(mine, pieces, group=group)
+    return mine
+
+
+def _own_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the sequence."""
+    return tensor.chunk(group.size(), dim=1)[group.rank()].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ARG004 - autograd's signature
+        return all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - autograd's signature
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather_sequence(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter_sequence(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter_sequence(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather_sequence(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_rows(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather_sequence(grad, ctx.group), None
+
+
+def copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Enter a region where every rank holds a piece of the weights."""
+    result: Tensor = _Copy.apply(tensor, group)
+    return result
+
+
+def reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave that region: sum the ranks' parts."""
+    result: Tensor = _Reduce.apply(tensor, group)
+    return result
+
+
+def gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Enter the region from activations that are cut along the sequence."""
+    result: Tensor = _GatherSequence.apply(tensor, group)
+    return result
+
+
+def reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave the region to activations that are cut along the sequence."""
+    result: Tensor = _ReduceScatterSequence.apply(tensor, group)
+    return result
+
+
+def scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Cut activations that every rank holds whole."""
+    result: Tensor = _ScatterSequence.apply(tensor, group)
+    return result

@@ -1,0 +1,102 @@
+"""The process groups of one rank: who it shares matrix products, layers and data with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+
+from pipeline.config.layout import Coordinates, Layout
+
+#: Longest wait for another rank; a slow shared file system can hold one up for long during a save.
+TIMEOUT = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the layout and its groups along each axis.
+
+    Attributes:
+        tensor: ranks that share this rank's matrix products.
+        data: ranks with the same weights and other samples.
+        pipeline: ranks that hold the other stages for this rank's samples.
+        model: all pipeline x tensor ranks of this data index: one whole copy of the model.
+        ends: the ranks of the first and the last stage, where a tied embedding lives twice; None elsewhere or when they are one rank.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    tensor: ProcessGroup
+    data: ProcessGroup
+    pipeline: ProcessGroup
+    model: ProcessGroup
+    ends: ProcessGroup | None
+
+    @property
+    def where(self) -> Coordinates:
+        """This rank's index on every axis."""
+        return self.layout.coordinates(self.rank)
+
+
+def start(rank: int, world_size: int, local_rank: int, address: str) -> torch.device:
+    """Join the job's process group: NCCL on GPUs, gloo on CPUs. Returns this rank's device.
+
+    Args:
+        rank: this process among all.
+        world_size: all of them.
+        local_rank: this process among those of its node; names its GPU.
+        address: where rank 0 listens, as torch writes it: `tcp://host:port`, or `env://` under torchrun.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    if world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return device
+
+
+def start_imaginary(rank: int, world_size: int) -> torch.device:
+    """Be one rank of a job that does not exist: collectives return at once, tensors have no storage."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    return torch.device("meta")
+
+
+def stop() -> None:
+    """Leave the job's process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build(layout: Layout, device: torch.device) -> Mesh:
+    """The mesh of this rank. Every rank makes only the groups it is in, so the time does not grow with the world."""
+    rank = dist.get_rank()
+    assert dist.get_world_size() == layout.world_size, "the layout was made for another world size"
+    me = layout.coordinates(rank)
+
+    def group(members: list[Coordinates]) -> ProcessGroup:
+        return dist.new_group([layout.rank(m) for m in members], timeout=TIMEOUT, use_local_synchronization=True)
+
+    first, last = layout.holder(0), layout.holder(layout.stage_count - 1)
+    at_an_end = me.pipeline in (first, last)
+    return Mesh(
+        layout=layout,
+        rank=rank,
+        device=device,
+        tensor=group([Coordinates(me.pipeline, me.data, t) for t in range(layout.tensor)]),
+        data=group([Coordinates(me.pipeline, d, me.tensor) for d in range(layout.data)]),
+        pipeline=group([Coordinates(p, me.data, me.tensor) for p in range(layout.pipeline)]),
+        model=group([Coordinates(p, me.data, t) for p in range(layout.pipeline) for t in range(layout.tensor)]),
+        ends=group([Coordinates(p, me.data, me.tensor) for p in (first, last)]) if at_an_end and first != last else None,
+    )

@@ -1,0 +1,57 @@
+"""Which part of which full weight a rank holds. The parallel plan says how a weight is cut; here that becomes numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The slice `start:stop` along `dim` of a full weight; dim is None for a weight that every tensor rank holds whole.
+
+    Attributes:
+        name: the weight's name in the whole model; a tied head has the embedding's.
+        full_shape: its shape there.
+        copy: whether another stage holds the same weight and counts it (the head's copy of a tied embedding).
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+    copy: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the piece."""
+        if self.dim is None:
+            return self.full_shape
+        return (*self.full_shape[: self.dim], self.stop - self.start, *self.full_shape[self.dim + 1 :])
+
+    def of(self, full: Tensor) -> Tensor:
+        """The piece of a full weight, as a view."""
+        assert tuple(full.shape) == self.full_shape, f"{self.name}: {tuple(full.shape)} is not {self.full_shape}"
+        return full if self.dim is None else full.narrow(self.dim, self.start, self.stop - self.start)
+
+
+def cut(name: str, shape: tuple[int, ...], role: str, ranks: int, rank: int, *, copy: bool = False) -> Piece:
+    """The piece of one tensor rank.
+
+    Args:
+        name: the weight's name in the whole model.
+        shape: its full shape, (output, input) for a matrix.
+        role: its role in the plan: column cuts the output, row the input, vocab the vocabulary (the last pieces may be shorter).
+        ranks: tensor ranks.
+        rank: this one.
+        copy: see Piece.
+    """
+    if ranks == 1 or role == "replicate" or (role == "row" and len(shape) == 1):
+        return Piece(name, shape, copy=copy)
+    dim = {"column": 0, "vocab": 0, "row": 1}[role]
+    size = shape[dim]
+    assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
+    width = -(-size // ranks)
+    return Piece(name, shape, dim, min(rank * width, size), min((rank + 1) * width, size), copy=copy)

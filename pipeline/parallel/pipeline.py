@@ -1,0 +1,95 @@
+"""The pipeline: PyTorch's schedules over this rank's stages. One stage on one rank takes the same path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.apply import DTYPES
+from pipeline.parallel.mesh import Mesh
+
+
+class Pipeline:
+    """Runs a rank's share of a batch through its stages.
+
+    Args:
+        stages: stage index (as text) -> module, as in LocalModel.stages; the last stage returns the mean loss of a micro-batch.
+        config: of the run.
+        mesh: this rank's groups.
+    """
+
+    def __init__(self, stages: Mapping[str, nn.Module], config: RunConfig, mesh: Mesh) -> None:
+        layout = mesh.layout
+        self.is_first = "0" in stages
+        self.is_last = str(layout.stage_count - 1) in stages
+        self._device = mesh.device
+        self._masks_documents = config.training.document_mask
+        parts = [_stage(int(index), module, config, mesh) for index, module in stages.items()]
+
+        def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
+            return loss / layout.micro_batches
+
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if layout.stages_per_rank == 1:
+            self._schedule = Schedule1F1B(parts[0], layout.micro_batches, loss_fn=loss_fn, scale_grads=False)
+        else:
+            kind = ScheduleZBVZeroBubble if layout.schedule == "zbv" else ScheduleInterleaved1F1B
+            self._schedule = kind(parts, layout.micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
+
+    def train(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Forward and backward pass; gradients are added to the parameters' .grad.
+
+        Args:
+            inputs: int64 (sequences, sequence), this data rank's tokens of one global batch.
+            targets: the same, one token later.
+            documents: int32 (sequences, sequence), the document of each token, when the mask is on.
+
+        Returns:
+            The mean loss of these sequences as a 0-dim tensor on the rank of the last stage, zero on the others.
+        """
+        return self._run(self._schedule.step, inputs, targets, documents)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The mean loss alone; arguments and result as in train."""
+        with torch.no_grad():
+            return self._run(self._schedule.eval, inputs, targets, documents)
+
+    def _run(self, step: Any, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+        losses: list[Tensor] = []
+        arguments = (inputs,) if self.is_first else ()
+        options: dict[str, Tensor] = {"targets": targets} if self.is_last else {}
+        if self._masks_documents:
+            assert documents is not None
+            options["documents"] = documents
+        with_loss = {"target": targets, "losses": losses} if self.is_last else {}
+        step(*arguments, **options, **with_loss, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh) -> PipelineStage:
+    """One stage with the shapes of what it receives and sends, so that nothing has to be tried out."""
+    layout, training = mesh.layout, config.training
+    last = layout.stage_count - 1
+    rows = training.sequence_length
+    if config.parallel.sequence_parallel:
+        rows //= layout.tensor
+    tokens = torch.empty(training.micro_batch_size, training.sequence_length, dtype=torch.int64, device="meta")
+    loss = torch.empty((), dtype=torch.float32, device="meta")
+    hidden = torch.empty(training.micro_batch_size, rows, config.model.hidden, dtype=DTYPES[config.precision.dtype], device="meta")
+    shapes: dict[str, Any] = {
+        "input_args": tokens if index == 0 else hidden.requires_grad_(),
+        "output_args": loss.requires_grad_() if index == last else hidden.requires_grad_(),
+    }
+    if "input_grads" in inspect.signature(PipelineStage).parameters:  # from torch 2.12 on
+        shapes["input_grads"] = (None,) if index == 0 else (hidden.detach(),)
+        shapes["output_grads"] = (loss.detach(),) if index == last else (hidden.detach(),)
+    return PipelineStage(module, index, layout.stage_count, mesh.device, group=mesh.pipeline, **shapes)

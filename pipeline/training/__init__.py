@@ -1,0 +1,1 @@
+"""One engine, one loop: optimizer, gradient sums, metrics."""

@@ -1,0 +1,93 @@
+"""ZeRO stage 0: every data rank holds all of its model's state, and nothing needs DeepSpeed.
+
+The step never waits for the device: norm, clipping, the test for non-finite gradients and the learning rate stay tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.apply import LocalModel
+from pipeline.parallel.mesh import Mesh
+from pipeline.training import gradients
+from pipeline.training.optimizer import adamw, decay_groups, learning_rate
+from pipeline.training.state import MOMENTS, Engine, Fragment, StepResult, create_moments
+
+
+class ReplicatedEngine(Engine):
+    """Fused AdamW on fp32 master weights; for fp32 models the weights are the masters."""
+
+    def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
+        self.model = model
+        self._mesh = mesh
+        self._sequence_parallel = config.parallel.sequence_parallel
+        self._clipping = config.optimizer.gradient_clipping
+        self._parameters = list(model.pieces)
+        for parameter in self._parameters:
+            parameter.grad_dtype = torch.float32
+        low = config.precision.dtype != "fp32"
+        self._masters: list[Tensor] = [p.detach().float() if low else p for p in self._parameters]
+        self._low = [p.detach() for p in self._parameters] if low else []
+
+        rates = [learning_rate(update, config.optimizer, config.training) for update in range(config.training.steps)]
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=mesh.device)
+        self._updates = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        self._lr = torch.zeros((), dtype=torch.float32, device=mesh.device)
+        self._optimizer = adamw(decay_groups(self._masters, config.optimizer.weight_decay), config.optimizer, self._lr)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See Engine."""
+        yield
+        gradients.complete(self.model, self._mesh, sequence_parallel=self._sequence_parallel)
+        gradients.sum_over(self._mesh.data, self._parameters, mean=True)
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """See Engine. Clipping is the optimizer's gradient scale and skipping its found_inf: no pass over the gradients of their own."""
+        norm = gradients.global_norm(self.model, self._mesh)
+        skipped = (~norm.isfinite()).float()
+        self._lr.copy_(self._rates[self._updates.clamp(max=len(self._rates) - 1)])
+        self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self._optimizer.grad_scale = ((norm + 1e-6) / self._clipping).clamp(min=1.0) if self._clipping > 0 else None  # type: ignore[attr-defined]
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = parameter.grad
+        self._optimizer.step()
+        self._updates += (1 - skipped).long()
+        if self._low:
+            torch._foreach_copy_(self._low, self._masters)
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad = parameter.grad = None
+        return StepResult(norm, skipped, self._lr.clone())
+
+    def fragments(self) -> list[Fragment]:
+        """See Engine."""
+        create_moments(self._optimizer, self._masters)
+        first = self._mesh.where.data == 0
+        return [
+            Fragment(
+                self.model.pieces[parameter],
+                0,
+                {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in MOMENTS}},
+                owned=first and gradients.is_counted(self.model, self._mesh, parameter),
+            )
+            for parameter, master in zip(self._parameters, self._masters, strict=True)
+        ]
+
+    def updates(self) -> int:
+        """See Engine."""
+        return int(self._updates.item())
+
+    @torch.no_grad()
+    def loaded(self, updates: int) -> None:
+        """See Engine."""
+        self._updates.fill_(updates)
+        for master in self._masters:
+            self._optimizer.state[master]["step"].fill_(updates)
+        if self._low:
+            torch._foreach_copy_(self._low, self._masters)

@@ -1,0 +1,84 @@
+"""What an engine is to the loop and to a checkpoint, whoever shards its state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.parallel.apply import LocalModel
+from pipeline.parallel.pieces import Piece
+
+#: Names of a weight's tensors in the optimizer, beside the fp32 weight itself.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
+
+    Attributes:
+        piece: of which full weight, and where in it.
+        start: first element in the flattened piece.
+        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
+        owned: whether this rank's copy is the one to save; another rank holds the same elements otherwise.
+    """
+
+    piece: Piece
+    start: int
+    tensors: dict[str, Tensor]
+    owned: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did: 0-dim tensors that nobody has waited for.
+
+    Attributes:
+        gradient_norm: before clipping, over the whole model.
+        skipped: 1 when the gradient was not finite and nothing was changed, else 0.
+        lr: learning rate of the step.
+    """
+
+    gradient_norm: Tensor
+    skipped: Tensor
+    lr: Tensor
+
+
+class Engine(ABC):
+    """Owner of weights, gradients and optimizer state on this rank."""
+
+    model: LocalModel
+
+    @abstractmethod
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, backward passes add to the gradients; leaving reduces them over all ranks."""
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Clip by the global norm, update the weights, forget the gradients. A gradient that is not finite changes nothing."""
+
+    @abstractmethod
+    def fragments(self) -> list[Fragment]:
+        """This rank's part of weights and optimizer state."""
+
+    @abstractmethod
+    def updates(self) -> int:
+        """Updates made so far; skipped steps are none."""
+
+    @abstractmethod
+    def loaded(self, updates: int) -> None:
+        """Take over the fragments that were written in place, as the state after `updates` updates."""
+
+
+def create_moments(optimizer: torch.optim.Optimizer, masters: list[Tensor]) -> None:
+    """Give AdamW its state before the first step, so that a checkpoint can be read into it."""
+    for master in masters:
+        if not optimizer.state[master]:
+            optimizer.state[master] = {
+                "step": torch.zeros((), device=master.device),
+                **{name: torch.zeros_like(master) for name in MOMENTS},
+            }

@@ -1,0 +1,56 @@
+"""One rank's model, engine and pipeline, and what they do with a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.apply import LocalModel, parallelize
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.pipeline import Pipeline
+from pipeline.training.engine import build_engine
+from pipeline.training.state import StepResult
+
+
+class Trainer:
+    """Trains and evaluates on batches that somebody else chooses.
+
+    Args:
+        config: of the run.
+        mesh: this rank's groups.
+        model: this rank's stages; made from the configuration when None.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel | None = None) -> None:
+        self.mesh = mesh
+        self.model = model or parallelize(config, mesh)
+        self.engine = build_engine(config, self.model, mesh)
+        self._pipeline = Pipeline(self.model.stages, config, mesh)
+
+    def train(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, StepResult]:
+        """One optimizer step.
+
+        Args:
+            tokens: int64 (sequences, sequence + 1), this data rank's share of the global batch, on the mesh's device.
+            documents: int32 (sequences, sequence), when the document mask is on.
+
+        Returns:
+            The mean loss of the global batch, a 0-dim tensor the same on every rank, and what the step did.
+        """
+        with self.engine.accumulate():
+            loss = self._pipeline.train(tokens[:, :-1], tokens[:, 1:], documents)
+        return self._mean(loss), self.engine.step()
+
+    def evaluate(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The mean loss of the global batch; arguments as in train."""
+        return self._mean(self._pipeline.evaluate(tokens[:, :-1], tokens[:, 1:], documents))
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """The mean over the data ranks of what the last stage's ranks know, for everyone."""
+        if self.mesh.layout.world_size == 1:
+            return loss
+        total = loss.clone() if self.mesh.where.tensor == 0 else torch.zeros_like(loss)
+        dist.all_reduce(total)
+        return total / self.mesh.layout.data
