@@ -37,8 +37,11 @@ def run_hydra(arguments: list[str]) -> None:
     application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)
     try:
         application()
+    except UserError as error:  # of a sweep, whose points are checked together before any runs
+        compose.fail(error, quiet=ranks.detect().rank > 0)
     except (HydraException, OmegaConfBaseException) as error:
-        violations = compose.explain([a for a in arguments if "=" in a and not a.startswith("-")])
+        overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
+        violations = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
         if not violations:
             raise
         compose.fail(UserError(violations), quiet=ranks.detect().rank > 0)
@@ -52,9 +55,11 @@ def run_one(composed: object) -> None:
     from pipeline.config import check, compose
     from pipeline.errors import UserError
     from pipeline.launch import ranks
+    from pipeline.progress import set_up_logging
 
     assert isinstance(composed, DictConfig)
     here = ranks.detect()
+    set_up_logging(here.rank, here.world_size)
     try:
         config = compose.typed(composed)
         check.check(config, here.world_size)

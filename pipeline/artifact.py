@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from pipeline.errors import UserError, Violation
 from pipeline.files import atomic_file, digest, verify
 
@@ -44,6 +46,12 @@ def write(folder: Path, manifest: Manifest) -> None:
     with atomic_file(folder / MANIFEST, "w") as handle:
         json.dump(dataclasses.asdict(manifest), handle, indent=1, sort_keys=True)
         handle.write("\n")
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """The content of an artifact as a short text, for the settings of what is made from it."""
+    listing = sorted((name, noted["xxh3"]) for name, noted in manifest.files.items())
+    return xxhash.xxh3_64_hexdigest(json.dumps(listing).encode())
 
 
 def read(folder: Path, *, key: str, stage: str) -> Manifest:

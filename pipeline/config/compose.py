@@ -12,6 +12,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -54,11 +55,13 @@ def typed(config: DictConfig) -> RunConfig:
     return run
 
 
-def explain(overrides: list[str]) -> list[Violation]:
+def explain(overrides: list[str], *, sweep: bool = False) -> list[Violation]:
     """Why these overrides do not compose: one violation for each that is at fault.
 
-    Runs only after a failure: composes once for every override, keeping the good ones.
+    Runs only after a failure: composes once for every override, keeping the good ones. In a sweep every value is tried.
     """
+    if sweep:
+        overrides = [value for override in overrides for value in _values(override)]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         good: list[str] = []
@@ -70,6 +73,15 @@ def explain(overrides: list[str]) -> list[Violation]:
             except (HydraException, OmegaConfBaseException) as error:
                 violations.append(_violation(override, error, compose("config", good)))
     return violations
+
+
+def _values(override: str) -> list[str]:
+    """The overrides that a sweep makes of one: `a=1,2` -> a=1, a=2."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return [override]
+    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()] if parsed.is_discrete_sweep() else [override]
 
 
 def _violation(override: str, error: Exception, composed: DictConfig) -> Violation:
@@ -87,6 +99,8 @@ def _violation(override: str, error: Exception, composed: DictConfig) -> Violati
                 return Violation(key, value, "no such key", _nearest("", key, known))
     reason = re.sub(r"\s+", " ", str(root).splitlines()[0]) if str(root) else type(root).__name__
     known = sorted(_keys(composed))
+    if key in known and "ListConfig" in reason:
+        return Violation(key, value, "must be a list", f"write {key}=[{value}]")
     if key in known:
         return Violation(key, value, reason, f"give {key} a value of its type")
     return Violation(key, value, "no such key", _nearest("", key, known))

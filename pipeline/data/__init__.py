@@ -1,0 +1,1 @@
+"""Documents -> text shards -> token shards -> batches. The loader needs numpy only; nothing here loads torch."""
