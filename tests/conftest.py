@@ -1,0 +1,38 @@
+"""Artifacts that several test files read. Made once, by the stages themselves; tests do not write into them."""
+
+from pathlib import Path
+
+import pytest
+from helpers import pipeline, write_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder of JSON lines: 200 documents."""
+    folder = tmp_path_factory.mktemp("corpus") / "documents"
+    write_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(corpus) -> Path:
+    """Text shards of the corpus: several of training text, one of validation text."""
+    folder = corpus.parent / "shards"
+    pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={folder}", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(shards) -> Path:
+    """A tokenizer of 300 entries, learned from the shards."""
+    folder = shards.parent / "tokenizer"
+    pipeline("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", "tokenizer.vocab_size=300")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokens(shards, tokenizer) -> Path:
+    """Token shards of the text shards."""
+    folder = shards.parent / "tokens"
+    pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}")
+    return folder
