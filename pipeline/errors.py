@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,20 @@ class UserError(Exception):
     def of(cls, key: str, value: object, rule: str, fix: str) -> UserError:
         """The error of a single violation."""
         return cls([Violation(key, value, rule, fix)])
+
+
+def together(*checks: Callable[[], Any]) -> list[Any]:
+    """The result of every check.
+
+    Raises:
+        UserError: with the violations of all checks that raised one.
+    """
+    results, violations = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except UserError as error:
+            violations.extend(error.violations)
+    if violations:
+        raise UserError(violations)
+    return results

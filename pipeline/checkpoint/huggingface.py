@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from pipeline.errors import UserError, Violation
@@ -97,33 +96,6 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
     ]
     if wrong:
         raise UserError([Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong])
-
-
-def check_tokenizer(folder: Path, end_of_document: str, vocab_size: int) -> tuple[list[Violation], int | None]:
-    """Hold a tokenizer against the model it is to be exported with.
-
-    Args:
-        folder: Hugging Face tokenizer folder.
-        end_of_document: the token that separates documents.
-        vocab_size: rows of the model's embedding.
-
-    Returns:
-        What is wrong, and the id of end_of_document.
-    """
-    if not (folder / "tokenizer.json").is_file():
-        advice = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name the folder of another tokenizer"
-        return [Violation("tokenizer.path", folder, "holds no tokenizer.json", advice)], None
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    violations = []
-    size = max(tokenizer.get_vocab().values()) + 1
-    if size > vocab_size:
-        rule = f"has {size} entries, more than the checkpoint's model.vocab_size={vocab_size}"
-        violations.append(Violation("tokenizer.path", folder, rule, "name the tokenizer that the model was trained with"))
-    end = tokenizer.token_to_id(end_of_document)
-    if end is None:
-        rule = f"is not a token of {folder}"
-        violations.append(Violation("tokenizer.end_of_document", end_of_document, rule, "name the token that separated the documents"))
-    return violations, end
 
 
 def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_of_document_id: int) -> None:

@@ -10,7 +10,8 @@ from pipeline import artifact
 from pipeline.checkpoint import huggingface, reader
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.errors import UserError
+from pipeline.data.tokenizer import TextEncoder
+from pipeline.errors import UserError, together
 from pipeline.files import publish_folder
 from pipeline.launch.ranks import Ranks
 from pipeline.models import registry
@@ -29,44 +30,52 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         return  # the work is one process's, however many were started
     stage = config.stage
     assert isinstance(stage, Convert)
-    path = reader.find(Path(config.run_dir), stage.checkpoint)
     output = Path(stage.output or Path(config.run_dir) / "hf")
+    path, tokenizer = together(
+        lambda: reader.find(Path(config.run_dir), stage.checkpoint),
+        lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
+    )
     settings = {
         "stage.checkpoint": str(path.resolve()),
         "stage.dtype": stage.dtype,
         "stage.shard_gigabytes": stage.shard_gigabytes,
-        "tokenizer.path": config.tokenizer.path,
+        "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
     }
     if artifact.finished(output, key="stage.output", stage="convert", settings=settings):
-        log.info("convert: %s is already there, from %s", output, path)
+        log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError.of("stage.output", output, "exists and no convert made it", "name another folder, or remove this one")
 
     checkpoint = reader.Checkpoint(path)
     model = registry.from_dict(checkpoint.config["model"])
-    huggingface.check_weights(checkpoint, model, "stage.checkpoint", path)
-    tokenizer = Path(config.tokenizer.path)
-    violations, end_id = huggingface.check_tokenizer(tokenizer, config.tokenizer.end_of_document, model.vocab_size)
-    if end_id is None or violations:
-        raise UserError(violations)
-
-    dtype = DTYPES[stage.dtype]
+    together(
+        lambda: _check_output(output),
+        lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
+        lambda: huggingface.check_weights(checkpoint, model, "stage.checkpoint", path),
+    )
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
     partial.mkdir(parents=True)
+    dtype = DTYPES[stage.dtype]
     parameters = huggingface.write_weights(partial, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
-    huggingface.write_configs(partial, model, dtype=dtype, end_of_document_id=end_id)
-    huggingface.copy_tokenizer(tokenizer, partial, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions)
-    artifact.write(
-        partial,
-        artifact.Manifest(
-            stage="convert",
-            settings=settings,
-            files={file.name: artifact.entry(file) for file in sorted(partial.iterdir())},
-            totals={"step": checkpoint.step, "parameters": parameters},
-        ),
+    huggingface.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document)
+    huggingface.copy_tokenizer(
+        Path(config.tokenizer.path), partial, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )
+    files = {file.name: artifact.entry(file) for file in sorted(partial.iterdir())}
+    artifact.write(partial, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     publish_folder(partial, output)
-    log.info("convert: step %d, %s parameters -> %s", checkpoint.step, f"{parameters:,}", output)
+    log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def _check_output(output: Path) -> None:
+    """Replace nothing that convert did not write."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError.of("stage.output", output, "holds what convert did not write", "name another folder, or remove this one")
+
+
+def _check_vocabulary(path: str, entries: int, rows: int) -> None:
+    """Every id of the tokenizer must have a row in the embedding."""
+    if entries > rows:
+        rule = f"has {entries} entries, more than the checkpoint's model.vocab_size={rows}"
+        raise UserError.of("tokenizer.path", path, rule, "name the tokenizer that the model was trained with")
