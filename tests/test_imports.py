@@ -1,0 +1,117 @@
+"""Imports run one way, torch stays out of what must be light, and DeepSpeed and process groups have one owner each."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+#: From the top down: a room imports from its own line or from lines below it.
+LEVELS = [
+    {"__main__"},
+    {"stages"},
+    {"training", "generation", "evaluation", "planner", "checkpoint", "data", "launch"},
+    {"parallel"},
+    {"config"},
+    {"models"},
+    {"layers"},
+    {"artifact", "errors", "files", "knobs", "progress"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted((ROOT / "pipeline").rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+
+
+class ForTypesAlone(ast.NodeTransformer):
+    """Takes out `if TYPE_CHECKING:`, which runs nothing."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def imports(module: str, *, run: bool = False) -> Iterator[str]:
+    """Every module that a module imports, at its top or inside a function; names imported from a package count as its modules.
+
+    Args:
+        run: leave out what only the type checker sees.
+    """
+    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+    for node in ast.walk(ForTypesAlone().visit(tree) if run else tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively; write the whole name"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in SOURCES else node.module or ""
+
+
+def room(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+def test_every_room_has_its_level() -> None:
+    assert {room(module) for module in SOURCES} - {"__init__"} <= LEVEL.keys()
+
+
+def test_imports_run_one_way() -> None:
+    upward = [
+        f"{module} imports {other}"
+        for module in SOURCES
+        if room(module) in LEVEL
+        for other in imports(module)
+        if other in SOURCES and room(other) in LEVEL and LEVEL[room(other)] < LEVEL[room(module)]
+    ]
+    assert not upward
+
+
+def test_no_import_cycle() -> None:
+    graph = {module: {other for other in imports(module, run=True) if other in SOURCES and other != module} for module in SOURCES}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def test_one_file_knows_deepspeed() -> None:
+    assert {m for m in SOURCES if any(i.split(".")[0] == "deepspeed" for i in imports(m))} <= {"pipeline.training.engine"}
+
+
+def test_process_groups_are_made_in_parallel_alone() -> None:
+    makers = {"init_process_group", "new_group", "init_device_mesh"}
+    found = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name) and (node.attr if isinstance(node, ast.Attribute) else node.id) in makers
+    }
+    assert {room(module) for module in found} == {"parallel"}
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["--help"], 0),
+        (["stage=pretrain", "optimizer.lr=-1"], 2),
+        (["-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4", "hydra/launcher=slurm", "cluster=devcluster", "dry_run=true"], 0),
+    ],
+    ids=["help", "check", "render"],
+)
+def test_no_torch_is_loaded(arguments: list[str], code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "pipeline", *arguments]
+    command += [f"run_dir={tmp_path}"] if code == 0 and len(arguments) > 1 else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == code, done.stderr
+    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "pipeline" in loaded
+    assert not loaded & {"torch", "deepspeed", "numpy", "transformers"}
