@@ -101,6 +101,8 @@ def _violation(override: str, error: Exception, composed: DictConfig) -> Violati
     known = sorted(_keys(composed))
     if key in known and "ListConfig" in reason:
         return Violation(key, value, "must be a list", f"write {key}=[{value}]")
+    if "Ambiguous value" in reason:
+        return Violation(key, value, "holds several values", f"add -m to sweep over them, or quote one value: {key}='...'")
     if key in known:
         return Violation(key, value, reason, f"give {key} a value of its type")
     return Violation(key, value, "no such key", _nearest("", key, known))
