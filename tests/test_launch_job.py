@@ -78,9 +78,14 @@ def test_violations_are_named_together() -> None:
     assert [v.key for v in job.violations(ClusterConfig(), "shard", ROOT / "tests")] == ["working directory"]
 
 
-@pytest.mark.parametrize("time", ["30", "01:00:00", "7-12", "1-00:30:00", "10:30", "UNLIMITED"])
+@pytest.mark.parametrize("time", ["01:00:00", "7-12", "1-00:30:00", "10:30", "UNLIMITED"])
 def test_times_of_slurm(time: str) -> None:
     assert job.violations(ClusterConfig(time=time), "shard", ROOT) == []
+
+
+def test_a_time_that_yaml_took_for_a_number_is_refused() -> None:
+    time = str(OmegaConf.create("time: 24:00:00").time)
+    assert [v.key for v in job.violations(ClusterConfig(time=time), "shard", ROOT)] == ["cluster.time"]
 
 
 def test_submitting_where_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

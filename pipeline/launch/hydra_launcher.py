@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline.config import check, compose
+from pipeline.config import check, compose, layout
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
 from pipeline.files import atomic_file
@@ -91,9 +91,9 @@ class CheckedLauncher(Launcher):
 class LocalLauncher(CheckedLauncher):
     """The points one after the other, in this process and its ranks."""
 
-    def world_size(self, config: RunConfig) -> int:  # noqa: ARG002
-        """Ranks of this job, the same for every point."""
-        return ranks.detect().world_size
+    def world_size(self, config: RunConfig) -> int:
+        """Ranks of this job, or those that a dry run imagines."""
+        return layout.job_size(config, ranks.detect().world_size)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Called by Hydra with the command line of each point."""
@@ -196,13 +196,13 @@ def _job(point: Point, number: int) -> job.Job:
     return job.Job(
         name=f"{point.config.stage.name}-{number}",
         stage=point.config.stage.name,
-        overrides=(*overrides, f"run_dir={_quoted(point.config.run_dir)}"),
+        overrides=(*overrides, f"run_dir={quoted(point.config.run_dir)}"),
         directory=Path.cwd(),
         output=_log(point, "%j"),
     )
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text as Hydra reads it back from a command line."""
     if re.fullmatch(r"[\w/.@:+-]+", text, re.ASCII):
         return text

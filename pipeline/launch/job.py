@@ -120,9 +120,12 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
         for option in cluster.sbatch
         if not option.startswith("-")
     ]
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED", cluster.time):
-        rule = "must be a time as Slurm writes it"
-        found.append(Violation("cluster.time", cluster.time, rule, "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"))
+    # A bare number is minutes to Slurm; it is also what YAML makes of 24:00:00 without quotes: 86400, two months.
+    if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED", cluster.time):
+        rule = "must be days-hours, hours:minutes:seconds or minutes:seconds"
+        found.append(
+            Violation("cluster.time", cluster.time, rule, 'write it in one of these forms, in a YAML file with quotes: "24:00:00"')
+        )
     return found
 
 
