@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def pipeline(*arguments: str, ranks: int = 0, expect: int = 0, prefix: tuple[str
 def words(seed: int, count: int) -> str:
     """Text of its own for every seed."""
     chance = random.Random(seed)
-    vocabulary = "Tännchen grün Wald Schnee der die das of the under Nadel tree winter, summer. und and 7 42\n \n\n".split(" ")
+    vocabulary = ["Tännchen", "grün", "Wald", "Schnee", "der", "die", "of", "under", "Nadel", "tree", "winter,", "und", "and", "42", "\n"]
     return " ".join(chance.choice(vocabulary) for _ in range(count))
 
 
@@ -48,9 +47,3 @@ def same_files(first: Path, second: Path) -> bool:
     """Whether two folders hold the same files with the same bytes."""
     listing = [{p.relative_to(f): p.read_bytes() for p in sorted(f.rglob("*")) if p.is_file()} for f in (first, second)]
     return listing[0] == listing[1]
-
-
-def without(folder: Path) -> Path:
-    """The same path with nothing there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder

@@ -159,7 +159,7 @@ def plan_shards(buckets: Buckets, documents: Sequence[int]) -> list[ShardPlan]:
     filled = [(bucket, 0, count) for bucket, count in enumerate(documents) if count]
     train = [part for part in filled if part[0] < buckets.train]
     validation = [part for part in filled if part[0] >= buckets.train]
-    if not train:
+    if not train and validation:
         train, validation = _first_document_moved(validation)
     elif not validation and buckets.validation_fraction > 0 and sum(documents) >= 2:
         validation, train = _first_document_moved(train)

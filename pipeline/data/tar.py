@@ -15,7 +15,7 @@ MAX_MEMBER_BYTES = 8**11 - 1  # eleven octal digits: 8 GiB
 # https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html#tag_20_92_13_06, "ustar Interchange Format"
 _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2  # mode, uid, gid
 _AFTER_SIZE = b"00000000000\0"  # modification time
-_AFTER_CHECKSUM = (b"0" + bytes(100) + b"ustar\x0000" + bytes(64) + b"0000000\0" * 2).ljust(BLOCK - 156, b"\0")
+_AFTER_CHECKSUM = (b"0" + bytes(100) + b"ustar\x0000").ljust(BLOCK - 156, b"\0")  # a file, no link, no names of owners
 
 
 def member(name: str, data: bytes) -> bytes:
