@@ -15,7 +15,11 @@ def main() -> None:
     if not arguments or any(a in ("-h", "--help") for a in arguments):
         from pipeline.config.usage import print_usage
 
-        print_usage()
+        try:
+            print_usage()
+            sys.stdout.flush()
+        except BrokenPipeError:  # of `| head`: the reader has seen enough; Python must not try to write the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     run_hydra(arguments)
 
@@ -52,17 +56,18 @@ def run_one(composed: object) -> None:
     """Check one composed configuration and run its stage."""
     from omegaconf import DictConfig
 
-    from pipeline.config import check, compose
+    from pipeline.config import check, compose, layout
     from pipeline.errors import UserError
     from pipeline.launch import ranks
     from pipeline.progress import set_up_logging
 
     assert isinstance(composed, DictConfig)
-    here = ranks.detect()
-    set_up_logging(here.rank, here.world_size)
+    here = ranks.Ranks()
     try:
+        here = ranks.detect(host_suffix=composed.cluster.host_suffix)
+        set_up_logging(here.rank, here.world_size)
         config = compose.typed(composed)
-        check.check(config, here.world_size)
+        check.check(config, layout.job_size(config, here.world_size))
         from pipeline.stages import run
 
         run(config, here)

@@ -85,3 +85,10 @@ def stages_per_rank(config: RunConfig) -> int:
         return 1
     own = 1 if config.parallel.schedule == "1f1b" else 2
     return config.parallel.stages_per_rank or own
+
+
+def job_size(config: RunConfig, started: int) -> int:
+    """Ranks of the job: those that were started, or for a dry run those to imagine."""
+    if not config.dry_run.enabled:
+        return started
+    return config.dry_run.world_size or config.cluster.nodes * config.cluster.tasks_per_node
