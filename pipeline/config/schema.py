@@ -113,7 +113,7 @@ class CheckpointConfig:
 class ClusterConfig:
     """One site's Slurm: what a job asks for and what its nodes look like."""
 
-    name: str = knob("local", "the site; slurm/sites/NAME.sh is sourced by every job")
+    name: str = knob("local", "the site: what Slurm calls ClusterName; its jobs source slurm/sites/NAME.sh")
     account: str | None = knob(None, "Slurm account (project budget)")
     partition: str | None = knob(None, "Slurm partition")
     qos: str | None = knob(None, "Slurm quality of service")
