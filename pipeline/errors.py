@@ -42,7 +42,8 @@ def together(*checks: Callable[[], Any]) -> list[Any]:
     Raises:
         UserError: with the violations of all checks that raised one.
     """
-    results, violations = [], []
+    results: list[Any] = []
+    violations: list[Violation] = []
     for check in checks:
         try:
             results.append(check())

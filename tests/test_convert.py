@@ -145,7 +145,7 @@ def test_tokenizer_and_generation(name, tmp_path, tokenizer_folder):
 
 def test_weights_that_are_not_the_models_are_named():
     config = CONFIGS["llama"]
-    weights = InMemory(registry.build(config))
+    weights = InMemory(random_model(config))
     del weights.weights["norm.weight"]
     weights.weights["blocks.7.mlp.up.weight"] = torch.zeros(2, 3)
     weights.weights["head.weight"] = torch.zeros(2, 3)

@@ -93,6 +93,8 @@ def test_slices_of_the_plan_add_up_to_the_attention(ranks, groups, head_dim, bia
     kv_heads, hidden = 4, 16
     torch.manual_seed(0)
     whole = Attention(hidden, kv_heads * groups, kv_heads, head_dim, bias=bias)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 5, hidden)
     total = torch.zeros_like(x)
     for rank in range(ranks):

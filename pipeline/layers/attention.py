@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.linear import Linear
 from pipeline.layers.rotary import RotaryTables, rotate
 
 
@@ -17,10 +18,10 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
-        self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.value = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.output = nn.Linear(heads * head_dim, hidden, bias=bias)
+        self.query = Linear(hidden, heads * head_dim, bias=bias)
+        self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.output = Linear(heads * head_dim, hidden, bias=bias)
 
     def forward(self, x: Tensor, rotary: RotaryTables | None = None, mask: Tensor | None = None) -> Tensor:
         """Attend.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers import linear
 from pipeline.layers.attention import document_mask
 from pipeline.layers.loss import linear_cross_entropy
 from pipeline.layers.rotary import Rotary, RotaryTables
@@ -18,8 +19,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden: int, max_positions: int | None = None) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab_size, hidden)
-        self.positions = nn.Embedding(max_positions, hidden) if max_positions else None
+        self.tokens = linear.Embedding(vocab_size, hidden)
+        self.positions = linear.Embedding(max_positions, hidden) if max_positions else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 (batch, sequence) -> (batch, sequence, hidden)."""

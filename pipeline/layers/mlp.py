@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.linear import Linear
+
 
 class MLP(nn.Module):
     """down(gelu(up(x))), with the tanh form of GELU that GPT-2 was trained with (Hendrycks & Gimpel 2016)."""
 
     def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, ffn_hidden, bias=bias)
-        self.down = nn.Linear(ffn_hidden, hidden, bias=bias)
+        self.up = Linear(hidden, ffn_hidden, bias=bias)
+        self.down = Linear(ffn_hidden, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden)."""
@@ -24,9 +26,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn_hidden, bias=bias)
-        self.up = nn.Linear(hidden, ffn_hidden, bias=bias)
-        self.down = nn.Linear(ffn_hidden, hidden, bias=bias)
+        self.gate = Linear(hidden, ffn_hidden, bias=bias)
+        self.up = Linear(hidden, ffn_hidden, bias=bias)
+        self.down = Linear(ffn_hidden, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden)."""

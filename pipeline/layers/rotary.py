@@ -29,12 +29,12 @@ class Rotary(nn.Module):
         self.reset_buffers(self.cos.device)
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Compute the tables on a device."""
-        positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device=device)
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        """Put the tables on a device; computed on the CPU, so that they are the same on every kind."""
+        positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device="cpu")
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
         angles = torch.outer(positions, 1.0 / self.theta**exponents)
-        self.cos = angles.cos().repeat(1, 2)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1)
+        self.cos = angles.cos().repeat(1, 2).to(device)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(device)
 
     def forward(self) -> RotaryTables:
         """The tables, for `rotate`."""

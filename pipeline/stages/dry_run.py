@@ -1,0 +1,111 @@
+"""dry_run=true: what one rank of a pretraining job would hold and do. No GPU, no Slurm, no other rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+
+from pipeline.config.layout import Layout, job_size
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.launch import job
+from pipeline.launch.ranks import Ranks
+from pipeline.models import registry
+from pipeline.parallel import mesh
+from pipeline.parallel.apply import DTYPES, LocalModel, parallelize
+from pipeline.parallel.mesh import Mesh
+from pipeline.planner.memory import model_state
+from pipeline.training.gradients import is_counted
+
+GIB = 1 << 30
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Be the rank on a fake process group, build its part of the model on the meta device, and print what there is to know.
+
+    Raises:
+        UserError: the stage is another one than pretrain, or its job cannot be written.
+    """
+    if config.stage.name != "pretrain":
+        raise UserError.of("dry_run.enabled", True, "is for stage=pretrain", "leave it out: the other stages hold no piece of a model")
+    if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
+        raise UserError(problems)
+    if ranks.rank > 0:
+        return  # one process imagines, however many were started
+    started = time.perf_counter()
+    local, model = imagine(config, job_size(config, ranks.world_size))
+    layout = local.layout
+    sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
+    lines = [*place(config, layout), *parts(config, local, model), *memory(config, layout, model), *batch(config, layout), "", sbatch]
+    print("\n".join(lines))
+    print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
+
+
+def imagine(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
+    """The mesh and the part of the model, on the meta device, of rank `dry_run.rank` among so many."""
+    device = mesh.start_imaginary(config.dry_run.rank, world_size)
+    try:
+        local = mesh.build(Layout.of(config, world_size), device)
+        return local, parallelize(config, local)
+    finally:
+        mesh.stop()
+
+
+def place(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Where the rank stands."""
+    where = layout.coordinates(config.dry_run.rank)
+    yield f"rank {config.dry_run.rank} of {layout.world_size:,}"
+    for axis in ("pipeline", "data", "tensor"):
+        yield f"  {axis:<14}{getattr(where, axis)} of {getattr(layout, axis)}"
+
+
+def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
+    """The stages of the rank and how many parameters they hold."""
+    yield "holds"
+    for index, stage in model.stages.items():
+        layers = [int(key) for key in stage.blocks]  # type: ignore[union-attr]
+        held = [name for name in ("embed", "norm", "head") if getattr(stage, name) is not None]
+        blocks = f"layers {layers[0]} to {layers[-1]} ({len(layers)} of {config.model.layers})"
+        yield f"  {f'stage {index}':<14}{', '.join([blocks, *held])}"
+    with torch.device("meta"):
+        whole = sum(parameter.numel() for parameter in registry.build(config.model).parameters())
+    counted = sum(parameter.numel() for parameter in model.pieces if is_counted(model, local, parameter))
+    yield f"  {'parameters':<14}{count(model):,}"
+    yield f"  {'counted here':<14}{counted:,} of {whole:,} (what other ranks of the model hold too counts once)"
+
+
+def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
+    """Bytes of model state."""
+    zero = config.parallel.zero_stage
+    state = model_state(count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data)
+    master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
+    shared = f"over {layout.data} data ranks"
+    yield f"model state under ZeRO {zero} (activations and buffers come on top)"
+    yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{f', sharded {shared}' if zero == 3 else ''}"
+    yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32, whole until they are reduced at the end of a step"
+    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {master}two moments{f', sharded {shared}' if zero else ''}"
+    yield f"  {'sum':<14}{state.total / GIB:9.3f} GiB"
+
+
+def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """The arithmetic of a step and of the run."""
+    training = config.training
+    tokens = training.global_batch_size * training.sequence_length
+    yield "a step"
+    yield f"  {'sequences':<14}{training.global_batch_size:,} of {training.sequence_length:,} tokens = {tokens:,} tokens"
+    yield f"  {'a rank':<14}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
+    yield "the run"
+    yield f"  {'steps':<14}{training.steps:,} = {training.steps * tokens:,} tokens"
+    if training.token_budget:
+        steps = math.ceil(training.token_budget / tokens)
+        yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
+
+
+def count(model: LocalModel) -> int:
+    """Parameters of the rank."""
+    return sum(parameter.numel() for parameter in model.pieces)
