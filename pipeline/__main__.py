@@ -42,13 +42,13 @@ def run_hydra(arguments: list[str]) -> None:
     try:
         application()
     except UserError as error:  # of a sweep, whose points are checked together before any runs
-        compose.fail(error, quiet=ranks.detect().rank > 0)
+        compose.fail(error, quiet=not ranks.speaks())
     except (HydraException, OmegaConfBaseException) as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
         violations = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
         if not violations:
             raise
-        compose.fail(UserError(violations), quiet=ranks.detect().rank > 0)
+        compose.fail(UserError(violations), quiet=not ranks.speaks())
         raise AssertionError("fail() leaves") from error
 
 
@@ -62,7 +62,6 @@ def run_one(composed: object) -> None:
     from pipeline.progress import set_up_logging
 
     assert isinstance(composed, DictConfig)
-    here = ranks.Ranks()
     try:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
@@ -72,7 +71,7 @@ def run_one(composed: object) -> None:
 
         run(config, here)
     except UserError as error:
-        compose.fail(error, quiet=here.rank > 0)
+        compose.fail(error, quiet=not ranks.speaks())
 
 
 if __name__ == "__main__":

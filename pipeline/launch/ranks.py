@@ -75,6 +75,14 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     return Ranks()
 
 
+def speaks() -> bool:
+    """Whether this process tells the user of a mistake that all ranks find: rank 0 does, or one whose rank cannot be told."""
+    try:
+        return detect().rank == 0
+    except UserError:
+        return True
+
+
 def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
     """The rank of a process that torchrun (or a user who set the same variables) started."""
     number = _numbers(environment, {"RANK", "WORLD_SIZE", "MASTER_PORT"}, {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1})
