@@ -58,24 +58,28 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
     if config.model.layers < stages:
         why = f"is fewer than the {stages} stages ({parallel.pipeline} ranks x {per_rank})"
         yield Violation("model.layers", config.model.layers, why, "use fewer pipeline ranks or stages, or a deeper model")
+    key = "parallel.stages_per_rank"
     if parallel.schedule == "1f1b" and per_rank != 1:
-        yield Violation("parallel.stages_per_rank", per_rank, "1f1b holds one stage a rank", "leave it unset, or parallel.schedule=interleaved")
+        yield Violation(key, per_rank, "1f1b holds one stage a rank", "leave it unset, or parallel.schedule=interleaved")
     if parallel.schedule == "interleaved" and per_rank < 2:
-        yield Violation("parallel.stages_per_rank", per_rank, "interleaved needs at least 2", "set it to 2 or more, or parallel.schedule=1f1b")
+        yield Violation(key, per_rank, "interleaved holds at least 2 stages a rank", "set it to 2 or more, or parallel.schedule=1f1b")
     if parallel.schedule == "zbv":
-        if per_rank != 2:
-            yield Violation("parallel.stages_per_rank", per_rank, "zbv holds exactly 2 stages a rank", "leave it unset")
-        if parallel.zero_stage == 3:
-            yield Violation(
-                "parallel.zero_stage", 3, "zbv splits the backward pass and needs whole weights in both halves", "use zero_stage 0, 1 or 2, or another schedule"
-            )
-        if config.training.activation_checkpointing != "none":
-            yield Violation(
-                "training.activation_checkpointing",
-                config.training.activation_checkpointing,
-                "zbv's split backward pass would recompute twice",
-                "use training.activation_checkpointing=none, or another schedule",
-            )
+        yield from _zbv(config, per_rank)
+
+
+def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
+    """The zero-bubble schedule computes the gradients of inputs and of weights apart."""
+    if per_rank != 2:
+        yield Violation("parallel.stages_per_rank", per_rank, "zbv holds exactly 2 stages a rank", "leave it unset")
+    if config.parallel.zero_stage == 3:
+        why = "zbv splits the backward pass and needs whole weights in both halves"
+        yield Violation("parallel.zero_stage", 3, why, "use zero_stage 0, 1 or 2, or another schedule")
+    recompute = config.training.activation_checkpointing
+    if recompute != "none":
+        why = "zbv's split backward pass would recompute twice"
+        yield Violation("training.activation_checkpointing", recompute, why, "use none, or another schedule")
+    if config.training.compile == "on":
+        yield Violation("training.compile", "on", "a compiled block has no split backward pass for zbv", "use auto or off")
 
 
 def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
@@ -83,8 +87,8 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
     parallel, training = config.parallel, config.training
     model_ranks = parallel.tensor * parallel.pipeline
     if world_size % model_ranks:
-        why = f"of {world_size} ranks does not divide into tensor {parallel.tensor} x pipeline {parallel.pipeline} = {model_ranks}"
-        yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or lower parallel.tensor or parallel.pipeline")
+        why = f"does not divide into parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline}"
+        yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
         return
     data = world_size // model_ranks
     if training.global_batch_size % (data * training.micro_batch_size):
@@ -98,7 +102,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
         return
     needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
     if micro_batches < needed:
-        why = f"gives {micro_batches} micro-batches a rank; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs at least {needed}"
+        why = f"gives {micro_batches} micro-batches; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs {needed}"
         fix = f"use a global_batch_size of at least {needed * data * training.micro_batch_size}, or smaller micro-batches"
         yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
     elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:

@@ -43,7 +43,7 @@ class Ranks:
     launcher: str = "none"
 
     def rendezvous(self) -> str:
-        """Where torch.distributed meets, as `tcp://host:port`.
+        """Where torch.distributed meets: `tcp://host:port`, or `env://` under torchrun, whose agent holds the store.
 
         Raises:
             UserError: no variable tells the host.
@@ -51,7 +51,7 @@ class Ranks:
         if not self.master_host:
             fix = "export MASTER_ADDR=<host of rank 0>, or start the ranks with srun or torchrun"
             raise UserError.of("MASTER_ADDR", "", "mpirun on several hosts does not say which is the first", fix)
-        return f"tcp://{self.master_host}:{self.master_port}"
+        return "env://" if self.launcher == "torchrun" else f"tcp://{self.master_host}:{self.master_port}"
 
 
 def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -> Ranks:

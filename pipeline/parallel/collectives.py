@@ -40,8 +40,8 @@ def _all_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(batch, sequence, hidden), summed over ranks -> this rank's (batch, sequence / ranks, hidden)."""
-    pieces = tensor.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
-    mine = torch.empty_like(pieces[0])
+    pieces = tensor.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    mine = pieces.new_empty((tensor.shape[0], *pieces.shape[1:]))
     dist.reduce_scatter_tensor(mine, pieces, group=group)
     return mine
 

@@ -37,6 +37,23 @@ class Piece:
         return full if self.dim is None else full.narrow(self.dim, self.start, self.stop - self.start)
 
 
+@dataclass(frozen=True)
+class Fragment:
+    """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
+
+    Attributes:
+        piece: of which full weight, and where in it.
+        start: first element in the flattened piece.
+        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
+        owned: whether this rank's copy is the one to save; another rank holds the same elements otherwise.
+    """
+
+    piece: Piece
+    start: int
+    tensors: dict[str, Tensor]
+    owned: bool
+
+
 def cut(name: str, shape: tuple[int, ...], role: str, ranks: int, rank: int, *, copy: bool = False) -> Piece:
     """The piece of one tensor rank.
 

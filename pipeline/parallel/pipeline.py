@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class Pipeline:
         mesh: this rank's groups.
     """
 
-    def __init__(self, stages: Mapping[str, nn.Module], config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh) -> None:
         layout = mesh.layout
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages

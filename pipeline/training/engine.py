@@ -18,10 +18,11 @@ from torch.distributed import ProcessGroup
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.apply import LocalModel
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.pieces import Fragment
 from pipeline.training import gradients
 from pipeline.training.optimizer import adamw, decay_groups, learning_rate
 from pipeline.training.replicated import ReplicatedEngine
-from pipeline.training.state import MOMENTS, Engine, Fragment, StepResult, create_moments
+from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments
 
 
 def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
@@ -67,7 +68,7 @@ def _deepspeed(device: torch.device) -> Any:
     """The deepspeed module, quiet and without the shared-memory operator that it would compile on a CPU."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed refuses to start without it
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

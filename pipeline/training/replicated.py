@@ -14,9 +14,10 @@ from torch import Tensor
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.apply import LocalModel
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.pieces import Fragment
 from pipeline.training import gradients
 from pipeline.training.optimizer import adamw, decay_groups, learning_rate
-from pipeline.training.state import MOMENTS, Engine, Fragment, StepResult, create_moments
+from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments
 
 
 class ReplicatedEngine(Engine):

@@ -10,27 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeline.parallel.apply import LocalModel
-from pipeline.parallel.pieces import Piece
+from pipeline.parallel.pieces import Fragment
 
 #: Names of a weight's tensors in the optimizer, beside the fp32 weight itself.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
-
-    Attributes:
-        piece: of which full weight, and where in it.
-        start: first element in the flattened piece.
-        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
-        owned: whether this rank's copy is the one to save; another rank holds the same elements otherwise.
-    """
-
-    piece: Piece
-    start: int
-    tensors: dict[str, Tensor]
-    owned: bool
 
 
 @dataclass(frozen=True)

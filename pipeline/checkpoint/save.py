@@ -1,0 +1,118 @@
+"""Saving and loading a rank's fragments. A checkpoint appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.checkpoint import format as layout
+from pipeline.checkpoint.assemble import extract
+from pipeline.checkpoint.format import KINDS, Index
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.errors import UserError, Violation
+from pipeline.files import digest, publish_folder
+from pipeline.parallel.pieces import Fragment
+
+
+def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> Path:
+    """Write a checkpoint; every rank calls this.
+
+    Ranks write side by side into a hidden folder. When all have, rank 0 adds the index and gives the folder its name.
+
+    Args:
+        run_dir: of the run.
+        index: the index without its files.
+        fragments: of this rank; the owned ones are written.
+        keep: complete checkpoints to keep, the newest; older ones are removed.
+
+    Raises:
+        UserError: a rank could not write (disk full, quota); nothing is left behind.
+    """
+    final = layout.folder_of(run_dir, index.progress.step)
+    partial = final.with_name(f".{final.name}.partial")
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, _write(partial / layout.file_name(rank), [f for f in fragments if f.owned]))
+    failures = [answer for answer in answers if isinstance(answer, str)]
+    if failures:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError.of("run_dir", partial, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
+    if rank == 0:
+        files = {layout.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
+        layout.write_index(partial, replace(index, files=files))
+        publish_folder(partial, final)
+        for old in layout.complete(run_dir)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
+    """Write one rank's file and flush it. Returns its length and checksum, nothing for no fragments, or what went wrong."""
+    if not fragments:
+        return {}
+    tensors = {layout.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in KINDS}
+    geometry = {f.piece.name: layout.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
+    try:
+        save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return {"bytes": path.stat().st_size, "xxh3": digest(path)}
+    except Exception as error:  # safetensors has its own class for a full disk; whatever it is, the other ranks wait for the answer
+        return f"could not be written: {error}"
+
+
+@torch.no_grad()
+def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
+    """Read a checkpoint of any layout into this rank's fragments, in place.
+
+    A fragment that this rank itself wrote is read as it stands; anything else is cut from the full tensor.
+
+    Raises:
+        UserError: a file is missing or corrupt, or a weight is not there or has another shape.
+    """
+    rank = dist.get_rank()
+    for fragment in fragments:
+        name, count = fragment.piece.name, fragment.tensors["weight"].numel()
+        geometry = layout.describe(fragment.piece, fragment.start, count)
+        for kind in KINDS:
+            values: Tensor | None = checkpoint.fragment(rank, name, geometry, kind)
+            if values is None:
+                values = extract(checkpoint.tensor(name, kind), fragment.piece, fragment.start, count)
+            fragment.tensors[kind].copy_(values)
+
+
+def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], data: str) -> None:
+    """Refuse to continue with another model or other samples; everything else (layout, batch, learning rate) may change.
+
+    Raises:
+        UserError: naming every difference.
+    """
+    found = []
+    for group, keys in (("model", config["model"].keys()), ("training", ("seed", "sequence_length"))):
+        for key in keys:
+            new, old = config[group][key], checkpoint.config[group].get(key)
+            if new != old:
+                found.append((f"{group}.{key}", new, old))
+    if checkpoint.data != data:
+        found.append(("data.tokens", config["data"]["tokens"], checkpoint.config["data"]["tokens"] + " with other content"))
+    if found:
+        fix = "choose another run_dir, or checkpoint.resume=none to start anew"
+        raise UserError([Violation(k, new, f"{checkpoint.path} was made with {old}", fix) for k, new, old in found])

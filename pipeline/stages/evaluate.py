@@ -1,0 +1,49 @@
+"""evaluate: a checkpoint's loss and bits per byte on the validation split, in any layout."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from pipeline import artifact
+from pipeline.checkpoint import format as checkpoints
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Evaluate
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+from pipeline.launch.ranks import Ranks
+from pipeline.parallel import mesh as meshes
+from pipeline.stages.pretrain import open_data
+from pipeline.training import loop
+from pipeline.training.trainer import Trainer
+
+log = logging.getLogger("pipeline")
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Write run_dir/evaluation.json: step, loss (nats a token), bits a byte.
+
+    Raises:
+        UserError: there is no checkpoint, no validation split, or they do not belong together.
+    """
+    stage = config.stage
+    assert isinstance(stage, Evaluate)
+    path = checkpoints.find(Path(config.run_dir), stage.checkpoint)
+    manifest, _, data = open_data(config)
+    if data is None:
+        rule = "has a validation split shorter than one sequence"
+        raise UserError.of("data.tokens", config.data.tokens, rule, "shard with a larger data.validation_fraction")
+    device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+    try:
+        trainer = Trainer(config, meshes.build(Layout.of(config, ranks.world_size), device))
+        progress = loop.resume(config, trainer, path, artifact.fingerprint(manifest))
+        loss, bits = loop.validate(config, trainer, data, progress.step, None, stage.batches)
+        if ranks.rank == 0:
+            result = {"checkpoint": str(path), "step": progress.step, "validation_loss": loss, "bits_per_byte": bits}
+            with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
+                json.dump(result, handle, indent=1)
+            log.info("step %d: validation loss %.4f nats a token, %.4f bits a byte", progress.step, loss, bits)
+    finally:
+        meshes.stop()

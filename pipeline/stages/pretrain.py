@@ -1,0 +1,119 @@
+"""pretrain: token shards -> checkpoints and metrics.jsonl, on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from pipeline import artifact
+from pipeline.checkpoint import format as checkpoints
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.data.loader import TokenDataset
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+from pipeline.launch.ranks import Ranks
+from pipeline.parallel import mesh as meshes
+from pipeline.planner.flops import flops_per_token, peak_flops
+from pipeline.training import loop
+from pipeline.training.metrics import Metrics
+from pipeline.training.trainer import Trainer
+
+log = logging.getLogger("pipeline")
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Train to the configured number of steps, continuing where the run directory stands.
+
+    Raises:
+        UserError: before any work: no token shards, a vocabulary that does not fit, a run directory of another model.
+    """
+    data, training_data, validation_data = open_data(config)
+    start = starting_point(config)
+    device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+    try:
+        mesh = meshes.build(Layout.of(config, ranks.world_size), device)
+        fingerprint = artifact.fingerprint(data)
+        trainer = Trainer(config, mesh)
+        progress = loop.resume(config, trainer, start, fingerprint)
+        if progress.step >= config.training.steps:
+            log.info("pretrain: %s has its %d steps, nothing to do", config.run_dir, progress.step)
+            return
+        hosts = _hosts()
+        if ranks.rank == 0:
+            _write_config(config)
+        tokens = config.training.global_batch_size * config.training.sequence_length
+        flops, peak = flops_per_token(config.model, config.training.sequence_length), peak_flops(device)
+        all_peaks = None if peak is None else peak * ranks.world_size
+        with Metrics(config, ranks.rank, progress, tokens, flops, all_peaks) as metrics:
+            progress = loop.train(config, trainer, training_data, validation_data, progress, metrics, fingerprint)
+            metrics.flush()
+            if ranks.rank == 0:
+                _write_manifest(config, progress, metrics.last, hosts)
+    finally:
+        meshes.stop()
+
+
+def open_data(config: RunConfig) -> tuple[artifact.Manifest, TokenDataset, TokenDataset | None]:
+    """The token shards: their manifest, the train split, and the validation split if it holds a window.
+
+    Raises:
+        UserError: they are missing or damaged, or have tokens that the model has no row for.
+    """
+    folder, training = Path(config.data.tokens), config.training
+    train = TokenDataset(folder, "train", training.sequence_length, training.seed)
+    if train.vocab_size > config.model.vocab_size:
+        rule = f"is smaller than the tokenizer's {train.vocab_size} entries in {folder}"
+        fix = f"set model.vocab_size={train.vocab_size} or more, or tokenize with a smaller tokenizer"
+        raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
+    manifest = artifact.read(folder, key="data.tokens", stage="tokenize")
+    if manifest.totals["validation"]["tokens"] <= training.sequence_length:
+        return manifest, train, None
+    return manifest, train, TokenDataset(folder, "validation", training.sequence_length, training.seed)
+
+
+def starting_point(config: RunConfig) -> Path | None:
+    """The checkpoint to continue from, None to start anew.
+
+    Raises:
+        UserError: the one asked for is not there, or starting anew would mix with checkpoints that are.
+    """
+    resume, run_dir = config.checkpoint.resume, Path(config.run_dir)
+    found = checkpoints.complete(run_dir)
+    if resume == "auto":
+        return found[-1] if found else None
+    if resume == "none":
+        if found:
+            rule = f"starts anew, but {run_dir} holds {len(found)} checkpoints, the newest of step {found[-1].name[5:].lstrip('0')}"
+            raise UserError.of("checkpoint.resume", resume, rule, "choose another run_dir, or checkpoint.resume=auto to continue")
+        return None
+    return checkpoints.find(run_dir, resume)
+
+
+def _hosts() -> list[str]:
+    """Every rank's host, in order."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def _write_config(config: RunConfig) -> None:
+    """The resolved configuration, beside the results."""
+    with atomic_file(Path(config.run_dir) / "config.yaml", "w") as handle:
+        handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def _write_manifest(config: RunConfig, progress: checkpoints.Progress, last: dict[str, Any], hosts: list[str]) -> None:
+    """What the finished run is: its settings, last numbers, and where it ran."""
+    run_dir = Path(config.run_dir)
+    settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
+    totals = {**dataclasses.asdict(progress), "loss": last["loss"], "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
+    artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))

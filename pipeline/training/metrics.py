@@ -1,0 +1,187 @@
+"""metrics.jsonl, Weights & Biases and log lines, from rank 0, without holding up the device."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.format import Progress
+from pipeline.config.schema import RunConfig
+from pipeline.training.state import StepResult
+
+log = logging.getLogger("pipeline")
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose numbers may still be on their way from the device."""
+
+    progress: Progress
+    values: Tensor
+    seconds: float
+    ready: torch.cuda.Event | None
+    extra: dict[str, float]
+
+
+class Metrics:
+    """Writes one JSON object a step.
+
+    A step's numbers are copied to the host in the background and written when the next step has been queued, so the host
+    stays ahead of the device. What was written after the checkpoint that a run resumes from is cut off first.
+
+    Args:
+        config: of the run.
+        rank: ranks above 0 write nothing.
+        resumed: where the run continues.
+        tokens_per_step: of the global batch.
+        flops_per_token: of the whole model, forward and backward.
+        peak_flops: of all devices of the job together, None where it is not known (a CPU): mfu is null then.
+    """
+
+    def __init__(
+        self, config: RunConfig, rank: int, resumed: Progress, tokens_per_step: int, flops_per_token: float, peak_flops: float | None
+    ) -> None:
+        self._rank, self._config = rank, config
+        self._tokens_per_step, self._flops_per_token, self._peak_flops = tokens_per_step, flops_per_token, peak_flops
+        self._skipped_before = resumed.step - resumed.updates
+        self._pending: _Pending | None = None
+        self._last_log = (resumed.step, time.monotonic())
+        self._steps, self._last = config.training.steps, {}  # type: int, dict[str, Any]
+        if rank == 0:
+            path = Path(config.run_dir) / FILE
+            _cut_after(path, resumed.step)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._wandb = _start_wandb(config, resumed.step)
+
+    def add(self, progress: Progress, loss: Tensor, result: StepResult, seconds: float, extra: dict[str, float]) -> None:
+        """Note a step that was just queued, and write the one before it.
+
+        Args:
+            progress: after the step.
+            loss: mean loss of the global batch, 0-dim.
+            result: of the step.
+            seconds: the step took, from queue to queue.
+            extra: further numbers for the line, known on the host.
+        """
+        if self._rank > 0:
+            return
+        values = torch.stack([loss.detach().float(), *(t.to(loss.device) for t in (result.gradient_norm, result.lr, result.skipped))])
+        ready = None
+        if values.is_cuda:
+            values = values.to("cpu", non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        previous, self._pending = self._pending, _Pending(progress, values, seconds, ready, extra)
+        if previous is not None:
+            self._write(previous)
+
+    def flush(self) -> None:
+        """Write what is pending, so that the file holds every step done."""
+        if self._rank == 0 and self._pending is not None:
+            self._write(self._pending)
+            self._pending = None
+
+    def validation(self, step: int, loss: float, bits_per_byte: float) -> None:
+        """Note a validation: a line of its own, with "validation_loss"."""
+        self.flush()
+        if self._rank == 0:
+            self._emit({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte})
+            log.info("step %d: validation loss %.4f, %.4f bits per byte", step, loss, bits_per_byte)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last step's line."""
+        return self._last
+
+    def _write(self, pending: _Pending) -> None:
+        """Turn a step's numbers into its line."""
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        loss, norm, lr, skipped = pending.values.tolist()
+        self._skipped_before += int(skipped)
+        rate = self._tokens_per_step / pending.seconds
+        step = pending.progress.step
+        self._last = {
+            "step": step,
+            "samples": pending.progress.samples,
+            "tokens": pending.progress.samples * self._config.training.sequence_length,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "skipped": self._skipped_before,
+            "seconds": pending.seconds,
+            "tokens_per_second": rate,
+            "mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
+            **pending.extra,
+        }
+        self._emit(self._last)
+        if skipped:
+            log.warning("step %d was skipped: the gradient is not finite (%d skipped so far)", step, self._skipped_before)
+        if step % self._config.tracking.log_every == 0 or step == self._steps:
+            before, since = self._last_log
+            mean = (step - before) * self._tokens_per_step / max(time.monotonic() - since, 1e-9)
+            self._last_log = (step, time.monotonic())
+            log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s", step, self._steps, loss, norm, lr, f"{mean:,.0f}")
+
+    def _emit(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._rank > 0:
+            return
+        if kind is None:
+            self.flush()
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if kind is None else 1, quiet=True)
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Drop the lines after a step (those of an interrupted run, a half-written last one included)."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            break
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _start_wandb(config: RunConfig, step: int) -> Any:
+    """The Weights & Biases run, None when it is disabled."""
+    if config.tracking.wandb == "disabled":
+        return None
+    import dataclasses
+
+    import wandb
+
+    return wandb.init(
+        project=config.tracking.project,
+        name=config.tracking.name or Path(config.run_dir).name,
+        dir=config.run_dir,
+        mode=config.tracking.wandb,  # type: ignore[arg-type]
+        config={**dataclasses.asdict(config), "resumed_at": step},
+        settings=wandb.Settings(silent=True, console="off"),
+    )
