@@ -101,6 +101,10 @@ def _violation(override: str, error: Exception, composed: DictConfig) -> Violati
     known = sorted(_keys(composed))
     if key in known and "ListConfig" in reason:
         return Violation(key, value, "must be a list", f"write {key}=[{value}]")
+    if "NoViableAlt" in reason:
+        return Violation(
+            key, value, "holds characters that Hydra reads as its own", f"quote the value, for it and for the shell: '{key}=\"{value}\"'"
+        )
     if "Ambiguous value" in reason:
         return Violation(key, value, "holds several values", f"add -m to sweep over them, or quote one value: {key}='...'")
     if key in known:

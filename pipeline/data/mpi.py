@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -77,8 +78,9 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             yield comm
     except BaseException as error:
         print(error if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr, flush=True)
-        comm.Abort(2 if isinstance(error, UserError) else 1)
-        raise
+        code = 2 if isinstance(error, UserError) else 1
+        comm.Abort(code)
+        os._exit(code)  # MPICH's Abort comes back; leaving the ordinary way would report the error again and wait in MPI's finalisation
 
 
 @contextmanager

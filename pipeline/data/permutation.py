@@ -51,6 +51,6 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
     """SplitMix64's stream from a state that depends on seed and epoch, one number a round."""
     golden = 0x9E3779B97F4A7C15
-    start = int(_mix(np.array([(seed * golden + epoch) & _MASK_64], dtype=np.uint64))[0])
+    start = int(_mix(np.array([(int(seed) * golden + int(epoch)) & _MASK_64], dtype=np.uint64))[0])
     steps = np.array([(start + (i + 1) * golden) & _MASK_64 for i in range(ROUNDS)], dtype=np.uint64)
     return list(_mix(steps))

@@ -1,0 +1,155 @@
+"""The loader: order by arithmetic, windows over shards, and what it says of a damaged folder."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifact import MANIFEST
+from pipeline.data import loader
+from pipeline.data.loader import TokenDataset, document_ids
+from pipeline.data.permutation import permute
+from pipeline.errors import UserError
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 1000))
+def test_permutation_is_one_to_one(size, seed, epoch):
+    images = permute(np.arange(size), size, seed, epoch)
+    assert np.array_equal(np.sort(images), np.arange(size))
+
+
+@given(st.integers(5000, 2**61), st.integers(0, 2**63), st.integers(0, 2**32))
+def test_permutation_of_a_large_corpus_stays_inside_and_apart(size, seed, epoch):
+    values = np.unique(np.linspace(0, size - 1, 1000).astype(np.int64).clip(0, size - 1))
+    images = permute(values, size, seed, epoch)
+    assert images.min() >= 0
+    assert images.max() < size
+    assert len(np.unique(images)) == len(values)
+    assert np.array_equal(permute(values[::-1], size, seed, epoch), images[::-1])
+
+
+def test_permutation_spreads_evenly_and_depends_on_seed_and_epoch():
+    size = 1000
+    counts = np.zeros((10, 10))
+    for epoch in range(200):
+        np.add.at(counts, (np.arange(size) // 100, permute(np.arange(size), size, 5, epoch) // 100), 1)
+    chi_square = ((counts - 2000) ** 2 / 2000).sum()
+    assert 40 < chi_square < 150  # 81 degrees of freedom
+    orders = {tuple(permute(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+def test_the_order_is_the_one_that_earlier_runs_had():
+    """A resumed run must go on in the order it began with: these numbers must never change."""
+    assert permute(np.arange(12), 12, 7, 3).tolist() == [10, 5, 7, 0, 9, 3, 8, 2, 1, 6, 11, 4]
+
+
+def stream(folder, split):
+    """The split's tokens as one array, read the plain way."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    shards = [(folder / name, files[name]) for name in sorted(files) if name.startswith(split)]
+    return np.concatenate([np.fromfile(path, f["dtype"], count=f["tokens"], offset=f["offset"]) for path, f in shards])
+
+
+@settings(max_examples=30)
+@given(length=st.integers(2, 20000), seed=st.integers(0, 100), first=st.integers(0, 10**7), count=st.integers(0, 20))
+def test_samples_are_windows_of_the_stream_in_permuted_order(tokens, length, seed, first, count):
+    text = stream(tokens, "train").astype(np.int64)
+    dataset = TokenDataset(tokens, "train", length, seed)
+    windows = (len(text) - 1) // length
+    assert (dataset.tokens, dataset.windows) == (len(text), windows)
+    numbers = np.arange(first, first + count)
+    batch = dataset.samples(numbers)
+    assert batch.shape == (count, length + 1)
+    assert batch.dtype == np.int64
+    for number, row in zip(numbers, batch, strict=True):
+        window = int(permute(np.array([number % windows]), windows, seed, number // windows)[0])
+        assert np.array_equal(row, text[window * length : window * length + length + 1])
+
+
+def test_a_window_may_reach_over_several_shards(tokens):
+    files = json.loads((tokens / MANIFEST).read_text())["files"]
+    longest = max(f["tokens"] for name, f in files.items() if name.startswith("train"))
+    text = stream(tokens, "train")
+    dataset = TokenDataset(tokens, "train", len(text) - 1, seed=0)
+    assert len(text) > 2 * longest
+    assert np.array_equal(dataset.samples(np.array([0]))[0], text)
+
+
+def test_a_sample_depends_on_its_number_alone(tokens, monkeypatch):
+    dataset = TokenDataset(tokens, "train", 33, seed=4)
+    numbers = np.random.default_rng(0).integers(0, 5 * dataset.windows, 300)
+    one_by_one = np.concatenate([TokenDataset(tokens, "train", 33, seed=4).samples(numbers[i : i + 1]) for i in range(0, 300, 30)])
+    together = dataset.samples(numbers)
+    assert np.array_equal(together[::30], one_by_one)
+    assert np.array_equal(dataset.samples(numbers), together)
+    monkeypatch.setattr(loader, "OPEN_SHARDS", 1)
+    assert np.array_equal(TokenDataset(tokens, "train", 33, seed=4).samples(numbers), together)
+
+
+def test_every_epoch_holds_every_window_once_in_its_own_order(tokens):
+    dataset = TokenDataset(tokens, "train", 50, seed=0)
+    epochs = [dataset.samples(np.arange(n * dataset.windows, (n + 1) * dataset.windows)) for n in range(2)]
+    assert sorted(map(tuple, epochs[0].tolist())) == sorted(map(tuple, epochs[1].tolist()))
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert not np.array_equal(epochs[0], TokenDataset(tokens, "train", 50, seed=1).samples(np.arange(dataset.windows)))
+
+
+def test_validation_goes_straight_through(tokens):
+    text = stream(tokens, "validation")
+    dataset = TokenDataset(tokens, "validation", 40, seed=9)
+    batch = dataset.samples(np.arange(dataset.windows))
+    assert np.array_equal(batch[:, :-1].ravel(), text[: dataset.windows * 40])
+    assert np.array_equal(dataset.samples(np.array([dataset.windows])), batch[:1])
+
+
+def test_attributes_come_from_the_manifest(tokens):
+    totals = json.loads((tokens / MANIFEST).read_text())["totals"]
+    dataset = TokenDataset(tokens, "validation", 8, seed=0)
+    assert dataset.vocab_size == 300
+    assert dataset.end_of_document == totals["end_of_document"]
+    assert dataset.bytes_per_token == totals["validation"]["bytes"] / totals["validation"]["tokens"]
+
+
+def test_a_missing_artifact_names_the_key_and_the_stage(tmp_path, shards):
+    with pytest.raises(UserError, match=r"data\.tokens=.*\n.*run stage=tokenize"):
+        TokenDataset(tmp_path / "nothing", "train", 8, seed=0)
+    with pytest.raises(UserError, match="written by stage=shard"):
+        TokenDataset(shards, "train", 8, seed=0)
+
+
+def test_missing_truncated_and_corrupt_shards_are_named(tokens, tmp_path):
+    folder = tmp_path / "tokens"
+    shutil.copytree(tokens, folder)
+    dataset = TokenDataset(folder, "train", 8, seed=0)
+    dataset.verify()
+    raw = bytearray((folder / "train-00001.tar").read_bytes())
+    raw[3000] ^= 1
+    (folder / "train-00001.tar").write_bytes(raw)
+    with pytest.raises(UserError, match=r"train-00001\.tar: is corrupt"):
+        TokenDataset(folder, "train", 8, seed=0).verify()
+    (folder / "train-00000.tar").unlink()
+    (folder / "train-00001.tar").write_bytes(raw[:-1])
+    with pytest.raises(UserError) as refused:
+        TokenDataset(folder, "train", 8, seed=0)
+    assert "train-00000.tar: is missing" in str(refused.value)
+    assert "train-00001.tar: is truncated" in str(refused.value)
+    TokenDataset(folder, "validation", 8, seed=0).verify()
+
+
+def test_fewer_tokens_than_a_window_are_refused(tokens):
+    count = len(stream(tokens, "validation"))
+    assert TokenDataset(tokens, "validation", count - 1, seed=0).windows == 1
+    with pytest.raises(UserError, match=f"needs {count + 1} tokens, the validation split .* has {count}"):
+        TokenDataset(tokens, "validation", count, seed=0)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_document_ids_count_the_end_tokens_before(rows):
+    tokens = np.array(rows)
+    ids = document_ids(tokens, end_of_document=0)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [[row[:t].count(0) for t in range(len(row))] for row in rows]
