@@ -1,6 +1,7 @@
 """The exported folder, as stock transformers reads it."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,34 @@ def test_shards_hold_what_one_file_holds(name, tmp_path, tokenizer_folder):
     sharded = load(folder).state_dict()
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(whole[key], sharded[key]) for key in whole)
+
+
+class Weighed(InMemory):
+    """Counts the bytes of its tensors that are alive."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.live = self.peak = 0
+
+    def tensor(self, name):
+        value = super().tensor(name).clone()
+        self._count(value.nbytes)
+        weakref.finalize(value, self._count, -value.nbytes)
+        return value
+
+    def _count(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def test_memory_holds_one_shard_and_one_tensor(tmp_path):
+    """However large the model: weights are read one by one and forgotten when their shard is written."""
+    config = CONFIGS["gpt"]
+    source = Weighed(random_model(config))
+    huggingface.write_weights(tmp_path, source, config, dtype=torch.float32, shard_bytes=50_000)
+    sizes = [value.nbytes for value in source.weights.values()]
+    assert sum(sizes) > 4 * 50_000
+    assert source.peak <= 2 * max(*sizes, 50_000)
 
 
 def test_bf16_export_rounds_every_weight_once(tmp_path, tokenizer_folder):
