@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -77,6 +78,13 @@ def stop() -> None:
     """Leave the job's process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _group.cache_clear()
+
+
+@functools.cache
+def _group(members: tuple[int, ...]) -> ProcessGroup:
+    """The group of these ranks, made once: torch names it by its members, and a second one of that name would never connect."""
+    return dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
 
 
 def build(layout: Layout, device: torch.device) -> Mesh:
@@ -86,7 +94,7 @@ def build(layout: Layout, device: torch.device) -> Mesh:
     me = layout.coordinates(rank)
 
     def group(members: list[Coordinates]) -> ProcessGroup:
-        return dist.new_group([layout.rank(m) for m in members], timeout=TIMEOUT, use_local_synchronization=True)
+        return _group(tuple(layout.rank(m) for m in members))
 
     first, last = layout.holder(0), layout.holder(layout.stage_count - 1)
     at_an_end = me.pipeline in (first, last)

@@ -97,9 +97,9 @@ class ZeroEngine(Engine):
         self._config, self._mesh = config, mesh
         for parameter, piece in model.pieces.items():
             parameter.grad_dtype = torch.float32
-            parameter.model_parallel = piece.dim is not None or mesh.where.tensor == 0  # type: ignore[attr-defined]
-            if piece.copy:
-                parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+            # what the global norm counts: ZeRO 3 asks the first mark alone, ZeRO 1 and 2 both
+            parameter.model_parallel = gradients.is_counted(model, mesh, parameter)  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = piece.copy  # type: ignore[attr-defined]
         optimizer = adamw(decay_groups(model.pieces, config.optimizer.weight_decay), config.optimizer, config.optimizer.lr)
         self._engine, self._zero, *_ = _deepspeed(mesh.device).initialize(
             model=model, optimizer=optimizer, config=_settings(config, mesh), mpu=_Units(mesh), dist_init_required=False

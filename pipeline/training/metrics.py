@@ -150,7 +150,7 @@ class Metrics:
             self.flush()
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1, quiet=True)
+            self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
 def _cut_after(path: Path, step: int) -> None:
