@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,38 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder for output, with its parents.
+
+    Raises:
+        UserError: that cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError.of(
+            "output folder", folder, f"cannot be written: {error.strerror}", "choose a place that you may write to"
+        ) from error
+
+
+@contextmanager
+def disk_full_named(folder: Path) -> Iterator[None]:
+    """Writing into `folder`: a full disk, quota or file-size limit becomes one message that names it.
+
+    Raises:
+        UserError: instead of that OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        fix = "make room and run the same command again; finished parts are kept"
+        raise UserError.of("output folder", folder, f"cannot be written: {error.strerror}", fix) from error
 
 
 def publish_folder(partial: Path, final: Path) -> None:

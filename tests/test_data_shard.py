@@ -187,10 +187,12 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_an_input_that_is_no_list_or_empty_is_explained(tmp_path):
+def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
     assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
     (tmp_path / "empty.txt").write_text("")
+    below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/empty.txt/s", expect=2)
+    assert "cannot be written: Not a directory" in below_a_file
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}/empty.txt]", f"data.shards={tmp_path}/s", expect=2)
     assert "no document with any text" in printed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.errors import UserError
+from pipeline.files import disk_full_named
 from pipeline.launch.ranks import Ranks
 
 
@@ -59,7 +59,7 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
         UserError: MPI and the launcher disagree about the number of ranks.
     """
     if ranks.world_size == 1:
-        with _disk_full_named(output):
+        with disk_full_named(output):
             yield Alone()
         return
     from mpi4py import MPI
@@ -74,22 +74,10 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             "start data stages with the mpirun of the MPI that mpi4py was built with, or with srun --mpi=pmi2",
         )
     try:
-        with _disk_full_named(output):
+        with disk_full_named(output):
             yield comm
     except BaseException as error:
         print(error if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr, flush=True)
         code = 2 if isinstance(error, UserError) else 1
         comm.Abort(code)
         os._exit(code)  # MPICH's Abort comes back; leaving the ordinary way would report the error again and wait in MPI's finalisation
-
-
-@contextmanager
-def _disk_full_named(output: Path) -> Iterator[None]:
-    """A full disk, quota or file-size limit is the user's to mend: one message that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        fix = "make room and run the same command again; finished parts are kept"
-        raise UserError.of("output folder", error.filename or output, f"cannot be written: {error.strerror}", fix) from error

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import atomic_file
+from pipeline.files import atomic_file, make_folder
 
 
 class Unfinished:
@@ -25,6 +25,7 @@ class Unfinished:
 
     def take_over(self) -> None:
         """Keep an interrupted run's parts if they fit, remove what does not. One rank calls this before the others go on."""
+        make_folder(self.output)
         for partial in self.output.glob(".*.partial"):
             partial.unlink()
         if self.note("settings") != self._settings:
