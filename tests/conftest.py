@@ -36,3 +36,13 @@ def tokens(shards, tokenizer) -> Path:
     folder = shards.parent / "tokens"
     pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """Four gloo ranks for all tests that need them."""
+    from world import World
+
+    ranks = World(4, tmp_path_factory.mktemp("world"))
+    yield ranks
+    ranks.stop()

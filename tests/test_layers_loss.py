@@ -1,0 +1,69 @@
+"""The fused projection and cross-entropy against PyTorch's, and its hand-written backward against finite differences."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.layers import loss
+from pipeline.layers.loss import linear_cross_entropy
+
+
+def example(rows: int, hidden: int, vocabulary: int, dtype=torch.float64):
+    chance = torch.Generator().manual_seed(rows * 1000 + hidden * 10 + vocabulary)
+    x = torch.randn(1, rows, hidden, generator=chance, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, hidden, generator=chance, dtype=torch.float64).to(dtype).requires_grad_()
+    return x, weight, torch.randint(vocabulary, (1, rows), generator=chance)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 9), hidden=st.integers(1, 5), vocabulary=st.integers(1, 11), chunk=st.integers(1, 40), scale=st.floats(0.1, 3))
+def test_value_and_gradients_equal_the_plain_form(rows, hidden, vocabulary, chunk, scale):
+    x, weight, targets = example(rows, hidden, vocabulary)
+    plain = F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten()) * scale
+    expected = torch.autograd.grad(plain, (x, weight))
+    before, loss.CHUNK_ELEMENTS = loss.CHUNK_ELEMENTS, chunk
+    try:
+        ours = linear_cross_entropy(x, weight, targets) * scale
+    finally:
+        loss.CHUNK_ELEMENTS = before
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), expected)
+
+
+def test_gradcheck():
+    x, weight, targets = example(5, 3, 7)
+    assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, targets), (x, weight))
+
+
+@pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 3, 6, 7], [0, 4, 7, 7]])
+def test_pieces_of_the_vocabulary_give_the_whole(cuts):
+    """Each piece runs alone with the others' sums played back; losses agree and input gradients add up."""
+    x, weight, targets = example(5, 3, 7)
+    whole = linear_cross_entropy(x, weight, targets)
+    expected_x, expected_weight = torch.autograd.grad(whole, (x, weight))
+    logits = (x @ weight.t()).detach().flatten(0, 1)
+    largest = logits.amax(1, keepdim=True)
+    sums = torch.stack([(logits - largest).exp().sum(1), (logits - largest).gather(1, targets.view(-1, 1)).squeeze(1)])
+    grad_x = torch.zeros_like(x)
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        if first == last:
+            continue
+        piece = weight.detach()[first:last].requires_grad_()
+        part = linear_cross_entropy(x, piece, targets, first_token=first, reduce_max=lambda _: largest, reduce_sum=lambda _: sums)
+        torch.testing.assert_close(part, whole)
+        part_x, part_weight = torch.autograd.grad(part, (x, piece))
+        torch.testing.assert_close(part_weight, expected_weight[first:last])
+        grad_x += part_x
+    torch.testing.assert_close(grad_x, expected_x)
+
+
+def test_bf16_gradient_of_the_weight_is_fp32_and_near():
+    x, weight, targets = example(64, 32, 50, torch.bfloat16)
+    weight.grad_dtype = torch.float32
+    linear_cross_entropy(x, weight, targets).backward()
+    reference = weight.detach().float().requires_grad_()
+    F.cross_entropy((x.detach().float() @ reference.t()).flatten(0, 1), targets.flatten()).backward()
+    assert weight.grad.dtype == torch.float32
+    torch.testing.assert_close(weight.grad, reference.grad, rtol=0.02, atol=2e-3)

@@ -1,0 +1,64 @@
+"""A gloo world that is started once and runs many tests: functions go to every rank, results come back."""
+
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class World:
+    """Ranks as processes, each waiting for the next function."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self.size = size
+        self._pipes = [context.Pipe() for _ in range(size)]
+        store = f"file://{folder}/store"
+        self._ranks = [
+            context.Process(target=_serve, args=(rank, size, store, pipe[1]), daemon=True) for rank, pipe in enumerate(self._pipes)
+        ]
+        for rank in self._ranks:
+            rank.start()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
+        for pipe, _ in self._pipes:
+            pipe.send((function, arguments))
+        answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, (pipe, _) in enumerate(self._pipes)]
+        failures = [answer for good, answer in answers if not good]
+        assert not failures, "\n".join(failures)
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        """End the ranks."""
+        for rank in self._ranks:
+            rank.kill()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def configured(*overrides: str) -> Any:
+    """The checked configuration of a command line."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from pipeline.config import compose
+
+    compose.register()
+    with initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
+        return compose.typed(hydra_compose("config", list(overrides)))
