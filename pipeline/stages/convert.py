@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pipeline import artifact
 from pipeline.checkpoint import huggingface, reader
+from pipeline.checkpoint.format import INDEX
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenizer import TextEncoder
 from pipeline.errors import UserError, together
-from pipeline.files import publish_folder
+from pipeline.files import digest, publish_folder
 from pipeline.launch.ranks import Ranks
 from pipeline.models import registry
 from pipeline.parallel.apply import DTYPES
@@ -36,7 +37,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )
     settings = {
-        "stage.checkpoint": str(path.resolve()),
+        "stage.checkpoint": f"{path.name} {digest(path / INDEX)}",
         "stage.dtype": stage.dtype,
         "stage.shard_gigabytes": stage.shard_gigabytes,
         "tokenizer.path": tokenizer.fingerprint,
