@@ -1,5 +1,7 @@
 """The fused projection and cross-entropy against PyTorch's, and its hand-written backward against finite differences."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,7 +49,7 @@ def test_pieces_of_the_vocabulary_give_the_whole(cuts):
     largest = logits.amax(1, keepdim=True)
     sums = torch.stack([(logits - largest).exp().sum(1), (logits - largest).gather(1, targets.view(-1, 1)).squeeze(1)])
     grad_x = torch.zeros_like(x)
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in itertools.pairwise(cuts):
         if first == last:
             continue
         piece = weight.detach()[first:last].requires_grad_()

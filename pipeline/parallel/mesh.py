@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -78,26 +77,23 @@ def stop() -> None:
     """Leave the job's process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        _group.cache_clear()
-
-
-@functools.cache
-def _group(members: tuple[int, ...]) -> ProcessGroup:
-    """The group of these ranks, made once: torch names it by its members, and a second one of that name would never connect."""
-    return dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
 
 
 def build(layout: Layout, device: torch.device) -> Mesh:
-    """The mesh of this rank. Every rank makes only the groups it is in, so the time does not grow with the world."""
+    """The mesh of this rank. A rank makes only the groups it is in, so the time does not grow with the world.
+
+    Every rank makes equally many: torch names such a group by its members and the number of groups made before.
+    """
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout was made for another world size"
     me = layout.coordinates(rank)
 
     def group(members: list[Coordinates]) -> ProcessGroup:
-        return _group(tuple(layout.rank(m) for m in members))
+        return dist.new_group([layout.rank(m) for m in members], timeout=TIMEOUT, use_local_synchronization=True)
 
     first, last = layout.holder(0), layout.holder(layout.stage_count - 1)
-    at_an_end = me.pipeline in (first, last)
+    at_an_end = me.pipeline in (first, last) and first != last
+    ends = group([Coordinates(p, me.data, me.tensor) for p in (first, last)] if at_an_end else [me])
     return Mesh(
         layout=layout,
         rank=rank,
@@ -106,5 +102,5 @@ def build(layout: Layout, device: torch.device) -> Mesh:
         data=group([Coordinates(me.pipeline, d, me.tensor) for d in range(layout.data)]),
         pipeline=group([Coordinates(p, me.data, me.tensor) for p in range(layout.pipeline)]),
         model=group([Coordinates(p, me.data, t) for p in range(layout.pipeline) for t in range(layout.tensor)]),
-        ends=group([Coordinates(p, me.data, me.tensor) for p in (first, last)]) if at_an_end and first != last else None,
+        ends=ends if at_an_end else None,
     )
