@@ -272,10 +272,10 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
 
 def test_a_killed_run_leaves_nothing_final_and_its_rerun_equals_an_undisturbed_one(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 400)) for n in range(3000)))
-    settings = ["stage=shard", f"data.input=[{tmp_path}/x.jsonl]", "data.shard_megabytes=0.1"]
+    settings = ["stage=shard", f"data.input=[{tmp_path}/x.jsonl]", "data.shard_megabytes=0.3"]
     pipeline(*settings, f"data.shards={tmp_path}/whole")
     folder = tmp_path / "killed"
-    for mark in ("*.spill", "plan.json", "train-00030.tar.json"):  # reading, about to write, writing
+    for mark in ("*.spill", "plan.json", "train-00008.tar.json"):  # reading, about to write, writing
         command = [sys.executable, "-m", "pipeline", *settings, f"data.shards={folder}"]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         while process.poll() is None and not list((folder / ".unfinished").glob(mark)):
