@@ -105,9 +105,9 @@ def test_what_convert_refuses(run_dir, tokenizer, tmp_path):
     convert = ("stage=convert", f"run_dir={run_dir}")
     larger = tmp_path / "larger"
     shutil.copytree(tokenizer, larger)
-    content = json.loads((larger / "tokenizer.json").read_text())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 5000, "content": "<|more|>"})
-    (larger / "tokenizer.json").write_text(json.dumps(content))
+    described = json.loads((larger / "tokenizer.json").read_text())
+    described["added_tokens"].append({**described["added_tokens"][0], "id": 5000, "content": "<|more|>"})
+    (larger / "tokenizer.json").write_text(json.dumps(described))
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "thesis.tex").write_text("years of work")
@@ -121,7 +121,8 @@ def test_what_convert_refuses(run_dir, tokenizer, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(find(run_dir, "latest"), damaged)
     file = next(damaged.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
     text = pipeline(
         "stage=convert", f"stage.checkpoint={damaged}", f"tokenizer.path={tokenizer}", f"stage.output={tmp_path / 'hf'}", expect=2
     )
