@@ -1,18 +1,20 @@
-"""The pipeline: PyTorch's schedules over this rank's stages. One stage on one rank takes the same path."""
+"""The pipeline: PyTorch's schedules over this rank's stages; a lone stage runs its micro-batches one after the other."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.apply import DTYPES
 from pipeline.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 
 class Pipeline:
@@ -30,17 +32,13 @@ class Pipeline:
         self.is_last = str(layout.stage_count - 1) in stages
         self._device = mesh.device
         self._masks_documents = config.training.document_mask
-        parts = [_stage(int(index), module, config, mesh) for index, module in stages.items()]
 
-        def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
+        def loss_fn(loss: Tensor, _: Tensor | None = None) -> Tensor:
             return loss / layout.micro_batches
 
-        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        if layout.stages_per_rank == 1:
-            self._schedule = Schedule1F1B(parts[0], layout.micro_batches, loss_fn=loss_fn, scale_grads=False)
-        else:
-            kind = ScheduleZBVZeroBubble if layout.schedule == "zbv" else ScheduleInterleaved1F1B
-            self._schedule = kind(parts, layout.micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
+        self._schedule = (
+            _schedule(stages, config, mesh, loss_fn) if layout.pipeline > 1 else _Alone(stages["0"], layout.micro_batches, loss_fn)
+        )
 
     def train(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Forward and backward pass; gradients are added to the parameters' .grad.
@@ -74,8 +72,48 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+class _Alone:
+    """The schedule of a model that is one stage: forward and backward for every micro-batch in turn.
+
+    It has the face of PyTorch's schedules, which take two seconds to import.
+    """
+
+    def __init__(self, module: nn.Module, micro_batches: int, loss_fn: Callable[[Tensor], Tensor]) -> None:
+        self._module, self._micro_batches, self._loss_fn = module, micro_batches, loss_fn
+
+    def step(self, inputs: Tensor, losses: list[Tensor], **batch: Any) -> None:
+        """Train on a batch."""
+        for loss in self._losses(inputs, batch):
+            loss.backward()
+            losses.append(loss.detach())
+
+    def eval(self, inputs: Tensor, losses: list[Tensor], **batch: Any) -> None:
+        """Evaluate a batch."""
+        losses.extend(self._losses(inputs, batch))
+
+    def _losses(self, inputs: Tensor, batch: dict[str, Any]) -> Iterator[Tensor]:
+        """Each micro-batch's share of the mean loss."""
+        chunks = {name: batch[name].chunk(self._micro_batches) for name in ("targets", "documents") if name in batch}
+        for index, tokens in enumerate(inputs.chunk(self._micro_batches)):
+            yield self._loss_fn(self._module(tokens, **{name: parts[index] for name, parts in chunks.items()}))
+
+
+def _schedule(stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, loss_fn: Callable[..., Tensor]) -> Any:
+    """PyTorch's schedule of the configured kind."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+    layout = mesh.layout
+    parts = [_stage(int(index), module, config, mesh) for index, module in stages.items()]
+    if layout.stages_per_rank == 1:
+        return Schedule1F1B(parts[0], layout.micro_batches, loss_fn=loss_fn, scale_grads=False)
+    kind = ScheduleZBVZeroBubble if layout.schedule == "zbv" else ScheduleInterleaved1F1B
+    return kind(parts, layout.micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
+
+
 def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh) -> PipelineStage:
     """One stage with the shapes of what it receives and sends, so that nothing has to be tried out."""
+    from torch.distributed.pipelining import PipelineStage
+
     layout, training = mesh.layout, config.training
     last = layout.stage_count - 1
     rows = training.sequence_length
