@@ -1,6 +1,7 @@
 """Engines on four real ranks: same state after a load, the same run in another layout, nothing done on a gradient that is not finite."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,12 @@ def _masked(overrides):
         loss, _ = trainer.train(mine, theirs if mask == "true" else None)
         losses.append(float(loss))
     return losses
+
+
+def test_compiled_blocks_train_alike_in_pieces(world):
+    """Where there is a compiler: on a GPU the blocks are compiled by default."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    plain = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2"))
+    compiled = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2", "training.compile=on"))
+    assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=1e-4)

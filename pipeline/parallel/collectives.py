@@ -14,6 +14,7 @@ since autograd may hand the same buffer to others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,85 +52,52 @@ def _own_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return tensor.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+Step = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def _same(tensor: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ARG001 - a Step
+    """Nothing to do."""
+    return tensor.view_as(tensor)
+
+
+class _Pair(torch.autograd.Function):
+    """One step forward, its transpose backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ARG004 - autograd's signature
-        return all_reduce(tensor, group)
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, ahead: Step, back: Step) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return ahead(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - autograd's signature
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather_sequence(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_sequence(grad, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter_sequence(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_sequence(grad, ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_rows(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_sequence(grad, ctx.group), None
+def _pair(tensor: Tensor, group: ProcessGroup, ahead: Step, back: Step) -> Tensor:
+    result: Tensor = _Pair.apply(tensor, group, ahead, back)
+    return result
 
 
 def copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Enter a region where every rank holds a piece of the weights."""
-    result: Tensor = _Copy.apply(tensor, group)
-    return result
+    return _pair(tensor, group, _same, all_reduce)
 
 
 def reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Leave that region: sum the ranks' parts."""
-    result: Tensor = _Reduce.apply(tensor, group)
-    return result
+    return _pair(tensor, group, all_reduce, _same)
 
 
 def gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Enter the region from activations that are cut along the sequence."""
-    result: Tensor = _GatherSequence.apply(tensor, group)
-    return result
+    return _pair(tensor, group, _all_gather_sequence, _reduce_scatter_sequence)
 
 
 def reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Leave the region to activations that are cut along the sequence."""
-    result: Tensor = _ReduceScatterSequence.apply(tensor, group)
-    return result
+    return _pair(tensor, group, _reduce_scatter_sequence, _all_gather_sequence)
 
 
 def scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Cut activations that every rank holds whole."""
-    result: Tensor = _ScatterSequence.apply(tensor, group)
-    return result
+    return _pair(tensor, group, _own_rows, _all_gather_sequence)
