@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from helpers import ROOT, pipeline, same_files
 
 from pipeline.config.schema import ClusterConfig
@@ -75,6 +77,12 @@ def succeeded(number: int, log: Path) -> str:
     return text
 
 
+def training_steps(run: Path) -> list[dict[str, Any]]:
+    """What a run noted of its optimizer steps, validations left out."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
 SAY_RANK = """
 import socket
 from pipeline.launch.ranks import detect
@@ -103,19 +111,24 @@ def test_ranks_as_srun_starts_them(size: list[str], nodes: int, ranks: int, tmp_
     assert len({row[6] for row in rows}) == 1
 
 
+MODEL = ["model=llama-tiny", "model.vocab_size=304", "precision=fp32", "tracking=disabled"]
+TRAINING = [
+    "parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=2", "training.steps=4", "optimizer.warmup_steps=1",
+    "training.global_batch_size=8", "training.micro_batch_size=2", "training.sequence_length=32", "training.validation_batches=1",
+]  # fmt: skip
+
+
 def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_path: Path) -> None:
-    """The stages as jobs that wait for each other, on 4 nodes x 2 tasks where a stage has ranks."""
-    folders = [
-        f"data.shards={tmp_path}/shards",
-        f"tokenizer.path={tmp_path}/tokenizer",
-        f"data.tokens={tmp_path}/tokens",
-        f"run_dir={tmp_path}/run",
-    ]
+    """The whole road as jobs that wait for each other, on 4 nodes x 2 tasks where a stage has ranks."""
+    run = tmp_path / "run"
+    folders = [f"data.shards={tmp_path}/shards", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"run_dir={run}"]
     wide = ["--nodes=4", "--ntasks-per-node=2"]
     chain = {
         "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", "data.shard_megabytes=0.05", "data.validation_fraction=0.1"],
         "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300"],
         "tokenize": [*wide, "slurm/tokenize.sbatch"],
+        "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING],
+        "convert": ["slurm/convert.sbatch", *MODEL],
     }
     numbers: dict[str, int] = {}
     for stage, words in chain.items():
@@ -123,10 +136,16 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
         numbers[stage] = sbatch(tmp_path / f"{stage}.log", *after, *words, *folders)
     for stage, number in numbers.items():
         succeeded(number, tmp_path / f"{stage}.log")
+
     # Eight ranks on four nodes wrote what one process writes.
     assert same_files(shards, tmp_path / "shards")
     assert same_files(tokenizer, tmp_path / "tokenizer")
     assert same_files(tokens, tmp_path / "tokens")
+    totals = json.loads((run / "manifest.json").read_text())["totals"]
+    assert (totals["world_size"], sorted(set(totals["hosts"]))) == (8, ["n1", "n2", "n3", "n4"])
+    assert [line["step"] for line in training_steps(run)] == [1, 2, 3, 4]
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
+    assert len(transformers.AutoTokenizer.from_pretrained(run / "hf")) <= model.get_input_embeddings().num_embeddings == 304
 
 
 def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
@@ -149,24 +168,28 @@ def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("next-*"))
 
 
-def test_a_sweep_is_submitted_and_left_alone(corpus: Path, tmp_path: Path) -> None:
-    """Three jobs, held until the launcher has ended; their folder has a name that shells, Slurm and Hydra all must be told apart."""
+def test_a_sweep_is_submitted_and_left_alone(tokens: Path, tmp_path: Path) -> None:
+    """Three runs, held until the launcher has ended; their folder has a name that shell, Slurm and Hydra must each be told how to read."""
     sweep = tmp_path / "a sweep #1 100%"
+    rates = [1e-4, 3e-4, 1e-3]
     printed = pipeline(
-        "-m", "stage=shard", "data.seed=1,2,3", f"data.input=[{corpus}]", "data.shards=${run_dir}/shards", f"run_dir='{sweep}'",
-        "cluster.nodes=2", "cluster.sbatch=[--hold]", *SLURM,
+        "-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4,1e-3", f"data.tokens={tokens}", f"run_dir='{sweep}'", *MODEL, *TRAINING,
+        "parallel.pipeline=1", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.sbatch=[--hold]", *SLURM,
     )  # fmt: skip
     record = json.loads((sweep / "sweep.json").read_text())
     assert len(record) == 3
     for entry in record:
         assert f"job {entry['job']}: {entry['run_dir']}" in printed
         command("scontrol", "release", str(entry["job"]))
-    for seed, entry in enumerate(record, start=1):
+    losses = []
+    for point, (rate, entry) in enumerate(zip(rates, record, strict=True)):
+        assert entry["run_dir"] == f"{sweep}/{point}"
         facts = ended(entry["job"])
-        assert (facts["JobState"], facts["NumNodes"], facts["NumTasks"]) == ("COMPLETED", "2", "4"), Path(entry["log"]).read_text()
-        assert Path(entry["log"]).exists()
-        manifest = json.loads((sweep / str(seed - 1) / "shards" / "manifest.json").read_text())
-        assert manifest["settings"]["data.seed"] == seed
+        assert (facts["JobState"], facts["NumNodes"], facts["NumTasks"]) == ("COMPLETED", "2", "2"), Path(entry["log"]).read_text()
+        steps = training_steps(sweep / str(point))
+        assert max(line["lr"] for line in steps) == pytest.approx(rate)
+        losses.append(steps[-1]["loss"])
+    assert len(set(losses)) == 3
 
 
 def test_a_sweep_is_submitted_whole_or_not_at_all(tmp_path: Path) -> None:
