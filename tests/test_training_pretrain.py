@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import ROOT, pipeline
 
@@ -64,7 +65,9 @@ def eight(tokens, tmp_path_factory) -> tuple[Path, str]:
     """A run on eight ranks with every axis in use."""
     folder = tmp_path_factory.mktemp("eight") / "run"
     axes = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=2", "precision=fp32")
-    return folder, run(8, *axes, f"data.tokens={tokens}", f"run_dir={folder}", "training.steps=6", "checkpoint.every=2")
+    return folder, run(
+        8, *axes, f"data.tokens={tokens}", f"run_dir={folder}", "training.steps=6", "checkpoint.every=2", "tracking.wandb=offline"
+    )
 
 
 def test_a_run_on_eight_ranks_leaves_what_the_map_says(eight):
@@ -82,6 +85,7 @@ def test_a_run_on_eight_ranks_leaves_what_the_map_says(eight):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["totals"]["world_size"] == 8
     assert (folder / "config.yaml").is_file()
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1, "rank 0 alone tracks"
     assert all(ord(c) >= 32 or c in "\n\t" for c in printed), "a log holds no control characters"
 
 
@@ -130,14 +134,17 @@ def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero):
             env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )
         metrics, until = tmp_path / "killed" / "metrics.jsonl", random.uniform(4, 8) * (kill + 1)
         while process.poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.2))
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() != 0, "it ended before it was killed"
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks) >= 4, "it ended before it was killed"
+        for rank in [psutil.Process(process.pid), *ranks]:  # torchrun's ranks are in sessions of their own
+            rank.send_signal(signal.SIGKILL)
+        psutil.wait_procs(ranks)
+        process.wait()
     run(4, *arguments, f"run_dir={tmp_path}/killed")
     assert exact(tmp_path / "killed") == exact(tmp_path / "straight")
 
@@ -203,3 +210,15 @@ def test_a_damaged_checkpoint_is_named(eight, tokens, tmp_path, damage):
     assert "step 4, 64 samples" in pipeline(
         "stage=pretrain", *TINY, "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=5"
     )
+
+
+def test_a_full_disk_ends_clearly_and_leaves_no_half_checkpoint(tokens, tmp_path):
+    """A file-size limit stands for the full disk: it lets metrics.jsonl through and stops the checkpoint."""
+    limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "limited")
+    common = ("stage=pretrain", *TINY, "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=3")
+    said = pipeline(*common, expect=2, prefix=limited)
+    assert "could not be written" in said
+    assert "Traceback" not in said
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    pipeline(*common)
+    assert [line[0] for line in exact(tmp_path / "run") if len(line) > 2] == [1, 2, 3]

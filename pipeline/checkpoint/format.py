@@ -85,12 +85,13 @@ def complete(run_dir: Path) -> list[Path]:
     return sorted(f for f in folders if re.fullmatch(r"step-\d{8}", f.name) and (f / INDEX).is_file())
 
 
-def find(run_dir: Path, which: str) -> Path:
+def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
     """The checkpoint that a stage is asked to read.
 
     Args:
         run_dir: of the run.
         which: "latest", or a checkpoint's folder.
+        key: the configuration key that asked.
 
     Raises:
         UserError: there is none.
@@ -101,7 +102,7 @@ def find(run_dir: Path, which: str) -> Path:
             raise UserError.of("run_dir", run_dir, "holds no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
         return found[-1]
     if not (Path(which) / INDEX).is_file():
-        raise UserError.of("checkpoint", which, "is no complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
+        raise UserError.of(key, which, "is no complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
 
 

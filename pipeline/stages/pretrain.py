@@ -18,7 +18,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import TokenDataset
 from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.files import atomic_file, disk_full_named, make_folder
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.flops import flops_per_token, peak_flops
@@ -48,11 +48,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             return
         hosts = _hosts()
         if ranks.rank == 0:
+            make_folder(Path(config.run_dir))
             _write_config(config)
         tokens = config.training.global_batch_size * config.training.sequence_length
         flops, peak = flops_per_token(config.model, config.training.sequence_length), peak_flops(device)
         all_peaks = None if peak is None else peak * ranks.world_size
-        with Metrics(config, ranks.rank, progress, tokens, flops, all_peaks) as metrics:
+        with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, progress, tokens, flops, all_peaks) as metrics:
             progress = loop.train(config, trainer, training_data, validation_data, progress, metrics, fingerprint)
             metrics.flush()
             if ranks.rank == 0:
@@ -94,7 +95,7 @@ def starting_point(config: RunConfig) -> Path | None:
             rule = f"starts anew, but {run_dir} holds {len(found)} checkpoints, the newest of step {found[-1].name[5:].lstrip('0')}"
             raise UserError.of("checkpoint.resume", resume, rule, "choose another run_dir, or checkpoint.resume=auto to continue")
         return None
-    return checkpoints.find(run_dir, resume)
+    return checkpoints.find(run_dir, resume, "checkpoint.resume")
 
 
 def _hosts() -> list[str]:
