@@ -96,6 +96,31 @@ def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
         assert torch.allclose(torch.tensor(straight), torch.tensor(loaded), rtol=1e-4, atol=0)
 
 
+def _load_damaged(folder):
+    """Save, damage the last rank's file, load: the message that this rank gets."""
+    from pipeline.checkpoint import save
+    from pipeline.checkpoint.format import Index, Progress, file_name
+    from pipeline.checkpoint.reader import Checkpoint
+    from pipeline.errors import UserError
+
+    config, trainer = make("precision=fp32", "parallel.zero_stage=2")
+    path = save.save(Path(folder), Index(Progress(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    if dist.get_rank() == 0:
+        file = path / file_name(3)
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(UserError) as raised:
+        save.load(Checkpoint(path), trainer.engine.fragments())
+    return str(raised.value)
+
+
+def test_what_one_rank_finds_damaged_every_rank_reports(world, tmp_path):
+    for message in world.run(_load_damaged, tmp_path):
+        assert "rank-00003.safetensors" in message
+
+
 def _poison(overrides):
     """Two steps, one with an infinite weight gradient, two more: what the engine says and whether the weights moved."""
     config, trainer = make(*overrides)

@@ -79,15 +79,27 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
         return f"could not be written: {error}"
 
 
-@torch.no_grad()
 def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
-    """Read a checkpoint of any layout into this rank's fragments, in place.
-
-    A fragment that this rank itself wrote is read as it stands; anything else is cut from the full tensor.
+    """Read a checkpoint of any layout into this rank's fragments, in place; every rank calls this.
 
     Raises:
-        UserError: a file is missing or corrupt, or a weight is not there or has another shape.
+        UserError: on every rank, with what any of them found: a file is missing or corrupt, a weight is not there or has another shape.
     """
+    found: tuple[Violation, ...] = ()
+    try:
+        _read(checkpoint, fragments)
+    except UserError as error:
+        found = error.violations
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, found)
+    violations = list(dict.fromkeys(violation for answer in answers for violation in answer))
+    if violations:
+        raise UserError(violations)
+
+
+@torch.no_grad()
+def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
+    """A fragment that this rank itself wrote is read as it stands; anything else is cut from the full tensor."""
     rank = dist.get_rank()
     for fragment in fragments:
         name, count = fragment.piece.name, fragment.tensors["weight"].numel()
