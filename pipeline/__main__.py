@@ -30,7 +30,7 @@ def run_hydra(arguments: list[str]) -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from pipeline.config import compose
+    from pipeline.config import check, compose, layout
     from pipeline.errors import UserError
     from pipeline.launch import hydra_launcher, ranks
 
@@ -45,9 +45,11 @@ def run_hydra(arguments: list[str]) -> None:
         compose.fail(error, quiet=not ranks.speaks())
     except (HydraException, OmegaConfBaseException) as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
-        violations = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
+        violations, rest = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
         if not violations:
             raise
+        config = compose.typed(rest)
+        violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
         compose.fail(UserError(violations), quiet=not ranks.speaks())
         raise AssertionError("fail() leaves") from error
 

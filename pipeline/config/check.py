@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline import knobs
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
@@ -16,21 +17,28 @@ def check(config: RunConfig, world_size: int) -> None:
     """Refuse an impossible combination before any work starts.
 
     Args:
-        config: the composed configuration; its fields are each within their range.
+        config: the composed configuration.
         world_size: ranks of this job.
 
     Raises:
         UserError: with every violation found.
     """
-    violations = list(config.model.violations())
+    if found := violations(config, world_size):
+        raise UserError(found)
+
+
+def violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Every broken rule. Rules across sizes wait until each size is legal by itself."""
+    found = knobs.range_violations(config)
+    if any(violation.key.partition(".")[0] in ("model", "parallel", "training") for violation in found):
+        return found
+    found += config.model.violations()
     if config.stage.name in PARALLEL_STAGES:
-        violations += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
+        found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
-            violations.append(
-                Violation("dry_run.rank", config.dry_run.rank, f"must be below the world size {world_size}", "choose a rank of the job")
-            )
-    if violations:
-        raise UserError(violations)
+            rule = f"must be below the world size {world_size}"
+            found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
+    return found
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:

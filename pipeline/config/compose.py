@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline import knobs
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError, Violation
@@ -38,10 +37,10 @@ def register() -> None:
 
 
 def typed(config: DictConfig) -> RunConfig:
-    """The composed configuration as dataclasses, every interpolation resolved.
+    """The composed configuration as dataclasses, every interpolation resolved. config/check.py says whether its values are legal.
 
     Raises:
-        UserError: a value is missing, of the wrong type, or outside its field's range.
+        UserError: a value is missing or cannot be resolved.
     """
     try:
         run = OmegaConf.to_object(config)
@@ -49,14 +48,11 @@ def typed(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
-    violations = knobs.range_violations(run)
-    if violations:
-        raise UserError(violations)
     return run
 
 
-def explain(overrides: list[str], *, sweep: bool = False) -> list[Violation]:
-    """Why these overrides do not compose: one violation for each that is at fault.
+def explain(overrides: list[str], *, sweep: bool = False) -> tuple[list[Violation], DictConfig]:
+    """Why these overrides do not compose, one violation for each that is at fault, and what the others compose to.
 
     Runs only after a failure: composes once for every override, keeping the good ones. In a sweep every value is tried.
     """
@@ -72,7 +68,7 @@ def explain(overrides: list[str], *, sweep: bool = False) -> list[Violation]:
                 good.append(override)
             except (HydraException, OmegaConfBaseException) as error:
                 violations.append(_violation(override, error, compose("config", good)))
-    return violations
+        return violations, compose("config", good)
 
 
 def _values(override: str) -> list[str]:
@@ -87,29 +83,21 @@ def _values(override: str) -> list[str]:
 def _violation(override: str, error: Exception, composed: DictConfig) -> Violation:
     """One failed override in words, with the nearest legal names."""
     key, _, value = override.lstrip("+~").partition("=")
-    options = sorted(p.stem for p in (CONF_DIR / key).glob("*.yaml")) if (CONF_DIR / key).is_dir() else []
-    if options:
+    if (CONF_DIR / key).is_dir():
+        options = sorted(p.stem for p in (CONF_DIR / key).glob("*.yaml"))
         return Violation(key, value, f"must be one of {', '.join(options)}", _nearest(f"{key}=", value, options))
-    root = error.__cause__ or error
-    if "not in struct" in str(error) or "not in struct" in str(root) or "Could not override" in str(error):
-        parent = OmegaConf.select(composed, key)
-        if parent is None and OmegaConf.select(composed, key.rpartition(".")[0] or "run_dir") is not None:
-            known = sorted(_keys(composed))
-            if key not in known:
-                return Violation(key, value, "no such key", _nearest("", key, known))
-    reason = re.sub(r"\s+", " ", str(root).splitlines()[0]) if str(root) else type(root).__name__
     known = sorted(_keys(composed))
-    if key in known and "ListConfig" in reason:
-        return Violation(key, value, "must be a list", f"write {key}=[{value}]")
+    reason = re.sub(r"\s+", " ", str(error.__cause__ or error).partition("\n")[0])
     if "NoViableAlt" in reason:
-        return Violation(
-            key, value, "holds characters that Hydra reads as its own", f"quote the value, for it and for the shell: '{key}=\"{value}\"'"
-        )
+        fix = f"quote the value, for it and for the shell: '{key}=\"{value}\"'"
+        return Violation(key, value, "holds characters that Hydra reads as its own", fix)
     if "Ambiguous value" in reason:
         return Violation(key, value, "holds several values", f"add -m to sweep over them, or quote one value: {key}='...'")
-    if key in known:
-        return Violation(key, value, reason, f"give {key} a value of its type")
-    return Violation(key, value, "no such key", _nearest("", key, known))
+    if key not in known:
+        return Violation(key, value, "no such key", _nearest("", key, known))
+    if "ListConfig" in reason:
+        return Violation(key, value, "must be a list", f"write {key}=[{value}]")
+    return Violation(key, value, reason, f"give {key} a value of its type")
 
 
 def _keys(node: Any, prefix: str = "") -> list[str]:

@@ -17,8 +17,10 @@ from torch.autograd.function import once_differentiable
 
 Reduce = Callable[[Tensor], Tensor]
 
-#: Elements of the fp32 logits that one chunk holds: 64 MiB.
-CHUNK_ELEMENTS = 1 << 24
+#: Elements of the fp32 logits that one chunk holds: 16 MiB, near the size of a cache.
+CHUNK_ELEMENTS = 1 << 22
+#: Rows of a chunk at least: each chunk's product is added to the weight's gradient, which must not cost more than the product.
+CHUNK_ROWS = 512
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -38,17 +40,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        grad_weight: Tensor | None = None
         total = torch.zeros((), dtype=wide, device=hidden.device)
 
-        chunk = max(1, CHUNK_ELEMENTS // max(1, vocabulary))
+        chunk = max(CHUNK_ROWS, hidden.shape[1] // 2, CHUNK_ELEMENTS // max(1, vocabulary))
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
             local = targets[part] - first_token
             mine = (local >= 0) & (local < vocabulary)
             local = local.clamp(0, vocabulary - 1).unsqueeze(1)
 
-            logits = F.linear(hidden[part], weight).to(wide)
+            narrow = F.linear(hidden[part], weight)
+            logits = narrow.to(wide)
             largest = logits.amax(dim=1, keepdim=True)
             if reduce_max is not None:
                 largest = reduce_max(largest)
@@ -64,11 +67,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # d loss / d logits = softmax - one-hot, over the mean's row count
                 grad_logits = exponentials.mul_((1.0 / rows) / sums[0].unsqueeze(1))
                 grad_logits.scatter_add_(1, local, torch.where(mine, -1.0 / rows, 0.0).to(wide).unsqueeze(1))
-                narrow = grad_logits.to(hidden.dtype)
+                narrow.copy_(grad_logits)
                 if grad_hidden is not None:
                     torch.mm(narrow, weight, out=grad_hidden[part])
-                if grad_weight is not None:
-                    grad_weight += narrow.t() @ hidden[part]
+                if wants_weight:
+                    product = narrow.t() @ hidden[part]
+                    grad_weight = product.to(wide) if grad_weight is None else grad_weight.add_(product)
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total / rows
