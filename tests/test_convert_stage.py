@@ -10,7 +10,7 @@ from helpers import pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.reader import Checkpoint, find
-from pipeline.models import registry
+from pipeline.models import families, registry
 
 RUNS = {
     "gpt": (
@@ -60,7 +60,7 @@ def test_the_exported_model_is_the_trained_one(run_dir, tokenizer):
     convert = ("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tokenizer}")
     pipeline(*convert)
     checkpoint = Checkpoint(find(run_dir, "latest"))
-    config = registry.from_dict(checkpoint.config["model"])
+    config = families.from_dict(checkpoint.config["model"])
     ours = registry.build(config)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

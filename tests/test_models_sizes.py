@@ -5,7 +5,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from pipeline.config.compose import CONF_DIR, register, typed
-from pipeline.models import plan, registry
+from pipeline.models import families, plan, registry
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.llama.config import LlamaConfig
 
@@ -67,10 +67,10 @@ def test_parameter_count(name, model_config):
         assert 3e6 < count < 8e6
 
 
-@pytest.mark.parametrize("family", registry.FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_plan_and_table_name_every_weight(family, tied):
-    config = registry.from_dict({"family": family, "layers": 3, "tie_embeddings": tied})
+    config = families.from_dict({"family": family, "layers": 3, "tie_embeddings": tied})
     shapes = {name: parameter.shape for name, parameter in build_on_meta(config).named_parameters()}
     table = registry.plan(config)
     assert {pattern for pattern in table if not any(plan.fnmatchcase(name, pattern) for name in shapes)} == (

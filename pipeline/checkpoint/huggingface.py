@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
-from pipeline.models.registry import ModelConfig
+from pipeline.models.families import ModelConfig
 from pipeline.progress import Progress
 
 #: What a tokenizer folder may hold; tokenizer.json is what it must.

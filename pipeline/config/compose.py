@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError, Violation
-from pipeline.models.registry import FAMILIES
+from pipeline.models.families import FAMILIES
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline import knobs
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.models.registry import FAMILIES
+from pipeline.models.families import FAMILIES
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 

@@ -1,32 +1,18 @@
-"""Family names and where their parts live. Importing this loads no torch; build() and its peers do."""
+"""Where the parts of a family live: each function finds the family's own by the configuration's name."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.llama.config import LlamaConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.decoder import Decoder
-    from pipeline.models.adapter import Adapter
-
-ModelConfig = GPTConfig | LlamaConfig
-
-#: family -> its configuration dataclass
-FAMILIES: dict[str, type[Any]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+from pipeline.layers.decoder import Decoder
+from pipeline.models.adapter import Adapter
+from pipeline.models.families import ModelConfig
 
 
 def _part(config: ModelConfig, name: str) -> Any:
     """The module `name` of the family's folder."""
     return importlib.import_module(f"pipeline.models.{config.family}.{name}")
-
-
-def from_dict(values: Mapping[str, Any]) -> ModelConfig:
-    """The model's configuration, from what a checkpoint or a run directory wrote of it."""
-    return FAMILIES[values["family"]](**values)
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.models import registry
-from pipeline.models.registry import ModelConfig
+from pipeline.models.families import ModelConfig
 
 #: Dense bf16 tensor-core peak of one device, FLOP/s, by part of its name; manufacturers' data sheets.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "GB200": 2500e12}

@@ -15,7 +15,7 @@ from pipeline.data.tokenizer import TextEncoder
 from pipeline.errors import UserError, together
 from pipeline.files import digest, publish_folder
 from pipeline.launch.ranks import Ranks
-from pipeline.models import registry
+from pipeline.models import families
 from pipeline.parallel.apply import DTYPES
 
 log = logging.getLogger("pipeline")
@@ -48,7 +48,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         return
 
     checkpoint = reader.Checkpoint(path)
-    model = registry.from_dict(checkpoint.config["model"])
+    model = families.from_dict(checkpoint.config["model"])
     together(
         lambda: _check_output(output),
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
