@@ -57,9 +57,14 @@ class Batches:
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
+    def _use_device(self) -> None:
+        """Make the rank's GPU the current one of a new thread, which would otherwise pin memory through GPU 0."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def following(self, first: int, count: int) -> Iterator[Batch]:
         """`count` batches from sample `first` on."""
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, initializer=self._use_device) as pool:
             ahead = pool.submit(self.load, first)
             for number in range(1, count + 1):
                 batch = ahead.result()

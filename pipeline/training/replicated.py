@@ -53,7 +53,7 @@ class ReplicatedEngine(Engine):
         """See Engine. Clipping is the optimizer's gradient scale and skipping its found_inf: no pass over the gradients of their own."""
         norm = gradients.global_norm(self.model, self._mesh)
         skipped = (~norm.isfinite()).float()
-        self._lr.copy_(self._rates[self._updates.clamp(max=len(self._rates) - 1)])
+        self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # an index in [] would be waited for
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self._optimizer.grad_scale = ((norm + 1e-6) / self._clipping).clamp(min=1.0) if self._clipping > 0 else None  # type: ignore[attr-defined]
         for master, parameter in zip(self._masters, self._parameters, strict=True):
