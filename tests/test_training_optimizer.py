@@ -1,0 +1,52 @@
+"""The learning rate of every update, and what decays."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.training.optimizer import decay_groups, learning_rate
+
+
+@given(
+    steps=st.integers(10, 2000),
+    warmup=st.integers(0, 9),
+    schedule=st.sampled_from(["cosine", "wsd", "linear"]),
+    ratio=st.floats(0, 1),
+    decay=st.integers(0, 10),
+)
+def test_warm_up_rises_to_the_peak_and_the_end_is_the_last_rate(steps, warmup, schedule, ratio, decay):
+    optimizer = OptimizerConfig(lr=0.5, warmup_steps=warmup, schedule=schedule, min_lr_ratio=ratio, decay_steps=min(decay, steps - warmup))
+    rates = [learning_rate(update, optimizer, TrainingConfig(steps=steps)) for update in range(steps)]
+    rising, falling = rates[:warmup], rates[warmup:]
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    if warmup:
+        assert rising[-1] == pytest.approx(0.5)
+        assert rising[0] == pytest.approx(0.5 / warmup)
+    assert falling[-1] == pytest.approx(0.5 * ratio)
+    assert all(0.5 * ratio - 1e-12 <= rate <= 0.5 + 1e-12 for rate in falling)
+
+
+def test_shapes_at_half_way():
+    training = TrainingConfig(steps=101)
+    half = {
+        s: learning_rate(50, OptimizerConfig(lr=1, warmup_steps=1, schedule=s, min_lr_ratio=0), training)
+        for s in ("cosine", "linear", "wsd")
+    }
+    assert half["cosine"] == pytest.approx(0.5)
+    assert half["linear"] == pytest.approx(0.5)
+    assert half["wsd"] == 1
+    quarter = learning_rate(25, OptimizerConfig(lr=1, warmup_steps=1, schedule="cosine", min_lr_ratio=0), training)
+    assert quarter == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
+    wsd = OptimizerConfig(lr=1, warmup_steps=1, schedule="wsd", min_lr_ratio=0, decay_steps=20)
+    assert [learning_rate(u, wsd, training) for u in (80, 81, 90, 100)] == pytest.approx([1, 0.95, 0.5, 0])
+
+
+def test_vectors_do_not_decay():
+    matrix, vector = torch.zeros(2, 3), torch.zeros(3)
+    groups = decay_groups([vector, matrix], 0.1)
+    assert [(g["weight_decay"], [t.dim() for t in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1])]
