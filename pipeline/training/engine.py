@@ -7,6 +7,7 @@ sums over tensor ranks and tied ends are done there, then ZeRO reduces over the 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,8 @@ def _deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed refuses to start without it
+    # DeepSpeed calls collectives by names that torch has newer ones for: two lines a rank in every job's log.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
