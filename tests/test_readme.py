@@ -1,0 +1,145 @@
+"""The README's commands compose, its paths and keys exist, and its file tree names what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, pipeline
+from hydra import compose, initialize_config_dir
+
+from pipeline import knobs
+from pipeline.config import check, layout
+from pipeline.config.compose import CONF_DIR, register, typed
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES
+from pipeline.models.families import FAMILIES
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+#: Lines of the ```bash blocks, without comments.
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+#: What starts a stage: those lines, and commands within sentences.
+COMMANDS = [*LINES, *re.findall(r"`([^`\n]*(?:-m pipeline |\.sbatch )[^`\n]*)`", TEXT)]
+
+
+def words(command: str) -> list[str]:
+    """A command as the shell reads it, the outermost `$(...)` and assignments taken off."""
+    return shlex.split(re.sub(r"^\w+=\$\((.*)\)$", r"\1", command), comments=True)
+
+
+def option(command: list[str], name: str, default: int) -> int:
+    """The number that a launcher gets: `--name=4`, or `-n 4`."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word.startswith(f"{name}="):
+            return int(word.partition("=")[2])
+        if word == name:
+            return int(following)
+    return default
+
+
+def started() -> Iterator[tuple[list[str], int]]:
+    """Every start of a stage in the README: the overrides, and the ranks it would have."""
+    for command in COMMANDS:
+        line = words(command)
+        if "pipeline" in line:
+            ranks = option(line, "-n", 1) * option(line, "--nproc_per_node", 1)
+            yield line[line.index("pipeline") + 1 :], ranks
+        for position, word in enumerate(line):
+            if stage := re.fullmatch(r"slurm/(\w+)\.sbatch", word):
+                nodes = option(line, "--nodes", 1) * option(line, "--ntasks-per-node", 1)
+                yield [f"stage={stage[1]}", *line[position + 1 :]], option(line, "--ntasks", nodes)
+
+
+STARTS = [(overrides, ranks) for overrides, ranks in started() if overrides != ["--help"] and not any("NAME" in o for o in overrides)]
+SWEEPS = [overrides for overrides, _ in STARTS if "-m" in overrides]
+
+
+def checked(overrides: list[str], ranks: int) -> RunConfig:
+    """The configuration as the entry composes and checks it."""
+    register()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        composed = compose("config", [re.sub("^dry_run=", "dry_run.enabled=", o) for o in overrides], return_hydra_config=False)
+    config = typed(composed)
+    check.check(config, layout.job_size(config, ranks))
+    return config
+
+
+def test_every_stage_is_shown() -> None:
+    assert {checked(o, r).stage.name for o, r in STARTS if "-m" not in o} == set(STAGES)
+    assert SWEEPS
+
+
+@pytest.mark.parametrize("overrides, ranks", [pytest.param(o, r, id=" ".join(o)) for o, r in STARTS if "-m" not in o])
+def test_commands_are_legal(overrides: list[str], ranks: int) -> None:
+    checked(overrides, ranks)
+
+
+@pytest.mark.parametrize("overrides", SWEEPS, ids=" ".join)
+def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    kept = [o for o in overrides if not o.startswith(("run_dir=", "dry_run="))]
+    assert "#SBATCH" in pipeline(*kept, f"run_dir={tmp_path}", "dry_run=true")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
+def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
+    for ranks in (1, 2):
+        checked([f"experiment={name}", f"stage={stage}"], ranks)
+
+
+def test_the_mistake_is_answered_as_shown() -> None:
+    shown = re.search(r"^    \$ python -m pipeline (.*)\n((?:    .+\n)+)", TEXT, re.MULTILINE)
+    assert pipeline(*shown[1].split(), expect=2) == re.sub("^    ", "", shown[2], flags=re.MULTILINE)
+
+
+def test_tools_have_the_options_shown() -> None:
+    shown = [words(line) for line in LINES if line.startswith("tools/")]
+    assert {line[0] for line in shown} >= {"tools/demo", "tools/test", "tools/numerics", "tools/bench_train"}
+    for tool, *arguments in shown:
+        assert os.access(ROOT / tool, os.X_OK), tool
+        for argument in arguments:
+            if argument.startswith("--"):
+                assert f'"{argument}"' in (ROOT / tool).read_text(encoding="utf-8"), f"{tool} {argument}"
+
+
+def tree() -> set[str]:
+    """The paths of the file tree, folders with a slash at their end."""
+    block = TEXT.partition("## File tree\n\n")[2].partition("\n\n")[0]
+    found: set[str] = set()
+    parents: list[str] = []
+    for line in block.splitlines():
+        indent, name = re.match(r"    ((?:  )*)(\S+)", line).groups()
+        parents[len(indent) // 2 :] = [name]
+        found.add("".join(parents))
+    return found
+
+
+def test_the_file_tree_names_what_exists() -> None:
+    named = tree()
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+    folders = {f"{p.relative_to(ROOT)}/" for p in (ROOT / "pipeline").iterdir() if (p / "__init__.py").exists()}
+    files = {f"pipeline/{p.name}" for p in (ROOT / "pipeline").glob("*.py") if p.name != "__init__.py"}
+    tools = {f"tools/{p.name}" for p in (ROOT / "tools").iterdir() if p.is_file()}
+    rooms = {f"{name}/" for name in ("pipeline", "slurm", "conf", "tools", "tests")}
+    assert (folders | files | tools | rooms) - named == set()
+
+
+def test_paths_in_sentences_exist() -> None:
+    paths = set(re.findall(r"`((?:pipeline|conf|slurm|tools|tests)/[\w./-]*)[` ]", TEXT))
+    assert len(paths) > 10
+    assert {path for path in paths if "NAME" not in path and not (ROOT / path).exists()} == set()
+
+
+def test_keys_in_sentences_exist() -> None:
+    keys = {key for key, _, _ in knobs.walk(RunConfig())}
+    keys |= {key for family in FAMILIES.values() for key, _, _ in knobs.walk(family(), "model.")}
+    keys |= {key for name, (stage, _) in STAGES.items() for key, _, _ in knobs.walk(stage(name=name), "stage.")}
+    groups = "|".join({key.partition(".")[0] for key in keys if "." in key})
+    shown = set(re.findall(rf"(?:^|[` '])((?:{groups})\.(?!py\b|json\b)[a-z_0-9]+)", TEXT))
+    assert len(shown) > 20
+    assert shown - keys == set()
