@@ -17,10 +17,15 @@ from torch.autograd.function import once_differentiable
 
 Reduce = Callable[[Tensor], Tensor]
 
-#: Elements of the fp32 logits that one chunk holds: 16 MiB, near the size of a cache.
-CHUNK_ELEMENTS = 1 << 22
-#: Rows of a chunk at least: each chunk's product is added to the weight's gradient, which must not cost more than the product.
-CHUNK_ROWS = 512
+
+def chunk_rows(hidden: int, vocabulary: int, device: torch.device) -> int:
+    """Rows of one chunk.
+
+    On a CPU a chunk's fp32 logits should fit a cache (16 MiB); a GPU wants few, large kernels (256 MiB). But never so few rows
+    that adding a chunk's product to the weight's gradient takes as long as the product.
+    """
+    elements = 1 << 22 if device.type == "cpu" else 1 << 26
+    return max(512, hidden // 2, elements // max(1, vocabulary))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -43,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight: Tensor | None = None
         total = torch.zeros((), dtype=wide, device=hidden.device)
 
-        chunk = max(CHUNK_ROWS, hidden.shape[1] // 2, CHUNK_ELEMENTS // max(1, vocabulary))
+        chunk = chunk_rows(hidden.shape[1], vocabulary, hidden.device)
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
             local = targets[part] - first_token
