@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_several_impossible_combinations_are_told_at_once(tmp_path: Path) -> Non
 
 def test_ranks_say_it_once(tmp_path: Path) -> None:
     message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", ranks=2, expect=2)
+    assert message.count("optimizer.lr=-1") == 1
+
+
+def test_torchrun_lets_the_message_out(tmp_path: Path) -> None:
+    """It ends all ranks when one has failed: that must not be one of those that say nothing, before rank 0 has spoken."""
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=4", "--no-python")
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun, expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 

@@ -6,6 +6,7 @@ import difflib
 import re
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+#: Seconds by which ranks may find the same mistake one after the other.
+GRACE = 5.0
 
 
 def register() -> None:
@@ -123,7 +126,13 @@ def _nearest(prefix: str, name: str, known: list[str]) -> str:
 
 
 def fail(error: UserError, *, quiet: bool = False) -> None:
-    """Print a user's mistake once and leave with exit code 2."""
-    if not quiet:
-        print(error, file=sys.stderr)
+    """Print a user's mistake once and leave with exit code 2.
+
+    Args:
+        quiet: another rank prints it. Launchers end all ranks as soon as one has failed, so this one gives the other time to speak.
+    """
+    if quiet:
+        time.sleep(GRACE)
+    else:
+        print(error, file=sys.stderr, flush=True)
     sys.exit(2)
