@@ -34,7 +34,7 @@ def test_layouts_equal_one_plain_process(family):
 def test_a_gradient_scaled_by_a_hundredth_fails_the_audit():
     done = numerics("--family", "llama", "--layout", "tensor 2 pipeline 2 data 2 zero 0 1f1b", "--spoil")
     assert done.returncode == 1
-    assert "FAILED, worst weight blocks.0.mlp_norm.weight" in done.stdout
+    assert "FAILED, worst gradient blocks.0.mlp_norm.weight" in done.stdout
 
 
 def test_the_whole_table_has_at_least_sixteen_layouts_a_family():
