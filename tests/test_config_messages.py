@@ -74,6 +74,13 @@ def test_a_late_rank_0_gets_to_speak(tmp_path: Path) -> None:
     assert message.count("optimizer.lr=-1") == 1
 
 
+def test_a_mistake_that_rank_0_does_not_find_is_told_all_the_same(tmp_path: Path) -> None:
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
+    elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *elsewhere), expect=1)
+    assert message.count("optimizer.lr=-1") == 1
+
+
 def test_launcher_variables_that_contradict_each_other(tmp_path: Path) -> None:
     broken = {"RANK": "4", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     message = pipeline(f"run_dir={tmp_path / 'run'}", expect=2, env=broken)

@@ -24,8 +24,8 @@ from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-#: Seconds by which ranks may find the same mistake one after the other.
-GRACE = 5.0
+#: Seconds in which launchers end all ranks after one has failed, or ranks find the same mistake one after the other.
+GRACE = 10.0
 
 
 def register() -> None:
@@ -126,13 +126,14 @@ def _nearest(prefix: str, name: str, known: list[str]) -> str:
 
 
 def fail(error: UserError, *, quiet: bool = False) -> None:
-    """Print a user's mistake once and leave with exit code 2.
+    """Print a user's mistake and leave with exit code 2.
 
     Args:
-        quiet: another rank prints it. Launchers end all ranks as soon as one has failed, so this one gives the other time to speak.
+        error: the mistake.
+        quiet: another rank prints it first, if it has found it too. Launchers end all ranks as soon as one has failed, so this one
+            waits: it is ended meanwhile, or else is the only one that knows.
     """
     if quiet:
         time.sleep(GRACE)
-    else:
-        print(error, file=sys.stderr, flush=True)
+    print(error, file=sys.stderr, flush=True)
     sys.exit(2)
