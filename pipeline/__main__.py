@@ -42,7 +42,7 @@ def run_hydra(arguments: list[str]) -> None:
     try:
         application()
     except UserError as error:  # of a sweep, whose points are checked together before any runs
-        compose.fail(error, quiet=not ranks.speaks())
+        compose.fail(error, after=ranks.turn_to_speak())
     except (HydraException, OmegaConfBaseException) as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
         violations, rest = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
@@ -50,7 +50,7 @@ def run_hydra(arguments: list[str]) -> None:
             raise
         config = compose.typed(rest)
         violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
-        compose.fail(UserError(violations), quiet=not ranks.speaks())
+        compose.fail(UserError(violations), after=ranks.turn_to_speak())
         raise AssertionError("fail() leaves") from error
 
 
@@ -73,7 +73,7 @@ def run_one(composed: object) -> None:
 
         run(config, here)
     except UserError as error:
-        compose.fail(error, quiet=not ranks.speaks())
+        compose.fail(error, after=ranks.turn_to_speak())
 
 
 if __name__ == "__main__":

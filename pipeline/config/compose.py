@@ -24,8 +24,6 @@ from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-#: Seconds in which launchers end all ranks after one has failed, or ranks find the same mistake one after the other.
-GRACE = 10.0
 
 
 def register() -> None:
@@ -125,15 +123,14 @@ def _nearest(prefix: str, name: str, known: list[str]) -> str:
     return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}"
 
 
-def fail(error: UserError, *, quiet: bool = False) -> None:
+def fail(error: UserError, *, after: float | None = 0) -> None:
     """Print a user's mistake and leave with exit code 2.
 
     Args:
         error: the mistake.
-        quiet: another rank prints it first, if it has found it too. Launchers end all ranks as soon as one has failed, so this one
-            waits: it is ended meanwhile, or else is the only one that knows.
+        after: seconds to wait for a rank that tells the same mistake; None leaves it to that rank (launch.ranks.turn_to_speak).
     """
-    if quiet:
-        time.sleep(GRACE)
-    print(error, file=sys.stderr, flush=True)
+    if after is not None:
+        time.sleep(after)
+        print(error, file=sys.stderr, flush=True)
     sys.exit(2)

@@ -22,6 +22,9 @@ OPENMPI = {
 }
 _FRESH_SHELL = "start the command in a fresh shell or job: these variables belong to the launcher, do not set them by hand"
 
+#: Seconds in which launchers end all ranks after one has failed, or ranks find the same mistake one after the other.
+GRACE = 10.0
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -75,12 +78,19 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     return Ranks()
 
 
-def speaks() -> bool:
-    """Whether this process tells the user of a mistake that all ranks find: rank 0 does, or one whose rank cannot be told."""
+def turn_to_speak() -> float | None:
+    """Seconds after which this process tells the user of a mistake, None for never.
+
+    Rank 0 speaks at once. The other ranks of torchrun and srun wait: the launcher ends them as soon as rank 0 has left, unless they are
+    the only ones that know. mpirun ends nobody, but its ranks tell each other what they find (data/mpi.py).
+    """
     try:
-        return detect().rank == 0
+        here = detect()
     except UserError:
-        return True
+        return 0
+    if here.rank == 0:
+        return 0
+    return None if here.launcher == "mpirun" else GRACE
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
