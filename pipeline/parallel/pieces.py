@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeline.models.plan import SPLIT_DIM
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -65,9 +67,9 @@ def cut(name: str, shape: tuple[int, ...], role: str, ranks: int, rank: int, *, 
         rank: this one.
         copy: see Piece.
     """
-    if ranks == 1 or role == "replicate" or (role == "row" and len(shape) == 1):
+    dim = SPLIT_DIM[role]
+    if ranks == 1 or dim is None or (role == "row" and len(shape) == 1):
         return Piece(name, shape, copy=copy)
-    dim = {"column": 0, "vocab": 0, "row": 1}[role]
     size = shape[dim]
     assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
     width = -(-size // ranks)
