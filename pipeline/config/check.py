@@ -33,12 +33,26 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if any(violation.key.partition(".")[0] in ("model", "parallel", "training") for violation in found):
         return found
     found += config.model.violations()
+    if config.stage.name == "shard":
+        found += _dedup(config)
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
     return found
+
+
+def _dedup(config: RunConfig) -> Iterator[Violation]:
+    """Bands must find what the threshold asks for, and signatures of other corpora serve only what looks for duplicates."""
+    dedup = config.dedup
+    found = 1 - (1 - dedup.threshold**dedup.rows) ** dedup.bands
+    if dedup.near and found < 0.5:
+        why = f"with dedup.bands={dedup.bands} finds {found:.0%} of the pairs at dedup.threshold={dedup.threshold}"
+        yield Violation("dedup.rows", dedup.rows, why, "use fewer rows, more bands or a higher threshold, to find at least half")
+    for key, value in (("dedup.against", dedup.against), ("dedup.save_signatures", dedup.save_signatures)):
+        if value and not (dedup.exact and dedup.near):
+            yield Violation(key, value, "needs dedup.exact and dedup.near", f"set both to true, or leave {key} out")
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:

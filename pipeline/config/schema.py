@@ -28,6 +28,29 @@ class DataConfig:
 
 
 @dataclass
+class DedupConfig:
+    """Which documents say the same, and go. The best document of a cluster stays."""
+
+    exact: bool = knob(True, "drop documents whose text another one has")
+    near: bool = knob(True, "drop documents that resemble another one (MinHash)")
+    threshold: float = knob(0.8, "Jaccard index of two documents' shingles from which they are duplicates", above=0, at_most=1)
+    shingle: int = knob(5, "length of a shingle", unit="words", at_least=1, at_most=100)
+    bands: int = knob(16, "bands of a signature; documents that share a whole one are compared", at_least=1, at_most=1024)
+    rows: int = knob(8, "places of a band; a signature has bands x rows", at_least=1, at_most=1024)
+    url: bool = knob(False, "drop documents whose URL another one has (url_field), but for scheme, www., port, fragment and last slash")
+    url_field: str = knob("url", "field of a document's metadata that holds its URL")
+    paragraphs: bool = knob(False, "remove lines that occurred before, anywhere in the corpus")
+    paragraph_characters: int = knob(50, "shortest line that dedup.paragraphs removes", unit="characters", at_least=1)
+    against: list[str] = knob([], "text-shard folders with saved signatures; what they hold is dropped here")
+    save_signatures: bool = knob(False, "keep signatures beside the shards, for dedup.against (16 + 4 x bands x rows bytes a document)")
+
+    @property
+    def permutations(self) -> int:
+        """Places of a signature."""
+        return self.bands * self.rows
+
+
+@dataclass
 class TokenizerConfig:
     """The tokenizer, trained by train_tokenizer or brought along."""
 
@@ -161,6 +184,7 @@ class RunConfig:
     stage: Any = field(default_factory=StageConfig)
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
+    dedup: DedupConfig = field(default_factory=DedupConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
