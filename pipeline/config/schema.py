@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from pipeline.config.cleaning import CleanConfig
 from pipeline.knobs import knob
 
 
@@ -15,6 +16,8 @@ class DataConfig:
     """Documents, text shards and token shards."""
 
     input: list[str] = knob([], "files, globs or folders with raw documents")
+    corpora: dict[str, Any] = knob({}, "x")
+    document_megabytes: float = knob(16.0, "x")
     text_field: str = knob("text", "field of a JSON line that holds the document")
     suffixes: list[str] = knob(
         [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"], "file names that count as documents in a folder, by their ending"
@@ -25,6 +28,8 @@ class DataConfig:
     seed: int = knob(0, "seed of the one document shuffle and of the train/validation split", at_least=0)
     shard_megabytes: float = knob(128.0, "text per shard, about; a rank holds one in memory", unit="MB", above=0, at_most=2000)
     validation_fraction: float = knob(0.005, "share of the documents kept for validation", at_least=0, at_most=0.5)
+    documents_per_member: int = knob(1, "documents that share a member of a text shard; more than 1 saves space with short ones", at_least=1)
+    quarantine_limit: float = knob(0.01, "largest share of documents that may be unreadable before shard gives up", at_least=0, at_most=1)
 
 
 @dataclass
@@ -189,6 +194,7 @@ class RunConfig:
     stage: Any = field(default_factory=StageConfig)
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
+    clean: CleanConfig = field(default_factory=CleanConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

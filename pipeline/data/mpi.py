@@ -41,6 +41,15 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Wait for all ranks."""
 
+    def isend(self, value: Any, dest: int, tag: int = 0) -> Any:
+        """Send a value without waiting; returns a request that has to be kept."""
+
+    def recv(self, tag: int = 0) -> Any:
+        """Wait for a value of any rank."""
+
+    def iprobe(self, tag: int = 0) -> bool:
+        """Whether a value is waiting."""
+
 
 class Alone:
     """The communicator of a process without peers."""
@@ -65,6 +74,18 @@ class Alone:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def isend(self, value: Any, dest: int, tag: int = 0) -> Any:
+        """Nobody to send to."""
+        raise AssertionError("a lone process sends nothing")
+
+    def recv(self, tag: int = 0) -> Any:
+        """Nobody to hear from."""
+        raise AssertionError("a lone process receives nothing")
+
+    def iprobe(self, tag: int = 0) -> bool:  # noqa: ARG002
+        """Nobody to hear from."""
+        return False
 
 
 @contextmanager

@@ -132,16 +132,36 @@ class Spilled:
                 meta_bytes, text_bytes = _HEAD.unpack(handle.read(_HEAD.size))
                 yield handle.read(meta_bytes), handle.read(text_bytes)
 
-    def text(self, number: int) -> str:
-        """The text of one document."""
-        return self.record(number)[1].decode("utf-8")
-
     def record(self, number: int) -> tuple[bytes, bytes]:
         """(metadata, text) of one document."""
         data, start = _mapped(self._stem.with_suffix(".documents")), int(self.rows[number]["position"])
         meta_bytes, text_bytes = _HEAD.unpack_from(data, start)
         middle = start + _HEAD.size + meta_bytes
         return data[start + _HEAD.size : middle], data[middle : middle + text_bytes]
+
+    def note_flags(self, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
+        """Note a flag for every paragraph of some documents.
+
+        Args:
+            numbers: (documents,) sorted.
+            flags: (paragraphs,) bool, those of a document one after another.
+            counts: (documents,) how many each has.
+        """
+        with atomic_file(self._stem.with_suffix(".flags.npz")) as handle:
+            np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)
+
+    def flags(self, number: int) -> list[bool]:
+        """What was noted of one document."""
+        noted = _loaded(self._stem.with_suffix(".flags.npz"))
+        row = int(np.searchsorted(noted["numbers"], number))
+        end = int(noted["ends"][row])
+        return noted["flags"][end - int(noted["counts"][row]) : end].tolist()
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as arrays:
+        return dict(arrays)
 
 
 @lru_cache(maxsize=64)

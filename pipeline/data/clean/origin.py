@@ -39,7 +39,9 @@ def contamination(knobs: ContaminationStep) -> Step:
     known = Lookup(np.concatenate(found) if found else np.zeros(0, dtype=np.uint64))
     if not len(known.known):
         rule = f"hold no text of {knobs.words} words"
-        raise UserError.of("clean.contamination.files", knobs.files, rule, "name the benchmarks' files, or take the step out of clean.steps")
+        fix = "name the benchmarks' files, or take the step out of clean.steps"
+        raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
+
     def step(batch: Batch) -> Iterable[Verdict]:
         runs, starts = _runs(batch.words, knobs.words)
         hits = starts[known.find(runs)[0]]
