@@ -130,7 +130,7 @@ def _verified(comm: Comm, pairs: np.ndarray, read: Read, settings: DedupConfig) 
 def _estimated(comm: Comm, pairs: np.ndarray, numbers: np.ndarray, signatures: np.ndarray, threshold: float, known: Known) -> np.ndarray:
     """Edges of the pairs with a document of another corpus: the new one's signature travels to where the other's is."""
     order = np.argsort(numbers)
-    with_signature = np.dtype([*_PAIR.descr, ("signature", "<u4", signatures.shape[1])])
+    with_signature = np.dtype([*_PAIR.descr, ("signature", "<u4", signatures.shape[1:])])
     rows = np.empty(len(pairs), dtype=with_signature)
     for name in _PAIR.names or ():
         rows[name] = pairs[name]

@@ -18,8 +18,8 @@ from pipeline.data.words import Words, mix, ngrams
 SEED = 1
 """Of the permutations. Fixed, so that the signatures of any two runs compare."""
 
-ALGORITHM = f"rensa RMinHash {RMinHash.ALGORITHM_VERSION}, seed {SEED}"
-"""Signatures compare only with those of the same algorithm."""
+ALGORITHM = f"shingles 1, rensa RMinHash {RMinHash.ALGORITHM_VERSION}, seed {SEED}"
+"""Signatures compare only with those of the same algorithm. Count up when words or shingles are hashed in another way."""
 
 NO_WORDS = np.uint32(0xFFFFFFFF)
 """Every place of the signature of a document without any word."""
