@@ -70,7 +70,7 @@ def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -
 
 def has_words(minhash: np.ndarray) -> np.ndarray:
     """Which of the (n, permutations) signatures are of a document with words: (n,) bool. The others resemble nothing."""
-    return (minhash != NO_WORDS).any(axis=1)
+    return minhash.min(axis=1) != NO_WORDS
 
 
 def band_hashes(minhash: np.ndarray, band: int, rows: int) -> np.ndarray:
