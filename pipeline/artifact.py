@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from pipeline.errors import UserError, Violation
-from pipeline.files import atomic_file, digest, verify
+from pipeline.files import atomic_file, digest, verified, verify
 
 MANIFEST = "manifest.json"
 
@@ -95,6 +96,16 @@ def finished(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) ->
     return manifest
 
 
+def opened(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:
+    """A file of an artifact, to be read once; the block's end holds what was read against its checksum (files.verified).
+
+    Raises:
+        UserError: it is missing, truncated or corrupt; it is named.
+    """
+    noted = manifest.files[name]
+    return verified(folder / name, noted["bytes"], noted["xxh3"], _remedy(folder, manifest))
+
+
 def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
     """Hold the files of an artifact (or the named ones) against their checksums.
 
@@ -103,4 +114,8 @@ def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = Non
     """
     for name in manifest.files if names is None else names:
         noted = manifest.files[name]
-        verify(folder / name, noted["bytes"], noted["xxh3"], f"remove {folder / MANIFEST} and run stage={manifest.stage} again")
+        verify(folder / name, noted["bytes"], noted["xxh3"], _remedy(folder, manifest))
+
+
+def _remedy(folder: Path, manifest: Manifest) -> str:
+    return f"remove {folder / MANIFEST} and run stage={manifest.stage} again"

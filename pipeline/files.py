@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 
@@ -103,4 +104,53 @@ def verify(path: Path, size: int, checksum: str, remedy: str) -> None:
     if path.stat().st_size != size:
         raise UserError.of("file", path, f"is truncated or overwritten: {path.stat().st_size} bytes, {size} were written", remedy)
     if digest(path) != checksum:
-        raise UserError.of("file", path, f"is corrupt: its checksum is not {checksum}", remedy)
+        raise _corrupt(path, checksum, remedy)
+
+
+def _corrupt(path: Path, checksum: str, remedy: str) -> UserError:
+    return UserError.of("file", path, f"is corrupt: its checksum is not {checksum}", remedy)
+
+
+@contextmanager
+def verified(path: Path, size: int, checksum: str, remedy: str) -> Iterator[IO[bytes]]:
+    """A file to be read once, from its start: what is read is held against what was noted when it was written.
+
+    The block must not publish what it makes of the bytes: whether they are right is known when it has ended.
+
+    Raises:
+        UserError: as verify() does; also instead of whatever the block raised over corrupt bytes.
+    """
+    if not path.is_file() or path.stat().st_size != size:
+        verify(path, size, checksum, remedy)
+    raw = _Hashed(path)
+    with io.BufferedReader(raw, 1 << 20) as handle:
+        try:
+            yield handle
+        except Exception:
+            verify(path, size, checksum, remedy)
+            raise
+        while handle.read(1 << 20):
+            pass
+        if raw.state.hexdigest() != checksum:
+            raise _corrupt(path, checksum, remedy)
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose bytes are added to a checksum as they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.state = xxhash.xxh3_128()
+        self._handle = open(path, "rb", buffering=0)  # noqa: SIM115 (close() closes it)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._handle.readinto(buffer)
+        self.state.update(memoryview(buffer)[:count])
+        return count
+
+    def close(self) -> None:
+        self._handle.close()
+        super().close()

@@ -58,6 +58,11 @@ class TokenizerConfig:
     vocab_size: int = knob(8192, "entries to train, special tokens included", unit="tokens", at_least=257)
     train_megabytes: float = knob(100.0, "text to learn the merges from, taken evenly over the shards", unit="MB", above=0)
     end_of_document: str = knob("<|endoftext|>", "special token written after every document")
+    engine: str = knob(
+        "auto",
+        "what tokenizes: Hugging Face tokenizers, or fastokens, checked against it on every rank; auto takes fastokens where it can",
+        choices=("auto", "fastokens", "huggingface"),
+    )
 
 
 @dataclass

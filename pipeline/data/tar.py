@@ -24,29 +24,54 @@ def member(name: str, data: bytes) -> bytes:
     Args:
         name: ASCII, at most 100 characters.
     """
+    return b"".join((header(name, len(data)), data, padding(len(data))))
+
+
+def header(name: str, size: int) -> bytes:
+    """The block before a file's content.
+
+    Args:
+        name: ASCII, at most 100 characters.
+        size: bytes of the content.
+    """
     encoded = name.encode("ascii")
     assert len(encoded) <= 100
-    assert len(data) <= MAX_MEMBER_BYTES
-    before = encoded.ljust(100, b"\0") + _BEFORE_SIZE + b"%011o\0" % len(data) + _AFTER_SIZE
+    assert size <= MAX_MEMBER_BYTES
+    before = encoded.ljust(100, b"\0") + _BEFORE_SIZE + b"%011o\0" % size + _AFTER_SIZE
     checksum = sum(before) + 8 * ord(" ") + sum(_AFTER_CHECKSUM)
-    return b"".join((before, b"%06o\0 " % checksum, _AFTER_CHECKSUM, data, bytes(-len(data) % BLOCK)))
+    return b"".join((before, b"%06o\0 " % checksum, _AFTER_CHECKSUM))
+
+
+def padding(size: int) -> bytes:
+    """What fills the last block of a file's content."""
+    return bytes(-size % BLOCK)
 
 
 END = bytes(2 * BLOCK)
 """What closes an archive."""
 
 
-def members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The (name, content) pairs of an archive that was written here, in order."""
-    with open(path, "rb", buffering=1 << 20) as handle:
-        while (header := _read(handle, BLOCK, path)).strip(b"\0"):
-            size = int(header[124:135], 8)
-            content = _read(handle, size + -size % BLOCK, path)
-            yield header[:100].rstrip(b"\0").decode("ascii"), content[:size]
+def members(archive: Path | IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """The (name, content) pairs of an archive that was written here, in order.
+
+    Args:
+        archive: a file's path, or the buffered file itself, which is read from where it stands and left open.
+
+    Raises:
+        EOFError: it ends within a member.
+    """
+    if isinstance(archive, Path):
+        with open(archive, "rb", buffering=1 << 20) as handle:
+            yield from members(handle)
+        return
+    while (block := _read(archive, BLOCK))[0]:
+        size = int(block[124:135], 8)
+        yield block[:100].rstrip(b"\0").decode("ascii"), _read(archive, size)
+        _read(archive, -size % BLOCK)
 
 
-def _read(handle: IO[bytes], size: int, path: Path) -> bytes:
+def _read(handle: IO[bytes], size: int) -> bytes:
     data = handle.read(size)
     if len(data) < size:
-        raise EOFError(f"{path} ends within a member")
+        raise EOFError(f"{getattr(handle, 'name', 'the archive')} ends within a member")
     return data

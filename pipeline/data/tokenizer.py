@@ -1,67 +1,19 @@
-"""Byte-level BPE with Hugging Face `tokenizers`: learn one, keep it as a Hugging Face folder, turn text into ids."""
+"""A tokenizer that was trained here or brought along, with Hugging Face `tokenizers`: what it is, and text to ids."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from pipeline.data import tar
 from pipeline.errors import UserError
 from pipeline.files import digest
 
-
-def sample(shards: Sequence[Path], fraction: float) -> Iterator[str]:
-    """The leading part of every text shard. Shards are shuffled, so this is an even sample of the corpus.
-
-    Args:
-        fraction: share of each shard's bytes to take, at most 1.
-    """
-    for shard in shards:
-        texts = [content for name, content in tar.members(shard) if name.endswith(".txt")]
-        left = round(fraction * sum(map(len, texts)))
-        for text in texts:
-            if left <= 0:
-                break
-            yield text[:left].decode("utf-8", errors="ignore")  # the cut may fall into a character
-            left -= len(text)
-
-
-def train(texts: Iterable[str], vocab_size: int, end_of_document: str) -> Tokenizer:
-    """Learn merges over bytes, split into words the GPT-2 way (Sennrich et al. 2016; Radford et al. 2019).
-
-    Args:
-        vocab_size: entries at most, the 256 bytes and `end_of_document` included; a small text yields fewer.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[end_of_document], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def save(tokenizer: Tokenizer, folder: Path, end_of_document: str) -> list[Path]:
-    """Write the Hugging Face folder that AutoTokenizer loads; returns its files."""
-    special = {"bos_token": end_of_document, "eos_token": end_of_document, "unk_token": end_of_document}
-    settings = {
-        **special,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": int(1e30),  # transformers' way to say: the tokenizer knows no limit
-    }
-    files = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(settings, indent=2),
-        "special_tokens_map.json": json.dumps(special, indent=2),
-    }
-    for name, content in files.items():
-        (folder / name).write_text(content + "\n", encoding="utf-8")
-    return [folder / name for name in files]
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Token ids of several texts: the ids one text after another, uint32 (tokens,), and how many each text has, int64 (texts,)."""
 
 
 class TextEncoder:
@@ -69,11 +21,17 @@ class TextEncoder:
 
     Text that spells a special token stays text: no document can forge the end of another.
 
+    Its ids are the reference that other engines are held against (pipeline/data/engines.py).
+
     Attributes:
+        path: its tokenizer.json.
         vocab_size: one more than the largest id.
         end_of_document: id of the token that is written after every document.
+        special_tokens: the texts of all special tokens.
         fingerprint: checksum of tokenizer.json.
     """
+
+    name = "huggingface"
 
     def __init__(self, folder: Path, end_of_document: str) -> None:
         """Load the tokenizer.
@@ -81,7 +39,7 @@ class TextEncoder:
         Raises:
             UserError: there is none, it cannot be read, or `end_of_document` is not one of its special tokens.
         """
-        path = folder / "tokenizer.json"
+        self.path = path = folder / "tokenizer.json"
         if not path.is_file():
             fix = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name a Hugging Face tokenizer folder"
             raise UserError.of("tokenizer.path", folder, "holds no tokenizer.json", fix)
@@ -94,14 +52,14 @@ class TextEncoder:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.special_tokens = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         if end_of_document not in vocabulary:
-            special = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
-            fix = f"choose one of its special tokens: {', '.join(special[:10]) or 'it has none'}"
+            fix = f"choose one of its special tokens: {', '.join(self.special_tokens[:10]) or 'it has none'}"
             raise UserError.of("tokenizer.end_of_document", end_of_document, f"is no token of {path}", fix)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = vocabulary[end_of_document]
         self.fingerprint = digest(path)
-        if self.end_of_document in self.encode([end_of_document])[0]:
+        if self.end_of_document in self.encode([end_of_document])[0].tolist():
             rule = f"is an ordinary token of {path}: documents that spell it would end there"
             raise UserError.of("tokenizer.end_of_document", end_of_document, rule, "choose one of its special tokens")
 
@@ -110,7 +68,8 @@ class TextEncoder:
         """The smallest little-endian unsigned integer that holds every id."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str]) -> Encoded:
         """The ids of each text, without any token that the tokenizer would add around it."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+        encodings = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        return np.fromiter(chain.from_iterable(encodings), np.uint32, lengths.sum()), lengths

@@ -14,8 +14,10 @@ from functools import cache, cached_property
 
 import numpy as np
 
-WORD, DIGIT, SPACE, IDEOGRAPH, UPPER, SENTENCE_END = (np.uint8(1 << bit) for bit in range(6))
-"""Kinds of characters. A word is a run of letters, marks and digits; a character of a script without spaces is a word by itself."""
+LETTER, DIGIT, SPACE, IDEOGRAPH, UPPER, SENTENCE_END = (np.uint8(1 << bit) for bit in range(6))
+"""Kinds of characters. A word is a run of letters (marks among them) and digits; a letter of a script without spaces is a word by itself."""
+
+WORD = LETTER | DIGIT
 
 _TABLE = 0x20000  # characters from here on are ideographs, but for a few hundred that never come
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
@@ -51,7 +53,7 @@ class Words:
 
     Attributes:
         codes: (characters,) uint32, the code points of all texts, a newline after each.
-        kinds: (characters,) uint8, what each is: WORD, DIGIT, ...
+        kinds: (characters,) uint8, what each is: LETTER, DIGIT, ...
         text_starts: (texts + 1,) int64, where each text begins.
         spans: the words.
     """
@@ -145,6 +147,23 @@ def ngrams(hashes: np.ndarray, length: int) -> np.ndarray:
     return combined
 
 
+class Lookup:
+    """Finds which of many hashes are among some known ones. A table of bits sends most strangers away before any search."""
+
+    def __init__(self, known: np.ndarray, bits: int = 20) -> None:
+        self.known = np.unique(known)
+        self._mask = np.uint64((1 << bits) - 1)
+        self._filled = np.zeros(1 << bits, dtype=bool)
+        self._filled[(self.known & self._mask).astype(np.int64)] = True
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(positions in `hashes` of those that are known, which of `known` each is)."""
+        maybe = np.flatnonzero(self._filled[(hashes & self._mask).view(np.int64)])
+        place = np.minimum(np.searchsorted(self.known, hashes[maybe]), len(self.known) - 1)
+        right = self.known[place] == hashes[maybe]
+        return maybe[right], place[right]
+
+
 _grown: dict[int, np.ndarray] = {}
 
 
@@ -166,16 +185,16 @@ def _kinds() -> np.ndarray:
         character = chr(code)
         category = unicodedata.category(character)
         if category[0] in "LM":
-            kinds[code] = WORD
+            kinds[code] = LETTER
         elif category[0] == "N":
-            kinds[code] = WORD | DIGIT
+            kinds[code] = DIGIT
         elif character.isspace():
             kinds[code] = SPACE
         if category == "Lu":
             kinds[code] |= UPPER
     for first, last in _NO_SPACES:
         kinds[first : last + 1] |= np.where(kinds[first : last + 1] & WORD, IDEOGRAPH, 0).astype(np.uint8)
-    kinds[_TABLE] = WORD | IDEOGRAPH
+    kinds[_TABLE] = LETTER | IDEOGRAPH
     for character in ".!?。！？…\"'”’»“":
         kinds[ord(character)] |= SENTENCE_END
     return kinds

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline import artifact
 from pipeline.artifact import Manifest
 from pipeline.config.schema import RunConfig
-from pipeline.data import mpi, tokens
+from pipeline.data import engines, mpi, tokens
 from pipeline.data.tokenizer import TextEncoder
 from pipeline.data.unfinished import Unfinished, remove_strangers
+from pipeline.errors import UserError, together
 from pipeline.launch.ranks import Ranks
 from pipeline.progress import Progress
 
@@ -22,36 +25,41 @@ log = logging.getLogger("pipeline")
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Write the folder `data.tokens` from the text shards of `data.shards` with the tokenizer of `tokenizer.path`."""
     shards, folder = Path(config.data.shards), Path(config.data.tokens)
+    brought = Path(config.tokenizer.path), config.tokenizer.end_of_document
     _share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
-        # One rank looks first, so that a mistake is reported once.
-        text, settings = comm.bcast(_look(config) if comm.rank == 0 else None)
-        encoder = _encoder(config)
-        unfinished = Unfinished(folder, settings)
+        with suppress(UserError):  # all ranks load it at once; if they cannot, rank 0 says so in _look
+            _encoder(*brought)
+        text, settings = comm.bcast(_look(shards, *brought) if comm.rank == 0 else None)
+        encoder, unfinished = _encoder(*brought), Unfinished(folder, settings)
         if comm.bcast(_finished(folder, settings, unfinished) if comm.rank == 0 else None):
             return
-        mine = [name for name in sorted(text.files)[comm.rank :: comm.size] if unfinished.note(name) is None]
-        with Progress(sum(text.files[name]["text_bytes"] for name in mine), "tokenize", "B", comm.rank) as progress:
+        sizes = {name: entry["text_bytes"] for name, entry in text.files.items() if "split" in entry}
+        mine = [name for name in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(name) is None]
+        engine = engines.choose(config.tokenizer.engine, encoder, lambda: tokens.excerpts(shards, text, mine))
+        with Progress(sum(sizes[name] for name in mine), "tokenize", "B", comm.rank) as progress:
             for name in mine:
-                artifact.verify_files(shards, text, [name])
-                unfinished.write(name, tokens.write(shards / name, folder / name, encoder, progress.advance))
+                entry = tokens.write(shards, text, name, folder / name, encoder, engine, progress.advance)
+                unfinished.write(name, entry)
         comm.barrier()
         if comm.rank == 0:
-            _publish(folder, settings, encoder, {name: unfinished.note(name) for name in text.files}, unfinished)
+            _publish(folder, settings, encoder, {name: unfinished.note(name) for name in sizes}, unfinished)
 
 
-def _look(config: RunConfig) -> tuple[Manifest, dict[str, Any]]:
+_encoder = cache(TextEncoder)
+
+
+def _look(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest, dict[str, Any]]:
     """The text shards, and all that determines the token shards made from them."""
-    text = artifact.read(Path(config.data.shards), key="data.shards", stage="shard")
+    text, encoder = together(
+        lambda: artifact.read(shards, key="data.shards", stage="shard"),
+        lambda: _encoder(tokenizer, end_of_document),
+    )
     return text, {
         "data.shards": artifact.fingerprint(text),
-        "tokenizer.path": _encoder(config).fingerprint,
-        "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        "tokenizer.path": encoder.fingerprint,
+        "tokenizer.end_of_document": end_of_document,
     }
-
-
-def _encoder(config: RunConfig) -> TextEncoder:
-    return TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document)
 
 
 def _share_cores(ranks: Ranks) -> None:
@@ -74,20 +82,13 @@ def _finished(folder: Path, settings: dict[str, Any], unfinished: Unfinished) ->
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:
     """All shards are there: write the manifest."""
     remove_strangers(folder, "*-?????.tar", set(files))
-    totals: dict[str, Any] = {
+    totals = {
         "vocab_size": encoder.vocab_size,
         "end_of_document": encoder.end_of_document,
         "tokenizer": encoder.fingerprint,
         "dtype": encoder.dtype.name,
+        **tokens.totals(files),
     }
-    for split in ("train", "validation"):
-        entries = [entry for name, entry in files.items() if name.startswith(f"{split}-")]
-        totals[split] = {
-            "shards": len(entries),
-            "documents": sum(entry["documents"] for entry in entries),
-            "bytes": sum(entry["text_bytes"] for entry in entries),
-            "tokens": sum(entry["tokens"] for entry in entries),
-        }
     artifact.write(folder, Manifest("tokenize", settings, files, totals))
     unfinished.clear()
     log.info("tokenize: wrote %s (%s)", folder, _summary(totals))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline import artifact
 from pipeline.config.schema import RunConfig
-from pipeline.data import tokenizer
+from pipeline.data import tokenizer_training as tokenizer
 from pipeline.errors import UserError
 from pipeline.files import disk_full_named, make_folder, publish_folder
 from pipeline.launch.ranks import Ranks
