@@ -64,30 +64,41 @@ def find(
         found.append(edges)
         left = ~np.isin(numbers, copies)
     if settings.near and signatures is not None:
-        numbers_left, signatures_left = numbers[left], signatures[left]
-        pairs = _candidates(comm, numbers_left, signatures_left, settings, known)
+        pairs = _candidates(comm, numbers, signatures, left, settings, known)
         here = pairs["left"] >= 0
         found.append(_verified(comm, pairs[here], read, settings))
-        found.append(_estimated(comm, pairs[~here], numbers_left, signatures_left, settings.threshold, known))
+        found.append(_estimated(comm, pairs[~here], numbers, signatures, settings.threshold, known))
     return _resolved(comm, np.concatenate(found), numbers, score)
 
 
-def _candidates(comm: Comm, numbers: np.ndarray, signatures: np.ndarray, settings: DedupConfig, known: Known) -> np.ndarray:
+def _candidates(
+    comm: Comm, numbers: np.ndarray, signatures: np.ndarray, left: np.ndarray, settings: DedupConfig, known: Known
+) -> np.ndarray:
     """The pairs to compare: (m,) _PAIR, each once, on the rank that holds the right (higher) one, sorted by it.
 
     One band at a time, every document's hash travels to the rank that it names (20 bytes a document).
+
+    Args:
+        left: (n,) bool, the documents that are not yet out as copies.
     """
-    numbers, signatures = np.concatenate([known.numbers, numbers]), np.concatenate([known.signatures, signatures])
-    some = minhash.has_words(signatures)
-    numbers, signatures = numbers[some], signatures[some]
+    parts = [
+        (known.numbers, known.signatures, minhash.has_words(known.signatures)),
+        (numbers, signatures, left & minhash.has_words(signatures)),
+    ]
     pairs = np.empty(0, dtype=_PAIR)
     for band in range(settings.bands):
-        rows = np.empty(len(numbers), dtype=_BAND)
-        rows["hash"], rows["number"], rows["holder"] = minhash.band_hashes(signatures, band, settings.rows), numbers, comm.rank
+        rows = np.concatenate([_band_rows(*part, band, settings.rows, comm.rank) for part in parts])
         rows = exchange(comm, rows, (rows["hash"] % np.uint64(comm.size)).astype(np.int64))
         found, holders = _neighbours(rows[np.lexsort((rows["number"], rows["hash"]))])
         pairs = _distinct(np.concatenate([pairs, exchange(comm, found, holders)]))
     return pairs
+
+
+def _band_rows(numbers: np.ndarray, signatures: np.ndarray, chosen: np.ndarray, band: int, places: int, rank: int) -> np.ndarray:
+    """The chosen documents' part in one band."""
+    rows = np.empty(int(chosen.sum()), dtype=_BAND)
+    rows["hash"], rows["number"], rows["holder"] = minhash.band_hashes(signatures, band, places)[chosen], numbers[chosen], rank
+    return rows
 
 
 def _neighbours(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +141,7 @@ def _verified(comm: Comm, pairs: np.ndarray, read: Read, settings: DedupConfig) 
 def _estimated(comm: Comm, pairs: np.ndarray, numbers: np.ndarray, signatures: np.ndarray, threshold: float, known: Known) -> np.ndarray:
     """Edges of the pairs with a document of another corpus: the new one's signature travels to where the other's is."""
     order = np.argsort(numbers)
-    with_signature = np.dtype([*_PAIR.descr, ("signature", "<u4", signatures.shape[1])])
+    with_signature = np.dtype([*_PAIR.descr, ("signature", "<u4", signatures.shape[1:])])
     rows = np.empty(len(pairs), dtype=with_signature)
     for name in _PAIR.names or ():
         rows[name] = pairs[name]
