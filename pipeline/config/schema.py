@@ -28,7 +28,7 @@ class DataConfig:
     seed: int = knob(0, "seed of the one document shuffle and of the train/validation split", at_least=0)
     shard_megabytes: float = knob(128.0, "text per shard, about; a rank holds one in memory", unit="MB", above=0, at_most=2000)
     validation_fraction: float = knob(0.005, "share of the documents kept for validation", at_least=0, at_most=0.5)
-    documents_per_member: int = knob(1, "documents that share a member of a text shard; more than 1 saves space with short ones", at_least=1)
+    documents_per_member: int = knob(1, "documents that share a member of a text shard; more saves space with short ones", at_least=1)
     quarantine_limit: float = knob(0.01, "largest share of documents that may be unreadable before shard gives up", at_least=0, at_most=1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.schema import DedupConfig
-from pipeline.data import exact, minhash, paragraphs
+from pipeline.data import exact, minhash
 from pipeline.data.clean.batch import Batch, batches
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.documents import Bad, Document, ReadOptions, read
@@ -105,19 +105,19 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
 
 def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
     """Hand a cleaned batch over, with all that deduplication and the report need to know."""
-    alive = np.flatnonzero(batch.alive)
-    if not len(alive):
+    alive = np.flatnonzero(batch.alive).tolist()
+    if not alive:
         return
     documents = [batch.documents[index] for index in alive]
     texts = [batch.texts[index] for index in alive]
-    languages = [_language(batch, index) for index in alive.tolist()]
+    languages = [_language(batch, index) for index in alive]
     rows = np.zeros(len(alive), dtype=kind)
     rows["language"] = [(language or "").encode() for language in languages]
     rows["score"] = [len(text) for text in texts]
     rows["exact"] = exact.keys(texts)
     if dedup.url:
         # A document without a URL is its own: it gets its identity for one.
-        rows["url"] = exact.url_keys([str(document.meta.get("url") or f"id:{document.id}") for document in documents])
+        rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
     if dedup.near:
         flat, offsets = minhash.shingles(batch.words, dedup.shingle)
         signatures = minhash.signatures(flat, offsets, dedup.permutations)
@@ -137,8 +137,3 @@ def _language(batch: Batch, index: int) -> str | None:
 def _about(document: Document, language: str | None) -> dict[str, Any]:
     """The metadata that goes into the shard beside a text, its identity first."""
     return {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
-
-
-def paragraph_hashes(texts: Iterable[str], dedup: DedupConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the paragraphs of some texts; see paragraphs.hashes."""
-    return paragraphs.hashes(texts, dedup.paragraph_characters)

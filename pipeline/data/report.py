@@ -6,13 +6,13 @@ Neither depends on the number of ranks or on the time.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
 
 from pipeline.data.clean.cleaner import StepCounts
-from pipeline.data.clusters import Clusters
+from pipeline.data.clusters import Cluster, Clusters
 from pipeline.data.part import PartCounts
 from pipeline.data.pool import Pool
 from pipeline.data.shuffle import SPLITS
@@ -63,7 +63,7 @@ def _step(counts: StepCounts) -> dict[str, Any]:
     }
 
 
-def _cluster(cluster: Any, pool: Pool) -> dict[str, Any]:
+def _cluster(cluster: Cluster, pool: Pool) -> dict[str, Any]:
     """One cluster of duplicates, with the beginnings of a few of its texts."""
 
     def document(number: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def as_json(report: dict[str, Any]) -> bytes:
     return orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def quarantine(bad: Sequence[Sequence[str]]) -> bytes:
+def quarantine(bad: list[list[str]]) -> bytes:
     """All that could not be read, as JSON lines."""
     keys = ("corpus", "file", "position", "reason")
     return b"".join(orjson.dumps(dict(zip(keys, entry, strict=True))) + b"\n" for entry in sorted(bad))

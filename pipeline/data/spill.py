@@ -24,8 +24,10 @@ _HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
 
 
 def row_type(permutations: int) -> np.dtype:
-    """What is noted of every document beside its place: where it lies in the file, bytes of its text, its language, hashes of text and URL,
-    and signature."""
+    """What is noted of every document beside its place.
+
+    Where it lies in the file, the bytes of its text, its language, its score, hashes of its text and URL, and its signature.
+    """
     fields = [("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4"), ("exact", "<u8", 2), ("url", "<u8", 2)]
     return np.dtype([*fields, ("minhash", "<u4", permutations)])
 

@@ -119,7 +119,7 @@ def _locked(path: Path, kind: int) -> int | None:
             log.warning("%s: cannot be locked (%s): see to it that no other job writes this folder", path.parent, error.strerror)
             return handle
         try:
-            if os.fstat(handle).st_ino == os.stat(path).st_ino:
+            if os.fstat(handle).st_ino == path.stat().st_ino:
                 return handle
         except FileNotFoundError:
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from pipeline import artifact, knobs
 from pipeline.config.schema import RunConfig
-from pipeline.data import duplicates, mpi, shards, signatures, sources
+from pipeline.data import clusters, duplicates, mpi, shards, signatures, sources
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.clusters import Clusters
 from pipeline.data.documents import Bad, ReadOptions
@@ -103,14 +104,17 @@ class _Job:
     def _duplicates(self, pool: Pool) -> Clusters:
         """What to leave out."""
         dedup, comm = self._config.dedup, self._comm
-        found = Clusters(np.zeros(0, dtype=np.int64), 0, 0, [], {})
-        if dedup.exact or dedup.near:
+        found = clusters.NOTHING
+        if dedup.url or dedup.exact or dedup.near:
             numbers, rows = pool.held(comm)
-            known = signatures.load(comm, dedup) if dedup.against else None
-            minhash = rows["minhash"] if dedup.near else None
-            found = duplicates.find(comm, numbers, rows["exact"], minhash, rows["score"].astype(np.int64), pool.texts, dedup, known)
+            score = rows["score"].astype(np.int64)
         if dedup.url:
-            found = duplicates.without_urls(comm, pool, found)
+            found = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
+        if dedup.exact or dedup.near:
+            left = np.isin(numbers, found.drop, invert=True) if len(found.drop) else slice(None)
+            known = signatures.load(comm, dedup) if dedup.against else None
+            keys, minhash = rows["exact"][left], rows["minhash"][left] if dedup.near else None
+            found = clusters.joined(found, duplicates.find(comm, numbers[left], keys, minhash, score[left], pool.texts, dedup, known))
         if dedup.paragraphs:
             pool.find_repeated(comm, found.drop, dedup.paragraph_characters)
         return found
@@ -121,7 +125,8 @@ class _Job:
         plan = plan_shards(self._order, tallies, self._config.data.shard_megabytes) if tallies else None
         if tallies and not plan:
             came = f"of {counts.documents:,} documents with any text, cleaning and deduplication left none"
-            raise UserError.of("data.input", self._config.data.input, came, "name other files, another data.text_field, or other clean.steps")
+            fix = "name other files, another data.text_field, or other clean.steps"
+            raise UserError.of("data.input", self._config.data.input, came, fix)
         return self._comm.bcast(plan)
 
 
@@ -135,14 +140,18 @@ def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
     found, bad = sources.find(data.input, data.corpora, data.suffixes, data.exclude)
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in config.dedup.against]
     fields = ("text_field", "seed", "shard_megabytes", "validation_fraction", "documents_per_member", "document_megabytes")
-    return sources.parts(found), bad, {
-        "data.input": sources.fingerprint(found),
-        **{f"data.{name}": getattr(data, name) for name in fields},
-        "clean.steps": list(config.clean.steps),
-        **{key: value for step in config.clean.steps for key, _, value in knobs.walk(getattr(config.clean, step), f"clean.{step}.")},
-        **{key: value for key, _, value in knobs.walk(config.dedup, "dedup.")},
-        "dedup.against": against,
-    }
+    return (
+        sources.parts(found),
+        bad,
+        {
+            "data.input": sources.fingerprint(found),
+            **{f"data.{name}": getattr(data, name) for name in fields},
+            "clean.steps": list(config.clean.steps),
+            **{key: value for step in config.clean.steps for key, _, value in knobs.walk(getattr(config.clean, step), f"clean.{step}.")},
+            **{key: value for key, _, value in knobs.walk(config.dedup, "dedup.")},
+            "dedup.against": against,
+        },
+    )
 
 
 def _finished(folder: Path, settings: dict[str, Any], unfinished: Unfinished) -> bool:

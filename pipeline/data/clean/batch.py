@@ -20,12 +20,12 @@ class Verdict(NamedTuple):
     """What a step says of one document; of those that it keeps as they are it says nothing.
 
     Attributes:
-        index: which of the batch.
+        document: which of the batch.
         reason: a few words, the same for every document with this fault.
         text: the new text; None drops the document.
     """
 
-    index: int
+    document: int
     reason: str
     text: str | None = None
 
@@ -80,9 +80,9 @@ class Batch:
         changed = {}
         for verdict in verdicts:
             if verdict.text is None:
-                self.alive[verdict.index] = False
+                self.alive[verdict.document] = False
             else:
-                changed[verdict.index] = verdict.text
+                changed[verdict.document] = verdict.text
         if not changed:
             return self
         batch = Batch(self.documents)
