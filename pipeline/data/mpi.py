@@ -25,9 +25,18 @@ class Comm(Protocol):
 
     rank: int
     size: int
-    isend: Any
-    recv: Any
-    iprobe: Any
+
+    @property
+    def isend(self) -> Any:
+        """Sends without waiting: isend(value, dest=, tag=) returns a request, which has to be kept."""
+
+    @property
+    def recv(self) -> Any:
+        """Waits for a value: recv(tag=)."""
+
+    @property
+    def iprobe(self) -> Any:
+        """Whether a value is there to be received: iprobe(tag=)."""
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """The root's value, on every rank."""
