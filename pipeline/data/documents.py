@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-import orjson
 import zstandard
 
 from pipeline.data.sources import Source, Span
@@ -29,14 +28,14 @@ class Document:
     Attributes:
         source: name of the input file.
         offset: byte at which the document begins in the (decompressed) file; with `source` its identity.
+        text: UTF-8.
         meta: the small fields of its JSON line besides the text.
     """
 
     source: str
     offset: int
-    text: str
+    text: bytes
     meta: dict[str, Any]
-    corpus: str = "default"
 
     @property
     def id(self) -> str:
@@ -44,27 +43,11 @@ class Document:
         return f"{self.source}:{self.offset}"
 
 
-@dataclass(frozen=True)
-class Bad:
-    source: str
-    position: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    text_field: str = "text"
-
-    @classmethod
-    def of(cls, data):
-        return cls(data.text_field)
-
-
 class BadDocumentError(Exception):
     """What is wrong with one document; read() adds file and line."""
 
 
-def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
+def read(span: Span, text_field: str) -> Iterator[Document]:
     """The documents that begin in a span, in the file's order. Empty ones are included.
 
     Raises:
@@ -76,13 +59,11 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
             if _is_json_lines(source):
                 for offset, line in _lines(handle, span):
                     if not line.isspace():
-                        try:
-                            yield _from_json(source, offset, line, options.text_field)
-                        except BadDocumentError as error:
-                            yield Bad(source.name, f"byte {offset}", str(error))
+                        yield _from_json(source, offset, line, text_field)
             else:
                 text = handle.read().removeprefix(BYTE_ORDER_MARK)
-                yield Document(source.name, 0, _decoded(text), {})
+                _decoded(text)
+                yield Document(source.name, 0, text, {})
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise UserError.of("data.input", source.path, f"is damaged or cut short: {error}", "fetch or compress it again") from error
     except BadDocumentError as error:
@@ -154,7 +135,7 @@ def _from_json(source: Source, offset: int, line: bytes, text_field: str) -> Doc
         line = line.removeprefix(BYTE_ORDER_MARK)
     content = _decoded(line)
     try:
-        record = orjson.loads(content)
+        record = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadDocumentError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -165,11 +146,11 @@ def _from_json(source: Source, offset: int, line: bytes, text_field: str) -> Doc
     if not isinstance(text, str):
         raise BadDocumentError(f"has {'null' if text is None else type(text).__name__} instead of text in field {text_field!r}")
     try:
-        text.encode("utf-8")
+        encoded = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadDocumentError(f"holds half of a surrogate pair at character {error.start}, which is no Unicode text") from error
     meta = {name: value for name, value in record.items() if len(json.dumps(value)) <= META_BYTES}
-    return Document(source.name, offset, text, meta, source.corpus)
+    return Document(source.name, offset, encoded, meta)
 
 
 def _decoded(raw: bytes) -> str:

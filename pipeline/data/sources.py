@@ -32,26 +32,6 @@ class Source:
     path: Path
     name: str
     size: int
-    corpus: str = "default"
-
-
-@dataclass(frozen=True)
-class Part:
-    number: int
-    spans: list
-
-    @property
-    def size(self) -> int:
-        return sum(span.size for span in self.spans)
-
-
-def parts(sources):
-    result = []
-    for span in spans(sources):
-        if not result or result[-1].size + span.size > SPAN_BYTES:
-            result.append(Part(len(result), []))
-        result[-1].spans.append(span)
-    return result
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,7 @@ class Span:
         return (self.source.size if self.end is None else self.end) - self.start
 
 
-def find(inputs: Sequence[str], corpora, suffixes: Sequence[str], exclude: Sequence[str]) -> list[Source]:
+def find(inputs: Sequence[str], suffixes: Sequence[str], exclude: Sequence[str]) -> list[Source]:
     """The files behind `data.input`, sorted by name.
 
     Args:
@@ -105,7 +85,7 @@ def find(inputs: Sequence[str], corpora, suffixes: Sequence[str], exclude: Seque
             violations.append(Violation("data.input", source.path, rule, "give their common parent folder as one input"))
     if violations:
         raise UserError(violations)
-    return [by_name[name] for name in sorted(by_name)], []
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _expand(given: str, exclude: Sequence[str]) -> Iterator[tuple[Path, Path]]:
@@ -164,7 +144,7 @@ def share(pieces: Sequence[Span], rank: int, size: int) -> list[Span]:
     """The pieces that one of `size` ranks reads, balanced by bytes: the largest first, each to the rank that has least."""
     loads = [(0, r) for r in range(size)]
     mine = []
-    for piece in sorted(pieces, key=lambda p: (-p.size, p.number)):
+    for piece in sorted(pieces, key=lambda p: (-p.size, p.source.name, p.start)):
         load, owner = heapq.heappop(loads)
         heapq.heappush(loads, (load + piece.size + 4096, owner))  # opening a file costs about as much as reading 4 kB
         if owner == rank:
