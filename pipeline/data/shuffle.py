@@ -24,8 +24,6 @@ SPILL_BYTES = 64 << 20
 
 _HASHES = 1 << 64
 _RECORD = struct.Struct("<QII")  # sort key, bytes of metadata, bytes of text
-# Text per byte of a compressed file, about: the number of buckets has to be known before anything is decompressed.
-_EXPANSION = {".gz": 3, ".zst": 3}
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Buckets:
     @classmethod
     def plan(cls, sources: Sequence[Source], shard_megabytes: float, seed: int, validation_fraction: float) -> Buckets:
         """As many buckets as shards of the wanted size, going by the size of the input files."""
-        text = sum(source.size * _EXPANSION.get(source.path.suffix, 1) for source in sources)
+        text = sum(source.size * source.expansion for source in sources)
         shards = [round(text * part / (shard_megabytes * 1e6)) for part in (1 - validation_fraction, validation_fraction)]
         return cls(max(1, shards[0]), max(1, shards[1]), seed, validation_fraction)
 
@@ -51,7 +49,7 @@ class Buckets:
 
     def place(self, document: Document) -> tuple[int, int]:
         """(bucket, sort key) of a document."""
-        identity = os.fsencode(document.id)
+        identity = document.id.encode()
         key = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed)
         # A second, independent hash decides the split: a document stays where it is when the corpus around it grows.
         if xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed + 1) < self.validation_fraction * _HASHES:
@@ -78,7 +76,8 @@ class Spill:
         """Send one document to its bucket."""
         described = {"id": document.id, "source": document.source, "meta": document.meta}
         meta = json.dumps(described, separators=(",", ":")).encode("ascii")
-        record = _RECORD.pack(key, len(meta), len(document.text)) + meta + document.text
+        text = document.text.encode()
+        record = _RECORD.pack(key, len(meta), len(text)) + meta + text
         self._pending[bucket].append(record)
         self._pending_bytes += len(record)
         self.documents[bucket] += 1

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipeline import artifact
 from pipeline.config.schema import DataConfig, RunConfig
-from pipeline.data import documents, mpi, shuffle, sources, tar
+from pipeline.data import mpi, reader, shuffle, sources, tar
+from pipeline.data.documents import DEFAULT_CORPUS, Bad, ReadOptions
 from pipeline.data.mpi import Comm
 from pipeline.data.shuffle import Buckets, ShardPlan, Spill
 from pipeline.data.sources import Source
@@ -44,10 +45,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 def _look(data: DataConfig) -> tuple[list[Source], dict[str, Any]]:
     """The input files, and all that determines the shards made from them."""
-    found = sources.find(data.input, data.suffixes, data.exclude)
+    found, bad = sources.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
+    for each in bad:
+        log.warning("shard: %s %s", each.source, each.reason)
     return found, {
         "data.input": sources.fingerprint(found),
-        "data.text_field": data.text_field,
+        **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
         "data.seed": data.seed,
         "data.shard_megabytes": data.shard_megabytes,
         "data.validation_fraction": data.validation_fraction,
@@ -72,11 +75,14 @@ def _spill(data: DataConfig, found: list[Source], unfinished: Unfinished, comm: 
         return plan
     buckets = Buckets.plan(found, data.shard_megabytes, data.seed, data.validation_fraction)
     spill = Spill(unfinished.folder / f"rank-{comm.rank:05d}.spill", buckets.count)
-    mine, empty = sources.share(sources.spans(found), comm.rank, comm.size), 0
-    with Progress(sum(span.size for span in mine), "shard: reading", "B", comm.rank) as progress:
-        for span in mine:
-            for document in documents.read(span, data.text_field):
-                if document.text:
+    mine, empty = sources.share(sources.parts(found), comm.rank, comm.size), 0
+    options = ReadOptions.of(data)
+    with Progress(sum(part.size for part in mine), "shard: reading", "B", comm.rank) as progress:
+        for span in [span for part in mine for span in part.spans]:
+            for document in reader.read(span, options):
+                if isinstance(document, Bad):
+                    log.warning("shard: %s %s %s", document.source, document.position, document.reason)
+                elif document.text:
                     spill.add(document, *buckets.place(document))
                 else:
                     empty += 1
