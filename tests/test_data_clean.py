@@ -91,7 +91,11 @@ DROPS = {
     "paragraphs": ("repetition", "\n\n".join([PROSE.replace(". ", ".\n"), *["A\nb"] * 4]), "repeated lines"),
     "a bigram": ("repetition", "well yes " * 30 + PROSE, "one frequent 2-gram"),
     "long runs": ("repetition", PROSE + " " + " ".join(PROSE.split()[:30]), "repeated 5-grams"),
-    "other language": ("language", "Der alte Leuchtturmwärter ging jeden Abend am Ufer entlang und dachte an die Schiffe.", "other language"),
+    "other language": (
+        "language",
+        "Der alte Leuchtturmwärter ging jeden Abend am Ufer entlang und dachte an die Schiffe.",
+        "other language",
+    ),
 }
 
 
@@ -145,7 +149,23 @@ def test_a_run_of_words_of_a_benchmark_is_found_whatever_case_and_punctuation(tm
 
 
 PIECES = st.sampled_from(
-    [PROSE, *PROSE.split(". "), "the of and", "\n", "\n\n", "- item", "# head", "...", "a b c d e f", "jane@x.org", "&amp;", "Ã¤", "12 34", "漢字", ""]
+    [
+        PROSE,
+        *PROSE.split(". "),
+        "the of and",
+        "\n",
+        "\n\n",
+        "- item",
+        "# head",
+        "...",
+        "a b c d e f",
+        "jane@x.org",
+        "&amp;",
+        "Ã¤",
+        "12 34",
+        "漢字",
+        "",
+    ]
 )
 
 

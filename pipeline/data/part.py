@@ -14,7 +14,8 @@ from pipeline.config.schema import DedupConfig
 from pipeline.data import exact, minhash
 from pipeline.data.clean.batch import Batch, batches
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
-from pipeline.data.documents import Bad, Document, ReadOptions, read
+from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.reader import read
 from pipeline.data.shuffle import Order
 from pipeline.data.sources import Part
 from pipeline.data.spill import Spill, row_type
@@ -27,7 +28,7 @@ class PartCounts:
     Attributes:
         documents, bytes: that were read, with any text.
         empty: documents without.
-        bad: [corpus, file, position, reason] of what could not be read.
+        bad: [file, position, reason] of what could not be read.
         read: corpus -> [documents, bytes].
         steps: cleaning step -> numbers.
         runs: bounds of the sorted runs of the spill.
@@ -91,7 +92,7 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
         have = counts.read.setdefault(span.source.corpus, [0, 0])
         for found in read(span, options):
             if isinstance(found, Bad):
-                counts.bad.append([span.source.corpus, found.source, found.position, found.reason])
+                counts.bad.append([found.source, found.position, found.reason])
             elif not found.text or found.text.isspace():
                 counts.empty += 1
             else:

@@ -20,6 +20,7 @@ from pipeline.data.shuffle import SPLITS
 EXCERPT = 300
 LISTED_BAD = 100
 SHOWN_CLUSTERS = 20
+_BAD = ("file", "position", "reason")
 
 
 def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any
             "bad_documents": len(counts.bad),
             "corpora": counts.read,
         },
-        "bad": [dict(zip(("corpus", "file", "position", "reason"), bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
+        "bad": [dict(zip(_BAD, bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
         "steps": [{"step": name, **_step(step)} for name, step in counts.steps.items()],
         "duplicates": {
             "exact": found.exact,
@@ -86,8 +87,7 @@ def as_json(report: dict[str, Any]) -> bytes:
 
 def quarantine(bad: list[list[str]]) -> bytes:
     """All that could not be read, as JSON lines."""
-    keys = ("corpus", "file", "position", "reason")
-    return b"".join(orjson.dumps(dict(zip(keys, entry, strict=True))) + b"\n" for entry in sorted(bad))
+    return b"".join(orjson.dumps(dict(zip(_BAD, entry, strict=True))) + b"\n" for entry in sorted(bad))
 
 
 _STYLE = """

@@ -16,7 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data import clusters, duplicates, mpi, shards, signatures, sources
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.clusters import Clusters
-from pipeline.data.documents import Bad, ReadOptions
+from pipeline.data.documents import DEFAULT_CORPUS, Bad, ReadOptions
 from pipeline.data.mpi import Comm
 from pipeline.data.part import PartCounts, process
 from pipeline.data.pool import Pool
@@ -58,7 +58,7 @@ class _Job:
     def __init__(self, config: RunConfig, comm: Comm, folder: Path, parts: list[Part], unfinished: Unfinished) -> None:
         data = config.data
         self._config, self._comm, self._folder, self._parts, self._unfinished = config, comm, folder, parts, unfinished
-        size = sum(part.size for part in parts)
+        size = sum(part.cost for part in parts)
         corpora = [span.source.corpus for part in parts for span in part.spans]
         self._order = Order.plan(corpora, size, data.shard_megabytes, data.seed, data.validation_fraction)
 
@@ -83,7 +83,7 @@ class _Job:
     def write(self, bad: list[Bad]) -> None:
         """Passes 2 and 3: duplicates, then shards, report and manifest."""
         notes = self._comm.bcast([self._unfinished.note(_name(part)) for part in self._parts] if self._comm.rank == 0 else None)
-        counts = PartCounts(bad=[["", entry.source, entry.position, entry.reason] for entry in bad])
+        counts = PartCounts(bad=[[entry.source, entry.position, entry.reason] for entry in bad])
         for note in notes:
             counts.add(PartCounts.from_json(note))
         _check_quarantine(counts, self._config)
@@ -137,14 +137,15 @@ def _name(part: Part) -> str:
 def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
     """The parts of the input, what is no input after all, and all that determines the shards."""
     data = config.data
-    found, bad = sources.find(data.input, data.corpora, data.suffixes, data.exclude)
+    found, bad = sources.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in config.dedup.against]
-    fields = ("text_field", "seed", "shard_megabytes", "validation_fraction", "documents_per_member", "document_megabytes")
+    fields = ("seed", "part_megabytes", "shard_megabytes", "validation_fraction", "documents_per_member")
     return (
-        sources.parts(found),
+        sources.parts(found, round(data.part_megabytes * 1e6)),
         bad,
         {
             "data.input": sources.fingerprint(found),
+            **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
             **{f"data.{name}": getattr(data, name) for name in fields},
             "clean.steps": list(config.clean.steps),
             **{key: value for step in config.clean.steps for key, _, value in knobs.walk(getattr(config.clean, step), f"clean.{step}.")},
@@ -174,7 +175,7 @@ def _check_quarantine(counts: PartCounts, config: RunConfig) -> None:
     bad, limit = len(counts.bad), config.data.quarantine_limit
     total = bad + counts.documents + counts.empty
     if bad > limit * total:
-        first = "; ".join(f"{file}, {position}: {reason}" for _, file, position, reason in sorted(counts.bad)[:5])
+        first = "; ".join(" ".join(filter(None, entry)) for entry in sorted(counts.bad)[:5])
         rule = f"{bad:,} of {total:,} documents could not be read: {first}" + ("; ..." if bad > 5 else "")
         fix = "mend or leave out the files (data.exclude), or raise the limit; what was read is kept"
         raise UserError.of("data.quarantine_limit", limit, rule, fix)
