@@ -46,12 +46,14 @@ def write(text_shard: Path, path: Path, encoder: TextEncoder, progress: Callable
     about = {"dtype": tokens.dtype.name, "tokens": len(tokens), "documents": len(ids), "text_bytes": text_bytes}
     described = {**about, "vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
     stem, array = path.name.removesuffix(".tar"), _npy(tokens)
-    head = tar.member(f"{stem}.json", json.dumps(described).encode()) + tar.member(f"{stem}.lengths.npy", _npy(lengths))
+    head = tar.member(f"{stem}.json", json.dumps(described).encode())
+    lengths_offset = len(head) + tar.BLOCK + len(_npy(lengths)) - lengths.nbytes
+    head += tar.member(f"{stem}.lengths.npy", _npy(lengths))
     with atomic_file(path) as handle:
         handle.write(head)
         handle.write(tar.member(f"{stem}.tokens.npy", array))
         handle.write(tar.END)
-    return artifact.entry(path, offset=len(head) + tar.BLOCK + len(array) - tokens.nbytes, **about)
+    return artifact.entry(path, offset=len(head) + tar.BLOCK + len(array) - tokens.nbytes, lengths_offset=lengths_offset, **about)
 
 
 def _batches(text_shard: Path) -> Iterator[list[bytes]]:

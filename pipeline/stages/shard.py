@@ -104,7 +104,8 @@ def _write_shard(shard: ShardPlan, folder: Path, spills: list[Path], unfinished:
             handle.write(tar.member(f"{number:08d}.json", document.meta))
         handle.write(tar.END)
     text_bytes = sum(len(document.text) for document in chosen)
-    unfinished.write(shard.name, artifact.entry(folder / shard.name, documents=len(chosen), text_bytes=text_bytes))
+    about = {"documents": len(chosen), "text_bytes": text_bytes, "split": shard.name.split("-")[0], "corpus": "default"}
+    unfinished.write(shard.name, artifact.entry(folder / shard.name, **about))
 
 
 def _publish(folder: Path, settings: dict[str, Any], spills: dict[str, Any], unfinished: Unfinished) -> None:

@@ -34,7 +34,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         with Progress(sum(text.files[name]["text_bytes"] for name in mine), "tokenize", "B", comm.rank) as progress:
             for name in mine:
                 artifact.verify_files(shards, text, [name])
-                unfinished.write(name, tokens.write(shards / name, folder / name, encoder, progress.advance))
+                whose = {key: text.files[name][key] for key in ("split", "corpus")}
+                unfinished.write(name, tokens.write(shards / name, folder / name, encoder, progress.advance) | whose)
         comm.barrier()
         if comm.rank == 0:
             _publish(folder, settings, encoder, {name: unfinished.note(name) for name in text.files}, unfinished)
