@@ -36,7 +36,9 @@ def permute(values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, 
 
 def _words(number: int | np.ndarray) -> np.ndarray:
     """One number, or one for each value, as an array of 64-bit words."""
-    return np.atleast_1d(number).astype(np.uint64) if isinstance(number, np.ndarray) else np.array([number & _MASK_64], dtype=np.uint64)
+    if isinstance(number, np.ndarray):
+        return np.atleast_1d(number).astype(np.uint64)
+    return np.array([int(number) & _MASK_64], dtype=np.uint64)
 
 
 def _at(words: np.ndarray, where: np.ndarray) -> np.ndarray:
