@@ -120,7 +120,7 @@ class Samples:
             mixture: which corpus a sample is of.
             infill: puts documents together anew for fill-in-the-middle.
         """
-        assert (len(corpora) == 1) == (mixture is None)
+        assert len(corpora) == 1 or mixture is not None
         self.corpora, self.stream, self.counts, self.mixture = corpora, stream, sequences.counts, mixture
         self._sequences, self._shuffled, self._infill = sequences, seed is not None, infill
         self._seeds = np.array([corpus.order_seed(seed or 0) & ((1 << 64) - 1) for corpus in corpora], dtype=np.uint64)

@@ -64,7 +64,7 @@ class Batches:
         share = size // self._ranks
         tokens = self._samples.samples(np.arange(share) + first + self._rank * share)
         if length < tokens.shape[1] - 1:
-            tokens = sliding_window_view(tokens, length + 1, axis=1)[:, ::length].reshape(-1, length + 1)
+            tokens = sliding_window_view(tokens, length + 1, axis=1, writeable=True)[:, ::length].reshape(-1, length + 1)
         documents = None
         if self._config.training.document_mask:
             documents = self._to_device(document_ids(tokens[:, :-1], self._samples.end_of_document))
