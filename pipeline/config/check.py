@@ -33,12 +33,33 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if any(violation.key.partition(".")[0] in ("model", "parallel", "training") for violation in found):
         return found
     found += config.model.violations()
+    if config.stage.name == "train_tokenizer":
+        found += _tokenizer(config)
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
     return found
+
+
+def _tokenizer(config: RunConfig) -> Iterator[Violation]:
+    """What a kind of tokenizer cannot do."""
+    wanted = config.tokenizer
+    key = "tokenizer.vocab_sizes" if wanted.vocab_sizes else "tokenizer.vocab_size"
+    runs = 45 if wanted.whitespace == "runs" else 0
+    least = {"bpe": 257, "unigram": 512, "wordpiece": 512}[wanted.kind] + len(wanted.special_tokens) + runs
+    for size in wanted.vocab_sizes or [wanted.vocab_size]:
+        if size < least:
+            yield Violation(
+                key, size, f"leaves nothing to learn: {wanted.kind} with these settings needs {least}", f"choose {least} or more"
+            )
+    if len(set(wanted.vocab_sizes)) < len(wanted.vocab_sizes):
+        yield Violation(key, wanted.vocab_sizes, "names a size twice", "name each once")
+    if wanted.split != "gpt2" and wanted.kind != "bpe":
+        yield Violation("tokenizer.split", wanted.split, f"is BPE's; {wanted.kind} has a split of its own", "leave it out, or train bpe")
+    if wanted.whitespace == "runs" and wanted.kind == "wordpiece":
+        yield Violation("tokenizer.whitespace", "runs", "wordpiece drops whitespace", "leave it out, or train bpe or unigram")
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:

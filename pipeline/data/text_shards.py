@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline import artifact
+from pipeline.artifact import Manifest
 from pipeline.data import tar
 
 
@@ -23,3 +25,21 @@ def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
             text = content
         elif name.endswith(".json"):
             yield text, json.loads(content)
+
+
+def language(about: dict[str, Any]) -> str:
+    """What a document counts as where languages are told apart: its language, or its corpus where that is not known."""
+    return about.get("lang") or about.get("meta", {}).get("lang") or about.get("corpus") or "default"
+
+
+def readable(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The documents of a shard that need not be read to its end: its checksum is looked at only when they cannot be read.
+
+    Raises:
+        UserError: the shard is missing or corrupt.
+    """
+    try:
+        yield from documents(folder / name)
+    except (OSError, EOFError, ValueError):
+        artifact.verify_files(folder, text, [name])
+        raise
