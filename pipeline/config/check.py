@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from pipeline import knobs
 from pipeline.config import check_data, warmup
-from pipeline.config.cleaning import PERSONAL_KINDS, STEPS
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
@@ -35,42 +34,12 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if any(violation.key.partition(".")[0] in ("data", "model", "parallel", "training") for violation in found):
         return found
     found += config.model.violations()
-    if config.stage.name == "shard":
-        found += [*_clean(config), *_dedup(config)]
     if config.stage.name in PARALLEL_STAGES:
-        found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config), *check_data.violations(config)]
+        found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
-    return found
-
-
-def _clean(config: RunConfig) -> Iterator[Violation]:
-    """Steps and kinds of personal data are names of a list, which a knob cannot hold against its choices."""
-    clean = config.clean
-    for key, values, known in (("clean.steps", clean.steps, STEPS), ("clean.personal.kinds", clean.personal.kinds, PERSONAL_KINDS)):
-        for value in values:
-            if value not in known:
-                yield Violation(key, value, "is unknown", "choose " + ", ".join(known))
-        for value in sorted({value for value in values if values.count(value) > 1}):
-            yield Violation(key, value, "is named twice", "leave one out")
-    for key, values, count in (("top_ngrams", clean.repetition.top_ngrams, 3), ("long_ngrams", clean.repetition.long_ngrams, 6)):
-        if len(values) != count:
-            yield Violation(
-                f"clean.repetition.{key}", values, f"has {len(values)} shares, not {count}", f"give {count} numbers from 0 to 1"
-            )
-
-
-def _dedup(config: RunConfig) -> Iterator[Violation]:
-    """Bands must find what the threshold asks for, and signatures of other corpora serve only what looks for duplicates."""
-    dedup = config.dedup
-    found = 1 - (1 - dedup.threshold**dedup.rows) ** dedup.bands
-    if dedup.near and found < 0.5:
-        why = f"with dedup.bands={dedup.bands} finds {found:.0%} of the pairs at dedup.threshold={dedup.threshold}"
-        yield Violation("dedup.rows", dedup.rows, why, "use fewer rows, more bands or a higher threshold, to find at least half")
-    for key, value in (("dedup.against", dedup.against), ("dedup.save_signatures", dedup.save_signatures)):
-        if value and not (dedup.exact and dedup.near):
-            yield Violation(key, value, "needs dedup.exact and dedup.near", f"set both to true, or leave {key} out")
+    return [*found, *check_data.violations(config)]
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:

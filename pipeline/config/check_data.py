@@ -1,18 +1,81 @@
-"""Rules of the training data: blends, their phases, and warm-ups."""
+"""Rules of the data: cleaning, deduplication, tokenizers; blends, their phases, and warm-ups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
+from pipeline.config.cleaning import PERSONAL_KINDS, STEPS
 from pipeline.config.schema import RunConfig, WarmupConfig
 from pipeline.errors import Violation
+
+#: Stages that read training samples.
+TRAINING_STAGES = ("pretrain", "evaluate")
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Every broken rule, as far as it shows without opening the data."""
-    yield from _blend(config)
-    yield from _phases(config)
+    stage = config.stage.name
+    if stage == "shard":
+        yield from _clean(config)
+        yield from _dedup(config)
+    elif stage == "train_tokenizer":
+        yield from _tokenizer(config)
+    elif stage in TRAINING_STAGES:
+        yield from _blend(config)
+        yield from _phases(config)
+        yield from _warmup(config)
+
+
+def _clean(config: RunConfig) -> Iterator[Violation]:
+    """Steps and kinds of personal data are names of a list, which a knob cannot hold against its choices."""
+    clean = config.clean
+    for key, names, known in (("clean.steps", clean.steps, STEPS), ("clean.personal.kinds", clean.personal.kinds, PERSONAL_KINDS)):
+        for name in names:
+            if name not in known:
+                yield Violation(key, name, "is unknown", "choose " + ", ".join(known))
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield Violation(key, name, "is named twice", "leave one out")
+    for key, values, count in (("top_ngrams", clean.repetition.top_ngrams, 3), ("long_ngrams", clean.repetition.long_ngrams, 6)):
+        if len(values) != count:
+            yield Violation(
+                f"clean.repetition.{key}", values, f"has {len(values)} shares, not {count}", f"give {count} numbers from 0 to 1"
+            )
+
+
+def _dedup(config: RunConfig) -> Iterator[Violation]:
+    """Bands must find what the threshold asks for, and signatures of other corpora serve only what looks for duplicates."""
+    dedup = config.dedup
+    found = 1 - (1 - dedup.threshold**dedup.rows) ** dedup.bands
+    if dedup.near and found < 0.5:
+        why = f"with dedup.bands={dedup.bands} finds {found:.0%} of the pairs at dedup.threshold={dedup.threshold}"
+        yield Violation("dedup.rows", dedup.rows, why, "use fewer rows, more bands or a higher threshold, to find at least half")
+    for key, value in (("dedup.against", dedup.against), ("dedup.save_signatures", dedup.save_signatures)):
+        if value and not (dedup.exact and dedup.near):
+            yield Violation(key, value, "needs dedup.exact and dedup.near", f"set both to true, or leave {key} out")
+
+
+def _tokenizer(config: RunConfig) -> Iterator[Violation]:
+    """What a kind of tokenizer cannot do."""
+    wanted = config.tokenizer
+    key = "tokenizer.vocab_sizes" if wanted.vocab_sizes else "tokenizer.vocab_size"
+    runs = 45 if wanted.whitespace == "runs" else 0
+    least = {"bpe": 257, "unigram": 512, "wordpiece": 512}[wanted.kind] + len(wanted.special_tokens) + runs
+    for size in wanted.vocab_sizes or [wanted.vocab_size]:
+        if size < least:
+            yield Violation(
+                key, size, f"leaves nothing to learn: {wanted.kind} with these settings needs {least}", f"choose {least} or more"
+            )
+    if len(set(wanted.vocab_sizes)) < len(wanted.vocab_sizes):
+        yield Violation(key, wanted.vocab_sizes, "names a size twice", "name each once")
+    if wanted.split != "gpt2" and wanted.kind != "bpe":
+        yield Violation("tokenizer.split", wanted.split, f"is BPE's; {wanted.kind} has a split of its own", "leave it out, or train bpe")
+    if wanted.whitespace == "runs" and wanted.kind == "wordpiece":
+        yield Violation("tokenizer.whitespace", "runs", "wordpiece drops whitespace", "leave it out, or train bpe or unigram")
+
+
+def _warmup(config: RunConfig) -> Iterator[Violation]:
+    """Warm-ups are in order, and short sequences are equal parts of whole ones."""
     training = config.training
     for name in ("sequence_warmup", "batch_warmup"):
         yield from _order(f"training.{name}", getattr(training, name))

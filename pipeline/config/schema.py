@@ -10,6 +10,9 @@ from omegaconf import MISSING
 from pipeline.config.cleaning import CleanConfig
 from pipeline.knobs import knob
 
+#: What train_tokenizer can train.
+TOKENIZER_KINDS = ("bpe", "unigram", "wordpiece")
+
 
 @dataclass
 class CorpusConfig:
@@ -122,9 +125,27 @@ class TokenizerConfig:
     """The tokenizer, trained by train_tokenizer or brought along."""
 
     path: str = knob("work/tokenizer", "Hugging Face tokenizer folder (written by train_tokenizer)")
+    source: str | None = knob(
+        None, "file to import instead of training: NAME.tiktoken (split by tokenizer.split and digits), or SentencePiece's NAME.model"
+    )
+    kind: str = knob("bpe", "what to train: BPE over bytes, Unigram as in SentencePiece, or BERT's WordPiece", choices=TOKENIZER_KINDS)
     vocab_size: int = knob(8192, "entries to train, special tokens included", unit="tokens", at_least=257)
-    train_megabytes: float = knob(100.0, "text to learn the merges from, taken evenly over the shards", unit="MB", above=0)
+    vocab_sizes: list[int] = knob([], "several sizes in one run instead of vocab_size, each written to path/SIZE", unit="tokens")
+    train_megabytes: float = knob(100.0, "text to learn from, taken evenly over the training shards", unit="MB", above=0)
+    balance: float = knob(
+        1.0, "weight of languages in that text: their share to this power; 1 as they come, 0 all equal", at_least=0, at_most=1
+    )
+    split: str = knob("gpt2", "how BPE cuts text into words: as GPT-2, or as Llama 3", choices=("gpt2", "llama3"))
+    digits: str = knob(
+        "keep", "numbers: as the split has it, one digit a token at most, or three", choices=("keep", "single", "groups_of_three")
+    )
+    whitespace: str = knob(
+        "learned", "runs of spaces, tabs and line ends: learned as words are, or 2 to 16 of them an entry each", choices=("learned", "runs")
+    )
     end_of_document: str = knob("<|endoftext|>", "special token written after every document")
+    special_tokens: list[str] = knob([], "further special tokens, for later use")
+    report: bool = knob(True, "measure the tokenizer on the validation split (report.json and report.html beside it)")
+    compare: list[str] = knob([], "Hugging Face tokenizer folders that the report sets beside it")
     engine: str = knob(
         "auto",
         "what tokenizes: Hugging Face tokenizers, or fastokens, checked against it on every rank; auto takes fastokens where it can",
