@@ -84,7 +84,7 @@ def documents_of(edges: np.ndarray) -> np.ndarray:
 
 
 def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
-    """Keep the best document of every cluster: highest score, then lowest number. Documents with negative numbers always stay.
+    """Keep the best document of every cluster: highest score, then lowest number. Negative numbers are of other corpora and never dropped.
 
     Args:
         edges: (n,) EDGE between documents that are duplicates, each pair once, in any order; `right` of an exact one is the copy.
@@ -94,7 +94,7 @@ def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
     numbers = documents_of(edges)
     left, right = np.searchsorted(numbers, edges["left"]), np.searchsorted(numbers, edges["right"])
     labels = components(left, right, len(numbers))
-    order = np.lexsort((numbers, -scores, numbers >= 0, labels))  # cluster by cluster, in each the best first
+    order = np.lexsort((numbers, -scores, labels))  # cluster by cluster, in each the best first
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     sizes = np.diff(starts, append=len(order))
     drop = np.sort(np.delete(numbers[order], starts))
