@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from pipeline.config.cleaning import CleanConfig
 from pipeline.knobs import knob
 
 
@@ -14,17 +15,27 @@ from pipeline.knobs import knob
 class DataConfig:
     """Documents, text shards and token shards."""
 
-    input: list[str] = knob([], "files, globs or folders with raw documents")
-    text_field: str = knob("text", "field of a JSON line that holds the document")
+    input: list[str] = knob([], "files, globs, folders or fsspec URLs with raw documents: the corpus called default")
+    corpora: dict[str, list[str]] = knob({}, "further corpora, kept apart for blending: {name: [files, globs, folders or URLs], ...}")
+    text_field: str = knob("text", "field of a JSON record, or column of a Parquet file, that holds the document")
     suffixes: list[str] = knob(
-        [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"], "file names that count as documents in a folder, by their ending"
+        [], "endings of the file names that count as documents in a folder; when empty, of every form that can be read"
     )
     exclude: list[str] = knob([".*"], "names (globs) of files and folders that are left out wherever a folder or glob is searched")
+    document_megabytes: float = knob(
+        16.0, "largest document, as it stands in its file; larger ones are quarantined", unit="MB", above=0, at_most=2000
+    )
+    main_content: bool = knob(True, "keep of a web page its main content alone, without navigation, headers and footers")
     shards: str = knob("work/shards", "folder of the text shards (written by shard)")
     tokens: str = knob("work/tokens", "folder of the token shards (written by tokenize)")
     seed: int = knob(0, "seed of the one document shuffle and of the train/validation split", at_least=0)
+    part_megabytes: float = knob(
+        64.0, "input that a rank reads, cleans and notes as done at a time; large files are cut, small ones share", unit="MB", above=0
+    )
     shard_megabytes: float = knob(128.0, "text per shard, about; a rank holds one in memory", unit="MB", above=0, at_most=2000)
     validation_fraction: float = knob(0.005, "share of the documents kept for validation", at_least=0, at_most=0.5)
+    documents_per_member: int = knob(1, "documents that share a member of a text shard; more saves space with short ones", at_least=1)
+    quarantine_limit: float = knob(0.01, "largest share of documents that may be unreadable before shard gives up", at_least=0, at_most=1)
 
 
 @dataclass
@@ -189,6 +200,7 @@ class RunConfig:
     stage: Any = field(default_factory=StageConfig)
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
+    clean: CleanConfig = field(default_factory=CleanConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -52,6 +52,17 @@ class Clusters:
     sizes: dict[int, int]
 
 
+NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
+"""No duplicates."""
+
+
+def joined(first: Clusters, second: Clusters) -> Clusters:
+    """Two searches one after the other, the second among what the first left."""
+    sizes = {size: first.sizes.get(size, 0) + second.sizes.get(size, 0) for size in sorted(first.sizes.keys() | second.sizes.keys())}
+    listed = sorted([*first.clusters, *second.clusters], key=lambda cluster: -cluster.size)[:LISTED]
+    return Clusters(np.union1d(first.drop, second.drop), first.exact + second.exact, first.near + second.near, listed, sizes)
+
+
 def components(left: np.ndarray, right: np.ndarray, count: int) -> np.ndarray:
     """The connected components of a graph: every vertex points to its component's lowest, found by hooking and pointer jumping.
 

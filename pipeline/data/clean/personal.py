@@ -29,12 +29,12 @@ def personal(knobs: PersonalStep) -> Step:
     searches = [_SEARCHES[kind] for kind in knobs.kinds]
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        suspects = [(kind, masked, possible(batch.words)) for kind, possible, masked in searches]
-        if not suspects:
+        searched = [(kind, masked, batch.mark(possible)) for kind, possible, masked in searches]
+        if not searched:
             return
-        for index in where(batch, np.logical_or.reduce([possible for _, _, possible in suspects])):
+        for index in where(batch, np.logical_or.reduce([possible for _, _, possible in searched])):
             text, found = batch.texts[index], []
-            for kind, masked, possible in suspects:
+            for kind, masked, possible in searched:
                 if possible[index]:
                     changed = masked(text)
                     found += [kind] if changed != text else []
