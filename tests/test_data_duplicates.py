@@ -184,6 +184,7 @@ def test_one_document_of_every_cluster_stays_the_best(pairs, chance):
     found = clusters.resolve(edges_of(pairs), np.array([scores[number] for number in numbers], dtype=np.int64))
     assert found.drop.tolist() == [number for number in numbers if number >= 0 and number not in best]
     assert found.sizes == Counter(map(len, groups))
+    assert sorted(number for cluster in found.clusters for number in cluster.dropped) == found.drop.tolist()
     assert {cluster.kept for cluster in found.clusters} == {number if number >= 0 else None for number in best}
     shuffled = chance.sample(pairs, len(pairs))
     again = clusters.resolve(edges_of(shuffled), np.array([scores[number] for number in numbers], dtype=np.int64))

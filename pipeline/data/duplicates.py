@@ -2,6 +2,8 @@
 
 Nothing here depends on the number of ranks: rows travel to the rank that their hash names, are sorted there, and what they yield is merged
 in one order. A bucket costs no more than its length: a document is compared with the first and with the one before it, not with all.
+
+Memory: a search takes about 240 bytes a document for a while, beside the 528 of keys and signature; each duplicate 8 bytes on every rank.
 """
 
 from __future__ import annotations
