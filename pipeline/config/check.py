@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import knobs
+from pipeline.config.cleaning import PERSONAL_KINDS, STEPS
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
@@ -34,13 +35,29 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         return found
     found += config.model.violations()
     if config.stage.name == "shard":
-        found += _dedup(config)
+        found += [*_clean(config), *_dedup(config)]
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
     return found
+
+
+def _clean(config: RunConfig) -> Iterator[Violation]:
+    """Steps and kinds of personal data are names of a list, which a knob cannot hold against its choices."""
+    clean = config.clean
+    for key, values, known in (("clean.steps", clean.steps, STEPS), ("clean.personal.kinds", clean.personal.kinds, PERSONAL_KINDS)):
+        for value in values:
+            if value not in known:
+                yield Violation(key, value, "is unknown", "choose " + ", ".join(known))
+        for value in sorted({value for value in values if values.count(value) > 1}):
+            yield Violation(key, value, "is named twice", "leave one out")
+    for key, values, count in (("top_ngrams", clean.repetition.top_ngrams, 3), ("long_ngrams", clean.repetition.long_ngrams, 6)):
+        if len(values) != count:
+            yield Violation(
+                f"clean.repetition.{key}", values, f"has {len(values)} shares, not {count}", f"give {count} numbers from 0 to 1"
+            )
 
 
 def _dedup(config: RunConfig) -> Iterator[Violation]:

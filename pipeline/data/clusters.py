@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +56,17 @@ class Clusters:
 
 NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
 """No duplicates."""
+
+
+def to_json(found: Clusters) -> dict[str, Any]:
+    """All of it but `drop`."""
+    return {**dataclasses.asdict(replace(found, drop=None)), "sizes": list(found.sizes.items())}
+
+
+def from_json(noted: dict[str, Any], drop: np.ndarray) -> Clusters:
+    """What `to_json` made, and `drop`."""
+    listed = [Cluster(**cluster) for cluster in noted["clusters"]]
+    return Clusters(**{**noted, "drop": drop, "clusters": listed, "sizes": dict(noted["sizes"])})
 
 
 def joined(first: Clusters, second: Clusters) -> Clusters:

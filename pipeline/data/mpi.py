@@ -28,15 +28,15 @@ class Comm(Protocol):
 
     @property
     def isend(self) -> Any:
-        """Sends without waiting: isend(value, dest=, tag=) returns a request, which has to be kept."""
+        """Sends a value without waiting; returns a request, which has to be kept."""
 
     @property
     def recv(self) -> Any:
-        """Waits for a value: recv(tag=)."""
+        """Waits for a value of any rank."""
 
     @property
     def iprobe(self) -> Any:
-        """Whether a value is there to be received: iprobe(tag=)."""
+        """Tells whether a value is there to be received."""
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """The root's value, on every rank."""

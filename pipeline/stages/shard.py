@@ -25,6 +25,7 @@ from pipeline.data.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.sources import Part
 from pipeline.data.unfinished import Unfinished, claimed
 from pipeline.errors import UserError
+from pipeline.files import atomic_file
 from pipeline.launch import ranks as launch_ranks
 from pipeline.launch.ranks import Ranks
 
@@ -88,18 +89,31 @@ class _Job:
             counts.add(PartCounts.from_json(note))
         _check_quarantine(counts, self._config)
         pool = Pool([self._stem(part) for part in self._parts], [note["runs"] for note in notes])
-        found = self._duplicates(pool)
-        plan = self._plan(pool, found, counts)
+        found, plan = self._planned(pool, counts)
         for shard in plan[self._comm.rank :: self._comm.size]:
             if self._unfinished.note(shard.name) is None:
                 noted = shards.write(self._folder, shard, pool, found.drop, self._config)
                 self._unfinished.write(shard.name, noted)
         self._comm.barrier()
         if self._comm.rank == 0:
-            written = {name: self._unfinished.note(shard.name) for shard in plan for name in [shard.name]}
+            written = {shard.name: self._unfinished.note(shard.name) for shard in plan}
             totals = shards.publish(self._folder, self._unfinished.settings, written, counts, found, pool)
             self._unfinished.clear()
             log.info("shard: wrote %s (%s)", self._folder, _summary(totals))
+
+    def _planned(self, pool: Pool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
+        """What to leave out and which shards the rest becomes; taken from an interrupted run if that came so far."""
+        noted = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
+        dropped = self._unfinished.folder / "drop.npy"
+        if noted:
+            return clusters.from_json(noted["found"], np.load(dropped)), [ShardPlan(**shard) for shard in noted["shards"]]
+        found = self._duplicates(pool)
+        plan = self._plan(pool, found, counts)
+        if self._comm.rank == 0:
+            with atomic_file(dropped) as handle:
+                np.save(handle, found.drop)
+            self._unfinished.write("plan", {"found": clusters.to_json(found), "shards": [vars(shard) for shard in plan]})
+        return found, plan
 
     def _duplicates(self, pool: Pool) -> Clusters:
         """What to leave out."""
