@@ -1,6 +1,8 @@
-"""One rank of a deduplication: `python dedup_ranks.py CASES RESULTS MESSAGE_BYTES`. tests/test_data_duplicates.py says what must come out.
+"""One rank of a deduplication: `python dedup_ranks.py CASES RESULTS BYTES`. tests/test_data_duplicates.py says what must come out.
 
-CASES is a JSON list of {"texts", "scores", "settings", "against"}. The documents are dealt to the ranks at random, one rank may get none.
+CASES is a JSON list of {"texts", "scores", "settings"}. The documents are dealt to the ranks at random; the second of
+many gets none.
+BYTES is what travels in one round.
 """
 
 from __future__ import annotations
@@ -46,10 +48,21 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     return {**dataclasses.asdict(clusters), "drop": clusters.drop.tolist(), "shortened": [whole[n] for n in range(len(texts))]}
 
 
+def check_exchange(comm: mpi.Comm) -> None:
+    """Every row arrives where it should, in order; what the root shares arrives everywhere."""
+    owners = [np.random.default_rng(rank).integers(0, comm.size, 50 * rank) for rank in range(comm.size)]
+    sent = [np.arange(len(mine)) + 1000 * rank for rank, mine in enumerate(owners)]
+    expected = np.concatenate([rows[mine == comm.rank] for rows, mine in zip(sent, owners, strict=True)])
+    assert np.array_equal(mpi.exchange(comm, sent[comm.rank], owners[comm.rank]), expected)
+    shared = mpi.share(comm, np.arange(99) if comm.rank == 0 else np.arange(comm.rank))
+    assert np.array_equal(shared, np.arange(99))
+
+
 def main() -> None:
-    cases, results, message_bytes = sys.argv[1:]
-    mpi.MESSAGE_BYTES = int(message_bytes)
+    cases, results, round_bytes = sys.argv[1:]
+    mpi.MESSAGE_BYTES = paragraphs.SLICE_ROWS = int(round_bytes)
     comm = MPI.COMM_WORLD
+    check_exchange(comm)
     answers = [found(comm, case) for case in json.loads(Path(cases).read_text())]
     everyone = comm.allgather(answers)
     assert all(others == answers for others in everyone), "ranks disagree"

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -54,8 +55,8 @@ def planted(seed: int) -> dict:
                     texts.append(" ".join(words))
             case 3:
                 texts.append(texts[-1].upper().replace(" ", ", "))
-            case 4:
-                texts += [" ".join(changed(chance, words, 25)) for _ in range(2)]
+            case 4:  # below the threshold: by little, by much
+                texts += [" ".join(changed(chance, words, count)) for count in (6, 25)]
     chance.shuffle(texts)
     return {"texts": texts, "scores": [chance.randrange(3) for _ in texts]}
 
@@ -101,10 +102,10 @@ def compared(texts: list[str], scores: list[int], settings: DedupConfig) -> tupl
     return [n for n in range(len(texts)) if n != best[cluster[n]]], copies
 
 
-def ranks_find(folder: Path, cases: list[dict], ranks: int, message_bytes: int = 1 << 26) -> list[dict]:
+def ranks_find(folder: Path, cases: list[dict], ranks: int, round_bytes: int = 1 << 26) -> list[dict]:
     """What the cases give on so many ranks; every rank has compared its answer with the others'."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    script = [sys.executable, str(ROOT / "tests" / "dedup_ranks.py"), folder / "cases.json", folder / "results.json", str(message_bytes)]
+    script = [sys.executable, str(ROOT / "tests" / "dedup_ranks.py"), folder / "cases.json", folder / "results.json", str(round_bytes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
     subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
@@ -143,9 +144,9 @@ def test_planted_cases_hold_what_they_promise(one_rank):
     assert min(jaccards) < 0.9
 
 
-@pytest.mark.parametrize("ranks, message_bytes", [(2, 1 << 26), (4, 1 << 26), (3, 100)])
-def test_any_number_of_ranks_finds_the_same(one_rank, tmp_path, ranks, message_bytes):
-    assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, message_bytes), strict=True)) == one_rank
+@pytest.mark.parametrize("ranks, round_bytes", [(2, 100), (4, 1 << 26)])
+def test_any_number_of_ranks_finds_the_same(one_rank, tmp_path, ranks, round_bytes):
+    assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
 
 
 def test_repeated_lines_go_but_for_the_first(one_rank):
@@ -183,6 +184,7 @@ def test_one_document_of_every_cluster_stays_the_best(pairs, chance):
     found = clusters.resolve(edges_of(pairs), np.array([scores[number] for number in numbers], dtype=np.int64))
     assert found.drop.tolist() == [number for number in numbers if number >= 0 and number not in best]
     assert found.sizes == Counter(map(len, groups))
+    assert sorted(number for cluster in found.clusters for number in cluster.dropped) == found.drop.tolist()
     assert {cluster.kept for cluster in found.clusters} == {number if number >= 0 else None for number in best}
     shuffled = chance.sample(pairs, len(pairs))
     again = clusters.resolve(edges_of(shuffled), np.array([scores[number] for number in numbers], dtype=np.int64))
@@ -241,22 +243,46 @@ def test_saved_signatures_stay_comparable():
     assert made[0, :3].tolist() == [3478983431, 3705117907, 3982736318]
 
 
+def find_alone(texts: list[str], keys: np.ndarray, made: np.ndarray, read: Counter[int] | None = None) -> clusters.Clusters:
+    """What one rank finds with such keys and signatures; `read` counts how often each text is asked for."""
+
+    def reader(wanted: Sequence[int]) -> list[str]:
+        if read is not None:
+            read.update(wanted)
+        return [texts[number] for number in wanted]
+
+    numbers = np.arange(len(texts))
+    return duplicates.find(Alone(), numbers, keys, made, -numbers, reader, DedupConfig())
+
+
 def test_boilerplate_that_fills_whole_buckets_is_read_a_few_times_only():
     chance = random.Random(0)
     common = [chance.choice(VOCABULARY) for _ in range(300)]
     texts = [" ".join([*common, f"seite{number}"]) for number in range(1500)]
+    copies = texts[:10]
     read: Counter[int] = Counter()
-
-    def reader(wanted):
-        read.update(wanted)
-        return [texts[number] for number in wanted]
-
-    numbers = np.arange(len(texts))
-    made = minhash.signatures(*minhash.shingles(Words.of(texts)))
-    found = duplicates.find(Alone(), numbers, exact.keys(texts), made, numbers, reader, DedupConfig())
-    assert found.drop.tolist() == numbers[:-1].tolist()
-    assert found.sizes == {1500: 1}
+    made = minhash.signatures(*minhash.shingles(Words.of(texts + copies)))
+    found = find_alone(texts + copies, exact.keys(texts + copies), made, read)
+    assert found.drop.tolist() == list(range(1, 1510))
+    assert (found.exact, found.near, found.sizes) == (10, 1499, {1510: 1})
+    assert max(read) < 1500
     assert read.total() < 4 * len(texts)
+
+
+def test_a_bucket_that_begins_with_a_stranger_is_searched_on():
+    texts = ["ein ganz anderer Text steht hier", "der Wald steht schwarz und schweiget", "Der Wald steht schwarz und schweiget!"]
+    made = np.random.default_rng(0).integers(0, 1 << 32, (3, 128), dtype=np.uint32)
+    assert find_alone(texts, exact.keys(texts), made).drop.tolist() == []
+    made[:, :8] = 5  # one band of sixteen
+    assert find_alone(texts, exact.keys(texts), made).drop.tolist() == [2]
+
+
+def test_half_of_a_key_makes_no_copy():
+    keys = np.array([[1, 2], [1, 3], [4, 2], [1, 3]], dtype=np.uint64)
+    made = np.full((4, 128), minhash.NO_WORDS)
+    read: Counter[int] = Counter()
+    assert find_alone([""] * 4, keys, made, read).drop.tolist() == [3]
+    assert not read  # texts without words resemble nothing
 
 
 def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files: int) -> str:
@@ -289,10 +315,11 @@ def test_what_another_corpus_holds_is_dropped(tmp_path, ranks):
     ]
     folders = [
         against_folder(tmp_path / "a", [" ".join(words) for words in old[:6]] + ["", "?"], DedupConfig(), 3),
-        against_folder(tmp_path / "b", [" ".join(words) for words in old[6:]] + [" ".join(old[0])], DedupConfig(), 1),
+        against_folder(tmp_path / "b", [" ".join(words) for words in [*old[6:], old[0], changed(chance, old[0], 1)]], DedupConfig(), 1),
     ]
     case = {"texts": texts, "scores": [0, 0, 9, 1, 0, 9, 0], "settings": {"against": folders}}
-    (found,) = ranks_find(tmp_path, [case], ranks)
+    found, nothing = ranks_find(tmp_path, [case, {"texts": [], "scores": [], "settings": case["settings"]}], ranks)
+    assert (nothing["drop"], nothing["clusters"]) == ([], [])
     assert found["drop"] == [0, 1, 2, 5]
     assert (found["exact"], found["near"]) == (2, 2)
     assert [(cluster["kept"], cluster["dropped"], cluster["kind"]) for cluster in found["clusters"] if cluster["size"] == 2] == [
