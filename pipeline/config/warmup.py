@@ -7,6 +7,7 @@ samples that a step consumes, their order and the tokens of a micro-batch are th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from pipeline.config.schema import TrainingConfig, WarmupConfig
@@ -35,6 +36,11 @@ def samples(training: TrainingConfig, steps: int) -> int:
         total += max(last - first, 0) * entry.value
         first = max(first, last)
     return total + (steps - first) * training.global_batch_size
+
+
+def steps_for(training: TrainingConfig, tokens: int) -> int:
+    """The steps after which a run has seen so many tokens."""
+    return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
 
 
 def values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
