@@ -88,9 +88,18 @@ def claimed(folder: Path, key: str, array: str | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        if not array:
+        if _alone(handle):
             path.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _alone(handle: int) -> bool:
+    """Whether no other task of the job array holds the lock too."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _shared(path: Path, name: str) -> int | None:
