@@ -60,7 +60,7 @@ NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
 
 def to_json(found: Clusters) -> dict[str, Any]:
     """All of it but `drop`."""
-    return {**dataclasses.asdict(replace(found, drop=None)), "sizes": list(found.sizes.items())}
+    return {**dataclasses.asdict(replace(found, drop=found.drop[:0])), "drop": None, "sizes": list(found.sizes.items())}
 
 
 def from_json(noted: dict[str, Any], drop: np.ndarray) -> Clusters:

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import orjson
 
+from pipeline import artifact
+from pipeline.artifact import Manifest
 from pipeline.data import tar
 
 
@@ -58,3 +60,21 @@ def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
             for line in content.splitlines():
                 about = orjson.loads(line)
                 yield about.pop("text").encode("utf-8"), about
+
+
+def language(about: dict[str, Any]) -> str:
+    """What a document counts as where languages are told apart: its language, or its corpus where that is not known."""
+    return about.get("lang") or about.get("meta", {}).get("lang") or about.get("corpus") or "default"
+
+
+def readable(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The documents of a shard that need not be read to its end: its checksum is looked at only when they cannot be read.
+
+    Raises:
+        UserError: the shard is missing or corrupt.
+    """
+    try:
+        yield from documents(folder / name)
+    except (OSError, EOFError, ValueError):
+        artifact.verify_files(folder, text, [name])
+        raise

@@ -139,12 +139,8 @@ def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> lis
     """
     found: list[str] = []
     for name in names[:: -(-len(names) // EXCERPT_SHARDS) or 1]:
-        try:
-            documents = list(islice(text_shards.texts(shards / name), EXCERPTS))
-            found += [document.decode("utf-8")[:EXCERPT] for document in documents]
-        except (OSError, EOFError, ValueError):
-            artifact.verify_files(shards, text, [name])
-            raise
+        documents = islice(text_shards.readable(shards, text, name), EXCERPTS)
+        found += [document.decode("utf-8", errors="replace")[:EXCERPT] for document, _ in documents]
     return found
 
 

@@ -48,21 +48,35 @@ def text_of(record: Any, field: str) -> str:
 
 
 def small(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields that are small enough to travel along."""
-    return {name: value for name, value in fields if _is_small(value)}
-
-
-def _is_small(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) <= META_BYTES
-    if not isinstance(value, dict | list):
-        return True
-    try:
-        return len(orjson.dumps(value)) <= META_BYTES
-    except TypeError:  # nests deeper than orjson writes
-        return False
+    """The fields that are small enough to travel along, as plain JSON: what else Parquet knows (dates, decimals) becomes text."""
+    kept: dict[str, Any] = {}
+    for name, value in fields:
+        if isinstance(value, str):
+            if len(value) <= META_BYTES:
+                kept[name] = value
+        elif value is None or isinstance(value, int):
+            kept[name] = value
+        else:
+            try:
+                encoded = orjson.dumps(value, default=str)
+            except TypeError:  # nests deeper than orjson writes
+                continue
+            if len(encoded) <= META_BYTES:
+                kept[name] = orjson.loads(encoded)  # NaN is null by now
+    return kept
 
 
 def too_large(options: ReadOptions) -> str:
     """The reason of a document over the limit."""
     return f"is larger than data.document_megabytes={options.document_bytes / 1e6:g}"
+
+
+def fitting(text: str, options: ReadOptions) -> str:
+    """The text itself.
+
+    Raises:
+        UnusableError: it is larger than a document may be.
+    """
+    if len(text) * 4 > options.document_bytes and len(text.encode()) > options.document_bytes:
+        raise UnusableError(too_large(options))
+    return text
