@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples
     for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
         if count < 1:
             raise too_short("train", corpus.name or data.tokens, training.sequence_length, corpus.total("tokens"))
-    mixture = Mixture(phases(config)) if data.blend else None
+    mixture = Mixture(phases(config, sequences.counts.tolist())) if data.blend else None
     if mixture is not None:
         _check_epochs(config, mixture, sequences.counts)
     return Samples(corpora, stream, sequences, training.seed, mixture, _infill(config, corpora[0]))
@@ -83,7 +84,7 @@ def fingerprint(config: RunConfig, samples: Samples, consumed: int) -> str:
     fingerprints = {corpus.name: corpus.fingerprint for corpus in samples.corpora}
     begun: list[tuple[dict[str, int], int]] = []
     start = 0
-    for phase in phases(config):
+    for phase in phases(config, samples.counts.tolist()):
         end = consumed if phase.end is None else min(phase.end, consumed)
         if start < consumed or not begun:
             begun.append(({name: unit for name, unit in zip(fingerprints, units(phase.weights), strict=True) if unit}, end))
@@ -96,17 +97,27 @@ def _hash(content: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def phases(config: RunConfig) -> list[Phase]:
-    """The phases of the blend, their ends in samples; corpora in the order of their names."""
-    names = sorted(config.data.blend)
-    if not config.data.phases:
-        weights = [config.data.blend[name].weight for name in names]
-        return [Phase([1.0 if weight is None else weight for weight in weights])]
+def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]:
+    """The phases of the blend, their ends in samples; corpora in the order of their names.
+
+    Args:
+        config: of the run.
+        epoch: samples of each corpus; needed when data.blend_weights compares epochs.
+    """
+    data, names = config.data, sorted(config.data.blend)
+    worth = dict.fromkeys(names, 1)
+    if data.blend_weights == "epochs":
+        assert epoch is not None
+        worth = dict(zip(names, epoch, strict=True))
+    if not data.phases:
+        own = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in data.blend.items()}
+        return [Phase([own[name] * worth[name] for name in names])]
     return [
         Phase(
-            [phase.weights.get(name, 0.0) for name in names], phase.until_tokens and phase.until_tokens // config.training.sequence_length
+            [phase.weights.get(name, 0.0) * worth[name] for name in names],
+            phase.until_tokens and phase.until_tokens // config.training.sequence_length,
         )
-        for phase in config.data.phases
+        for phase in data.phases
     ]
 
 
