@@ -30,7 +30,7 @@ def check(config: RunConfig, world_size: int) -> None:
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Every broken rule. Rules across sizes wait until each size is legal by itself."""
     found = knobs.range_violations(config)
-    if any(violation.key.partition(".")[0] in ("model", "parallel", "training") for violation in found):
+    if any(violation.key.partition(".")[0] in ("model", "tokenizer", "parallel", "training") for violation in found):
         return found
     found += config.model.violations()
     if config.stage.name == "train_tokenizer":
