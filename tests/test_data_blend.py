@@ -145,8 +145,12 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides, said", REFUSED, ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_refused_before_work(corpora, overrides, said):
+    def start():
+        config = config_of(corpora, *overrides)
+        blend.check_epochs(config, blend.open_training(config))
+
     with pytest.raises(UserError) as refused:
-        blend.open_training(config_of(corpora, *overrides))
+        start()
     for text in said:
         assert text in str(refused.value)
 

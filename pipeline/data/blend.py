@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from pipeline import artifact
@@ -33,7 +32,7 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples
         share: (rank, ranks) of the job, to share what every rank would else do: checksums, and file sizes, which the first rank looks at.
 
     Raises:
-        UserError: a folder is not finished, a shard missing or damaged, a corpus unknown, too short or read more often than it may be.
+        UserError: a folder is not finished, a shard missing or damaged, a corpus unknown or too short.
     """
     data, training = config.data, config.training
     corpora = _corpora(config, "train")
@@ -48,9 +47,28 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples
         if count < 1:
             raise too_short("train", corpus.name or data.tokens, training.sequence_length, corpus.total("tokens"))
     mixture = Mixture(phases(config, sequences.counts.tolist())) if data.blend else None
-    if mixture is not None:
-        _check_epochs(config, mixture, sequences.counts)
     return Samples(corpora, stream, sequences, training.seed, mixture, _infill(config, corpora[0]))
+
+
+def check_epochs(config: RunConfig, samples: Samples) -> None:
+    """Tell how often a run reads each corpus of its blend.
+
+    Raises:
+        UserError: one is read more often than it may be. To go on with other weights in silence would be another blend.
+    """
+    if samples.mixture is None:
+        return
+    training, total = config.training, warmup.samples(config.training, config.training.steps)
+    problems = []
+    for name, taken, count in zip(sorted(config.data.blend), samples.mixture.counts(total).tolist(), samples.counts.tolist(), strict=True):
+        most = config.data.blend[name].max_epochs
+        log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
+        if most is not None and taken > most * count:
+            rule = f"the run's {total:,} samples take {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
+            fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
+            problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
+    if problems:
+        raise UserError(problems)
 
 
 def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples | None:
@@ -181,18 +199,3 @@ def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
     prefix, middle, suffix = sentinel_ids(Path(config.tokenizer.path), corpus.totals["tokenizer"], names)
     end = int(corpus.totals["end_of_document"])
     return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed)
-
-
-def _check_epochs(config: RunConfig, mixture: Mixture, epoch: np.ndarray) -> None:
-    """Tell how often each corpus is read. More often than it may be is refused: other weights in silence would be another blend."""
-    training, total = config.training, warmup.samples(config.training, config.training.steps)
-    problems = []
-    for name, taken, count in zip(sorted(config.data.blend), mixture.counts(total).tolist(), epoch.tolist(), strict=True):
-        most = config.data.blend[name].max_epochs
-        log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
-        if most is not None and taken > most * count:
-            rule = f"the run's {total:,} samples take {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
-            fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
-            problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
-    if problems:
-        raise UserError(problems)
