@@ -4,8 +4,6 @@ import datetime
 import gzip
 import io
 import json
-import os
-import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import webdataset
 import zstandard
-from helpers import pipeline, words, write_corpus
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import words
 
 from pipeline.data import reader, sources, suffixes
 from pipeline.data.documents import Bad, Document, ReadOptions
-from pipeline.errors import UserError
 
 
 def read(*inputs: Path | str, suffixes: tuple[str, ...] = (), **options: object) -> tuple[list[Document], list[Bad]]:
@@ -54,7 +48,10 @@ def warc_record(body: bytes, kind: str = "response", uri: str = "http://example.
         http = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         body = f"HTTP/1.1 {status}\r\n{http}\r\n".encode() + body
     about = {"WARC-Type": kind, "WARC-Target-URI": uri, "WARC-Date": "2026-01-02T03:04:05Z", "WARC-Record-ID": "<urn:uuid:1>"}
-    about |= {"Content-Type": "application/http; msgtype=response" if kind == "response" else "text/plain", "Content-Length": str(len(body))}
+    about |= {
+        "Content-Type": "application/http; msgtype=response" if kind == "response" else "text/plain",
+        "Content-Length": str(len(body)),
+    }
     return b"WARC/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in about.items()).encode() + b"\r\n" + body + b"\r\n\r\n"
 
 
