@@ -36,6 +36,7 @@ def run_hydra(arguments: list[str]) -> None:
 
     compose.register()
     hydra_launcher.register()
+    arguments = [compose.with_new_names(argument) for argument in arguments]
     sys.argv[1:] = arguments
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions; ours are printed without a traceback
     application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from helpers import pipeline, same_files
+from helpers import RAW, pipeline, same_files
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -72,7 +72,7 @@ def test_text_that_spells_the_end_token_stays_text(tokenizer, tmp_path):
     texts = [f"before {EOD} after", EOD, f"{EOD}{EOD}\n"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    pipeline("stage=shard", f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
     pipeline("stage=tokenize", f"data.shards={tmp_path}/s", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
     _, lengths, ids = shard_of(tmp_path / "t", "train-00000.tar")
     end = AutoTokenizer.from_pretrained(tokenizer).eos_token_id
@@ -208,7 +208,7 @@ def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokeniz
             "tokenizer.report=false",
         )
     else:
-        pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={other}")
+        pipeline("stage=shard", *RAW, f"data.input=[{corpus}]", f"data.shards={other}")
     wanted = {"data.shards": shards, "tokenizer.path": tokenizer, "data.tokens": tokens, key: other}
     printed = pipeline("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
     assert f"was made with {key}=" in printed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from helpers import pipeline, same_files, words
+from helpers import RAW, pipeline, same_files, words
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Tokenizer
@@ -157,6 +157,7 @@ def corpus_of_languages(folder: Path, **counts: int) -> Path:
     (folder / "x.jsonl").write_text("\n".join(chance.sample(lines, len(lines))))
     pipeline(
         "stage=shard",
+        *RAW,
         f"data.input=[{folder}/x.jsonl]",
         f"data.shards={folder}/s",
         "data.shard_megabytes=0.02",

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import knobs
+from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
 
 #: Stages that start a process group and a layout.
 PARALLEL_STAGES = ("pretrain", "evaluate")
+
+#: Groups whose keys occur in rules across keys.
+_CROSSED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -30,38 +34,15 @@ def check(config: RunConfig, world_size: int) -> None:
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Every broken rule. Rules across sizes wait until each size is legal by itself."""
     found = knobs.range_violations(config)
-    if any(violation.key.partition(".")[0] in ("model", "tokenizer", "parallel", "training") for violation in found):
+    if any(violation.key.partition(".")[0] in _CROSSED for violation in found):
         return found
     found += config.model.violations()
-    if config.stage.name == "train_tokenizer":
-        found += _tokenizer(config)
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
-    return found
-
-
-def _tokenizer(config: RunConfig) -> Iterator[Violation]:
-    """What a kind of tokenizer cannot do."""
-    wanted = config.tokenizer
-    key = "tokenizer.vocab_sizes" if wanted.vocab_sizes else "tokenizer.vocab_size"
-    runs = 45 if wanted.whitespace == "runs" else 0
-    least = {"bpe": 257, "unigram": 512, "wordpiece": 512}[wanted.kind] + len(wanted.special_tokens) + runs
-    for size in wanted.vocab_sizes or [wanted.vocab_size]:
-        if size < least:
-            yield Violation(
-                key, size, f"leaves nothing to learn: {wanted.kind} with these settings needs {least}", f"choose {least} or more"
-            )
-    if len(set(wanted.vocab_sizes)) < len(wanted.vocab_sizes):
-        yield Violation(key, wanted.vocab_sizes, "names a size twice", "name each once")
-    if wanted.split != "gpt2" and wanted.kind != "bpe":
-        yield Violation("tokenizer.split", wanted.split, f"is BPE's; {wanted.kind} has a split of its own", "leave it out, or train bpe")
-    if wanted.digits == "groups_of_three" and wanted.kind == "unigram":
-        yield Violation("tokenizer.digits", wanted.digits, "SentencePiece's Unigram learns no such groups", "use single, or train bpe")
-    if wanted.whitespace == "runs" and wanted.kind == "wordpiece":
-        yield Violation("tokenizer.whitespace", "runs", "wordpiece drops whitespace", "leave it out, or train bpe or unigram")
+    return [*found, *check_data.violations(config)]
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:
@@ -74,10 +55,11 @@ def _tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation("parallel.tensor", tensor, why, f"choose a common divisor of heads, kv_heads and ffn_hidden, not {tensor}")
     if tensor > model.vocab_size:
         yield Violation("parallel.tensor", tensor, f"is more than model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
-    length = config.training.sequence_length
-    if config.parallel.sequence_parallel and length % tensor:
-        why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
-        yield Violation("training.sequence_length", length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
+    lengths = warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
+    for key, length in lengths if config.parallel.sequence_parallel else ():
+        if length % tensor:
+            why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
+            yield Violation(key, length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
@@ -122,26 +104,29 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
         return
     data = world_size // model_ranks
-    if training.global_batch_size % (data * training.micro_batch_size):
-        why = f"must be a multiple of {data} data ranks x micro_batch_size {training.micro_batch_size}"
-        yield Violation(
-            "training.global_batch_size", training.global_batch_size, why, f"choose a multiple of {data * training.micro_batch_size}"
-        )
+    for key, size in warmup.values(training.batch_warmup, "global_batch_size", training.global_batch_size):
+        yield from _global_batch(config, data, key, size)
+
+
+def _global_batch(config: RunConfig, data: int, key: str, size: int) -> Iterator[Violation]:
+    """A global batch of `size` samples, as configuration key `key` sets it."""
+    parallel, micro_batch = config.parallel, config.training.micro_batch_size
+    if size % (data * micro_batch):
+        why = f"must be a multiple of {data} data ranks x micro_batch_size {micro_batch}"
+        yield Violation(key, size, why, f"choose a multiple of {data * micro_batch}")
         return
-    micro_batches = training.global_batch_size // (data * training.micro_batch_size)
+    micro_batches = size // (data * micro_batch)
     if parallel.pipeline == 1:
         return
     needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
     if micro_batches < needed:
         why = f"gives {micro_batches} micro-batches; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs {needed}"
-        fix = f"use a global_batch_size of at least {needed * data * training.micro_batch_size}, or smaller micro-batches"
-        yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
+        yield Violation(key, size, why, f"use at least {needed * data * micro_batch}, or smaller micro-batches")
     elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:
         rounds = max(1, micro_batches // parallel.pipeline)
         if micro_batches % rounds:
             why = f"gives {micro_batches} micro-batches; interleaved needs a multiple of {rounds} rounds"
-            fix = f"make the micro-batches a multiple of parallel.pipeline={parallel.pipeline}"
-            yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
+            yield Violation(key, size, why, f"make the micro-batches a multiple of parallel.pipeline={parallel.pipeline}")
 
 
 def _training(config: RunConfig) -> Iterator[Violation]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from pipeline.errors import UserError
 from pipeline.files import disk_full_named
 from pipeline.launch.ranks import Ranks
+
+MESSAGE_BYTES = 64 << 20
+"""What a rank sends in one round of an exchange: MPI before version 4 counts in 31 bits, and not all should be in memory twice."""
 
 
 class Comm(Protocol):
@@ -21,11 +26,29 @@ class Comm(Protocol):
     rank: int
     size: int
 
+    @property
+    def isend(self) -> Any:
+        """Sends a value without waiting; returns a request, which has to be kept."""
+
+    @property
+    def recv(self) -> Any:
+        """Waits for a value of any rank."""
+
+    @property
+    def iprobe(self) -> Any:
+        """Tells whether a value is there to be received."""
+
     def bcast(self, value: Any, root: int = 0) -> Any:
         """The root's value, on every rank."""
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
         """Every rank's value on the root, None elsewhere."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+
+    def alltoall(self, values: Sequence[Any]) -> list[Any]:
+        """One value to every rank, one from every rank."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -35,6 +58,7 @@ class Alone:
     """The communicator of a process without peers."""
 
     rank, size = 0, 1
+    isend = recv = iprobe = None  # nobody to send to, nobody to hear from
 
     def bcast(self, value: Any, root: int = 0) -> Any:  # noqa: ARG002
         """The value itself."""
@@ -44,8 +68,22 @@ class Alone:
         """The value itself, in a list."""
         return [value]
 
+    def allgather(self, value: Any) -> list[Any]:
+        """The value itself, in a list."""
+        return [value]
+
+    def alltoall(self, values: Sequence[Any]) -> list[Any]:
+        """The only value, to and from itself."""
+        return list(values)
+
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+
+def share_cores(ranks: Ranks) -> None:
+    """Let the threads of libraries (tokenizers, rensa) use this rank's part of the machine. They read it when they first work."""
+    cores = min(len(os.sched_getaffinity(0)), max(1, (os.cpu_count() or 1) // ranks.local_size))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(cores))
 
 
 @contextmanager
@@ -81,3 +119,38 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
         code = 2 if isinstance(error, UserError) else 1
         comm.Abort(code)
         os._exit(code)  # MPICH's Abort comes back; leaving the ordinary way would report the error again and wait in MPI's finalisation
+
+
+def exchange(comm: Comm, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """Send every row to the rank that owns it. All ranks call this.
+
+    Args:
+        rows: (n, ...) of any type without Python objects, the same on all ranks but for n.
+        owners: (n,) ranks.
+
+    Returns:
+        (m, ...) the rows that this rank owns: in the order of their senders, from each in the order in which it held them.
+    """
+    order = np.argsort(owners, kind="stable")
+    bounds = np.searchsorted(owners[order], np.arange(1, comm.size))
+    outgoing = np.split(rows[order], bounds)
+    step = _rows_a_round(rows, comm.size)
+    rounds = max(comm.allgather(max(-(-len(part) // step) for part in outgoing)))
+    incoming: list[list[np.ndarray]] = [[rows[:0]] for _ in range(comm.size)]
+    for start in range(0, rounds * step, step):
+        for sender, part in enumerate(comm.alltoall([part[start : start + step] for part in outgoing])):
+            incoming[sender].append(part)
+    return np.concatenate([part for parts in incoming for part in parts])
+
+
+def share(comm: Comm, rows: np.ndarray) -> np.ndarray:
+    """The root's rows, on every rank. The other ranks give rows of the same type, of any length."""
+    step = _rows_a_round(rows, 1)
+    starts = range(0, comm.bcast(len(rows)), step)
+    return np.concatenate([rows[:0], *(comm.bcast(rows[start : start + step]) for start in starts)])
+
+
+def _rows_a_round(rows: np.ndarray, parts: int) -> int:
+    """How many rows go into one message, when as many messages as parts leave at once."""
+    row_bytes = rows.itemsize * int(np.prod(rows.shape[1:]))
+    return max(1, MESSAGE_BYTES // (parts * max(1, row_bytes)))

@@ -1,179 +1,150 @@
-"""The one global shuffle, in two passes with bounded memory.
+"""The one global shuffle: where every document goes, and which shards that makes.
 
-A document's place is a hash of its identity, so the result depends on the documents and the seed alone: not on the number of ranks, nor on
-who read what when. Pass 1 spills every document to the bucket its hash falls into; in pass 2 each bucket is sorted and becomes one shard.
+A document's place is a hash of its identity. So the result depends on the documents and the seed alone: not on the number of ranks, nor on
+who read what when. The places of a group of documents (a corpus's training or validation split) are numbers from 0 to 2**48; a shard is a
+range of them that holds about `data.shard_megabytes` of text.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import xxhash
 
 from pipeline.data.documents import Document
-from pipeline.data.sources import Source
 
-SPILL_BYTES = 64 << 20
-"""Documents a rank collects in memory before it writes a run."""
-
+SPLITS = ("train", "validation")
+PLACE_BITS = 48
 _HASHES = 1 << 64
-_RECORD = struct.Struct("<QII")  # sort key, bytes of metadata, bytes of text
-# Text per byte of a compressed file, about: the number of buckets has to be known before anything is decompressed.
-_EXPANSION = {".gz": 3, ".zst": 3}
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """How the hashes are cut into buckets: first those of the training split, then those of the validation split."""
+class Order:
+    """The shuffle of a run: groups, and places in them.
 
-    train: int
-    validation: int
-    seed: int
-    validation_fraction: float
-
-    @classmethod
-    def plan(cls, sources: Sequence[Source], shard_megabytes: float, seed: int, validation_fraction: float) -> Buckets:
-        """As many buckets as shards of the wanted size, going by the size of the input files."""
-        text = sum(source.size * _EXPANSION.get(source.path.suffix, 1) for source in sources)
-        shards = [round(text * part / (shard_megabytes * 1e6)) for part in (1 - validation_fraction, validation_fraction)]
-        return cls(max(1, shards[0]), max(1, shards[1]), seed, validation_fraction)
-
-    @property
-    def count(self) -> int:
-        """Buckets of both splits."""
-        return self.train + self.validation
-
-    def place(self, document: Document) -> tuple[int, int]:
-        """(bucket, sort key) of a document."""
-        identity = os.fsencode(document.id)
-        key = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed)
-        # A second, independent hash decides the split: a document stays where it is when the corpus around it grows.
-        if xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed + 1) < self.validation_fraction * _HASHES:
-            return self.train + key * self.validation // _HASHES, key
-        return key * self.train // _HASHES, key
-
-
-class Spill:
-    """One rank's documents on their way to their buckets: a file of runs, each ordered by bucket, and an index beside it.
-
-    A file for every bucket would be simpler and, with thousands of buckets on hundreds of ranks, millions of files.
+    Attributes:
+        corpora: names, sorted; group 2 * c + s is split s of corpus c.
+        bins: into so many equal ranges the places are cut to count what lies where, a power of two.
     """
 
-    def __init__(self, path: Path, buckets: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._handle = open(path, "wb")  # noqa: SIM115 (close() is part of the story)
-        self._pending: list[list[bytes]] = [[] for _ in range(buckets)]
-        self._pending_bytes = 0
-        self._runs: list[np.ndarray] = []
-        self.documents = np.zeros(buckets, dtype=np.int64)
+    corpora: tuple[str, ...]
+    seed: int
+    validation_fraction: float
+    bins: int
 
-    def add(self, document: Document, bucket: int, key: int) -> None:
-        """Send one document to its bucket."""
-        described = {"id": document.id, "source": document.source, "meta": document.meta}
-        meta = json.dumps(described, separators=(",", ":")).encode("ascii")
-        record = _RECORD.pack(key, len(meta), len(document.text)) + meta + document.text
-        self._pending[bucket].append(record)
-        self._pending_bytes += len(record)
-        self.documents[bucket] += 1
-        if self._pending_bytes >= SPILL_BYTES:
-            self._write_run()
+    @classmethod
+    def plan(cls, corpora: Sequence[str], text_bytes: int, shard_megabytes: float, seed: int, validation_fraction: float) -> Order:
+        """About a thousand bins a shard, going by the size of the input; a shard is made of whole bins."""
+        shards = text_bytes / (shard_megabytes * 1e6)
+        bins = 1 << min(22, max(12, int(1000 * shards).bit_length()))
+        return cls(tuple(sorted(set(corpora))), seed, validation_fraction, bins)
 
-    def close(self) -> None:
-        """Write what is still in memory, and the index: int64 (runs, buckets + 1), the byte at which each bucket of each run begins."""
-        self._write_run()
-        os.fsync(self._handle.fileno())
-        self._handle.close()
-        np.save(_index(self.path), np.stack(self._runs))
+    def place(self, document: Document) -> int:
+        """The group, in the upper 16 bits, and the place in it."""
+        identity = document.id.encode("utf-8", "surrogatepass")
+        place = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed) >> (64 - PLACE_BITS)
+        # A second, independent hash decides the split: a document stays where it is when the corpus around it grows.
+        held_out = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed + 1) < self.validation_fraction * _HASHES
+        return (2 * self.corpora.index(document.corpus) + held_out) << PLACE_BITS | place
 
-    def _write_run(self) -> None:
-        start = self._handle.tell()
-        sizes = [sum(map(len, records)) for records in self._pending]
-        self._runs.append(start + np.cumsum([0, *sizes], dtype=np.int64))
-        for records in self._pending:
-            self._handle.writelines(records)
-            records.clear()
-        self._pending_bytes = 0
+    @property
+    def groups(self) -> int:
+        """Groups of all corpora."""
+        return 2 * len(self.corpora)
 
+    def bin(self, places: np.ndarray) -> np.ndarray:
+        """The bin of every place, counted through all groups: (n,) int64."""
+        return (places >> np.uint64(PLACE_BITS - self.bins.bit_length() + 1)).astype(np.int64)
 
-def _index(path: Path) -> Path:
-    return path.with_suffix(".index.npy")
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """A document as it goes into a shard: its place in the shuffle, its metadata as JSON (identity first), its text."""
-
-    key: int
-    meta: bytes
-    text: bytes
-
-
-def sorted_bucket(spills: Sequence[Path], bucket: int) -> list[Shuffled]:
-    """All documents of one bucket, from every rank's spill, in their final order: by hash, equal hashes by identity."""
-    documents: list[Shuffled] = []
-    for path in spills:
-        with open(path, "rb") as handle:
-            for run in np.load(_index(path), mmap_mode="r"):
-                start, end = int(run[bucket]), int(run[bucket + 1])
-                handle.seek(start)
-                documents.extend(_records(handle.read(end - start)))
-    documents.sort(key=lambda document: (document.key, document.meta))
-    return documents
-
-
-def _records(raw: bytes) -> Iterator[Shuffled]:
-    position = 0
-    while position < len(raw):
-        key, meta_bytes, text_bytes = _RECORD.unpack_from(raw, position)
-        middle = position + _RECORD.size + meta_bytes
-        position = middle + text_bytes
-        yield Shuffled(key, raw[middle - meta_bytes : middle], raw[middle:position])
+    def first_place(self, group: int, bin_in_group: int) -> int:
+        """The lowest place of a bin."""
+        return (group << PLACE_BITS) + bin_in_group * ((1 << PLACE_BITS) // self.bins)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard: the documents first <= i < stop of a sorted bucket."""
+    """One shard: the documents with first <= place < stop.
+
+    Attributes:
+        only: the number of the one document that it holds instead, if any.
+        without: the number of a document that another shard took.
+        text_bytes: how much that is, about; for balancing the work.
+    """
 
     name: str
-    bucket: int
+    split: str
+    corpus: str
     first: int
     stop: int
+    text_bytes: int
+    only: int | None = None
+    without: int | None = None
 
 
-def plan_shards(buckets: Buckets, documents: Sequence[int]) -> list[ShardPlan]:
-    """The shards that the filled buckets become, empty ones left out.
+@dataclass(frozen=True)
+class Tally:
+    """What a group holds.
 
-    A few documents may all fall into one split. Then the first of them moves over, so that there is always something to train on and, with
-    two documents and a fraction above zero, something to validate on.
+    Attributes:
+        documents: their count.
+        sizes: (bins,) bytes of text in every bin.
+        first: (place, number) of the document with the lowest place, None in an empty group.
+    """
+
+    documents: int
+    sizes: np.ndarray
+    first: tuple[int, int] | None
+
+
+def plan_shards(order: Order, tallies: Sequence[Tally], shard_megabytes: float) -> list[ShardPlan]:
+    """The shards that the groups become.
+
+    The few documents of a small corpus may all fall into one split. Then the first of them moves over, so that there is always something to
+    train on and, with two documents and a fraction above zero, something to validate on.
 
     Args:
-        documents: documents in every bucket.
+        tallies: one a group.
     """
-    filled = [(bucket, 0, count) for bucket, count in enumerate(documents) if count]
-    train = [part for part in filled if part[0] < buckets.train]
-    validation = [part for part in filled if part[0] >= buckets.train]
+    shards: list[ShardPlan] = []
+    for number, corpus in enumerate(order.corpora):
+        groups = 2 * number, 2 * number + 1
+        source = _group_that_gives(groups, tallies, order.validation_fraction > 0)
+        moved = None if source is None else _first_number(tallies[source])
+        for split, group in zip(SPLITS, groups, strict=True):
+            if source is not None and group != source:
+                ranges, only, without = _ranges(order, source, tallies[source], float("inf")), moved, None
+            else:
+                ranges, only, without = _ranges(order, group, tallies[group], shard_megabytes * 1e6), None, moved
+                if source is not None and tallies[group].documents == 1:
+                    ranges = []
+            prefix = split if order.corpora == ("default",) else f"{split}-{corpus}"
+            shards += [ShardPlan(f"{prefix}-{i:05d}.tar", split, corpus, *part, only, without) for i, part in enumerate(ranges)]
+    return shards
+
+
+def _group_that_gives(groups: tuple[int, int], tallies: Sequence[Tally], validation_wanted: bool) -> int | None:
+    """The split whose first document moves to the other, if it has to."""
+    train, validation = (tallies[group].documents for group in groups)
     if not train and validation:
-        train, validation = _first_document_moved(validation)
-    elif not validation and buckets.validation_fraction > 0 and sum(documents) >= 2:
-        validation, train = _first_document_moved(train)
-    return [
-        ShardPlan(f"{split}-{number:05d}.tar", *part)
-        for split, parts in (("train", train), ("validation", validation))
-        for number, part in enumerate(parts)
-    ]
+        return groups[1]
+    return groups[0] if train >= 2 and not validation and validation_wanted else None
 
 
-Parts = list[tuple[int, int, int]]
+def _first_number(tally: Tally) -> int:
+    assert tally.first is not None
+    return tally.first[1]
 
 
-def _first_document_moved(parts: Parts) -> tuple[Parts, Parts]:
-    """(the first document alone, all the others)."""
-    (bucket, first, stop), *rest = parts
-    return [(bucket, first, first + 1)], [part for part in [(bucket, first + 1, stop), *rest] if part[1] < part[2]]
+def _ranges(order: Order, group: int, tally: Tally, shard_bytes: float) -> list[tuple[int, int, int]]:
+    """(first place, end, bytes) of the group's shards: as many as its size makes, as equal as its bins allow."""
+    total = int(tally.sizes.sum())
+    if not tally.documents:
+        return []
+    count = max(1, round(total / shard_bytes))
+    before = np.concatenate([[0], np.cumsum(tally.sizes)])
+    cuts = np.unique([0, *np.searchsorted(before, total * np.arange(1, count) / count), order.bins])
+    ranges = [(int(first), int(stop), int(before[stop] - before[first])) for first, stop in pairwise(cuts)]
+    return [(order.first_place(group, first), order.first_place(group, stop), size) for first, stop, size in ranges if size]

@@ -14,7 +14,7 @@ from pipeline.config.stages import ConvertTokens
 from pipeline.data import megatron, mpi, parquet_tokens, tokens
 from pipeline.data.mpi import Comm
 from pipeline.data.tokenizer import TextEncoder
-from pipeline.data.unfinished import Unfinished, remove_strangers
+from pipeline.data.unfinished import remove_strangers, work
 from pipeline.errors import UserError, together
 from pipeline.files import digest
 from pipeline.launch.ranks import Ranks
@@ -140,32 +140,25 @@ def _all(
         convert: makes a part; returns its files.
         totals: the manifest's totals from all files.
     """
-    unfinished, (key, stage) = Unfinished(folder, settings), made_as
-    if comm.bcast(_finished(folder, key, stage, settings, unfinished) if comm.rank == 0 else None):
-        return
-    mine = [part for part in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(part) is None]
-    with Progress(len(mine), "convert_tokens", "parts", comm.rank) as progress:
-        for part in mine:
-            unfinished.write(part, convert(part))
-            progress.advance(1, part)
-    comm.barrier()
-    if comm.rank == 0:
-        files = {name: entry for part in sizes for name, entry in unfinished.note(part).items()}
-        for pattern in ("*-?????.tar", "*.parquet", "*.bin", "*.idx"):
-            remove_strangers(folder, pattern, set(files))
-        artifact.write(folder, Manifest(stage, settings, files, totals(files)))
-        unfinished.clear()
-        log.info("convert_tokens: wrote %s (%s files)", folder, len(files))
+    if comm.rank == 0 and folder.exists() and any(folder.iterdir()) and not {path.name for path in folder.iterdir()} & _OWN:
+        raise UserError.of(made_as[0], folder, "holds what convert_tokens did not write", "name another folder, or remove this one")
+    with work(comm, folder, made_as, settings, lambda _: "converted") as unfinished:
+        if not unfinished:
+            return
+        mine = [part for part in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(part) is None]
+        with Progress(len(mine), "convert_tokens", "parts", comm.rank) as progress:
+            for part in mine:
+                unfinished.write(part, convert(part))
+                progress.advance(1, part)
+        comm.barrier()
+        if comm.rank == 0:
+            files = {name: entry for part in sizes for name, entry in unfinished.note(part).items()}
+            for pattern in ("*-?????.tar", "*.parquet", "*.bin", "*.idx"):
+                remove_strangers(folder, pattern, set(files))
+            artifact.write(folder, Manifest(made_as[1], settings, files, totals(files)))
+            unfinished.clear()
+            log.info("convert_tokens: wrote %s (%s files)", folder, len(files))
 
 
-def _finished(folder: Path, key: str, stage: str, settings: dict[str, Any], unfinished: Unfinished) -> bool:
-    """Whether there is nothing to do; if there is, make the folder ready for it."""
-    done = artifact.finished(folder, key=key, stage=stage, settings=settings)
-    if done:
-        unfinished.clear()
-        log.info("convert_tokens: %s is complete, nothing to do", folder)
-    else:
-        if folder.exists() and any(folder.iterdir()) and not unfinished.folder.exists():
-            raise UserError.of(key, folder, "holds what convert_tokens did not write", "name another folder, or remove this one")
-        unfinished.take_over()
-    return done is not None
+_OWN = {artifact.MANIFEST, ".unfinished", ".lock"}
+"""What tells a folder that a stage wrote, or is writing."""

@@ -1,0 +1,114 @@
+"""The cleaning steps in their configured order, and what they did, in numbers and examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from pipeline.config.cleaning import CleanConfig
+from pipeline.data.clean import language, origin, personal, quality, repetition, text
+from pipeline.data.clean.batch import Batch, Step, Verdict
+
+_MAKERS: dict[str, Callable[[Any], Step]] = {
+    "allow": origin.allow,
+    "repair": text.repair,
+    "normalise": text.normalise,
+    "boilerplate": text.boilerplate,
+    "personal": personal.personal,
+    "length": quality.length,
+    "language": language.language,
+    "gopher": quality.gopher,
+    "c4": quality.c4,
+    "fineweb": quality.fineweb,
+    "repetition": repetition.repetition,
+    "contamination": origin.contamination,
+}
+
+EXAMPLES = 5
+"""Documents shown for every reason: those whose identity has the lowest hash, which are the same on any number of ranks."""
+
+_EXCERPT = 300
+
+
+@dataclass
+class StepCounts:
+    """What one step did.
+
+    Attributes:
+        documents, bytes: that came to it.
+        dropped: reason -> [documents, bytes].
+        changed: reason -> documents.
+        examples: reason -> [[hash, identity, excerpt before, excerpt after or None], ...], lowest hash first.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[list[Any]]] = field(default_factory=dict)
+
+    def add(self, other: StepCounts) -> None:
+        """Take another part's numbers in; the order of the parts does not matter."""
+        self.documents += other.documents
+        self.bytes += other.bytes
+        for reason, (documents, size) in other.dropped.items():
+            have = self.dropped.setdefault(reason, [0, 0])
+            self.dropped[reason] = [have[0] + documents, have[1] + size]
+        for reason, documents in other.changed.items():
+            self.changed[reason] = self.changed.get(reason, 0) + documents
+        for reason, examples in other.examples.items():
+            self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
+
+    def example(self, verdict: Verdict, identity: str, before: str) -> None:
+        """Show this document if its hash is low enough."""
+        rank = xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass"))
+        shown = self.examples.setdefault(verdict.reason, [])
+        if len(shown) == EXAMPLES and rank >= shown[-1][0]:
+            return
+        start = 0 if verdict.text is None else max(0, _first_difference(before, verdict.text) - _EXCERPT // 4)
+        after = None if verdict.text is None else verdict.text[start : start + _EXCERPT]
+        shown.append([rank, identity, before[start : start + _EXCERPT], after])
+        shown.sort()
+        del shown[EXAMPLES:]
+
+
+class Cleaner:
+    """Applies the steps of a configuration to batches and counts.
+
+    Raises:
+        UserError: a step cannot be made: a file that it needs is missing.
+    """
+
+    def __init__(self, config: CleanConfig) -> None:
+        self._steps = [(name, _MAKERS[name](getattr(config, name))) for name in config.steps]
+
+    def clean(self, batch: Batch, counts: dict[str, StepCounts]) -> Batch:
+        """The batch after all steps; `counts` (step -> numbers) is added to."""
+        sizes = [len(text.encode("utf-8")) for text in batch.texts]
+        for name, step in self._steps:
+            noted = counts.setdefault(name, StepCounts())
+            noted.documents += int(batch.alive.sum())
+            noted.bytes += sum(size for size, alive in zip(sizes, batch.alive, strict=True) if alive)
+            verdicts = list(step(batch))
+            for verdict in verdicts:
+                noted.example(verdict, batch.documents[verdict.document].id, batch.texts[verdict.document])
+                if verdict.text is None:
+                    documents, size = noted.dropped.get(verdict.reason, (0, 0))
+                    noted.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
+                else:
+                    noted.changed[verdict.reason] = noted.changed.get(verdict.reason, 0) + 1
+                    sizes[verdict.document] = len(verdict.text.encode("utf-8"))
+            batch = batch.after(verdicts)
+        return batch
+
+
+def _first_difference(first: str, second: str) -> int:
+    """Where two texts part, by halving: comparing slices is faster than comparing characters."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle - 1)
+    return low

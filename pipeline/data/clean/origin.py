@@ -1,0 +1,72 @@
+"""Steps that look at where a document comes from, and whether it is part of a benchmark."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config.cleaning import AllowStep, ContaminationStep
+from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.reader import read
+from pipeline.data.sources import Source, Span
+from pipeline.data.words import Lookup, Words, ngrams
+from pipeline.errors import UserError
+
+
+def allow(knobs: AllowStep) -> Step:
+    """Documents whose source or licence no pattern of the lists matches; an empty list allows all."""
+
+    def fits(value: object, patterns: list[str]) -> bool:
+        return not patterns or any(fnmatch.fnmatchcase(str(value).lower(), pattern.lower()) for pattern in patterns)
+
+    def source(document: Document) -> object:
+        return document.meta.get(knobs.source_field, document.source)
+
+    def step(batch: Batch) -> Iterable[Verdict]:
+        sources = np.array([not fits(source(document), knobs.sources) for document in batch.documents])
+        licences = np.array([not fits(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
+        return drop(batch, [(sources, "source not allowed"), (licences, "licence not allowed")])
+
+    return step
+
+
+def contamination(knobs: ContaminationStep) -> Step:
+    """Documents that share a run of `words` words with a benchmark (13 in Brown et al. 2020, appendix C)."""
+    found = [_runs(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
+    known = Lookup(np.concatenate(found) if found else np.zeros(0, dtype=np.uint64))
+    if not len(known.known):
+        rule = f"hold no text of {knobs.words} words"
+        fix = "name the benchmarks' files, or take the step out of clean.steps"
+        raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
+
+    def step(batch: Batch) -> Iterable[Verdict]:
+        runs, starts = _runs(batch.words, knobs.words)
+        hits = starts[known.find(runs)[0]]
+        return drop(batch, [(np.bincount(batch.words.spans.texts[hits], minlength=len(batch.texts)) > 0, "part of a benchmark")])
+
+    return step
+
+
+def _runs(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(hash, first word) of every run of words within a text."""
+    hashes = ngrams(words.hashes, length)
+    starts = np.arange(len(hashes))
+    texts = words.spans.texts
+    inside = texts[: len(hashes)] == texts[length - 1 :][: len(hashes)]
+    return hashes[inside], starts[inside]
+
+
+def _benchmark_texts(files: list[str]) -> Iterable[str]:
+    for name in files:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise UserError.of("clean.contamination.files", name, "no such file", "mend the path, or take it out")
+        source = Source(str(path), path.name, path.stat().st_size)
+        for document in read(Span(source), ReadOptions()):
+            if isinstance(document, Bad):
+                raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "mend the file")
+            yield document.text

@@ -1,0 +1,106 @@
+"""The step that masks personal data: e-mail addresses, IP addresses, telephone numbers, IBANs."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from pipeline.config.cleaning import PersonalStep
+from pipeline.data.clean.batch import Batch, Step, Verdict, where
+from pipeline.data.words import DIGIT, UPPER, Words
+
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@(?:[a-zA-Z0-9-]{1,63}\.)+[a-zA-Z]{2,24}\b")
+_IP = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
+# International; a leading zero with brackets, a slash or one long group (Europe); the three groups of North America. Years, dates, sums and
+# section numbers have no such form.
+_PHONE = re.compile(
+    r"(?<![\w.,+-])(?:(?:\+|00)[1-9]\d{0,2}(?:[ /.-]?\(?\d{1,5}\)?){2,6}"
+    r"|\(0[1-9]\d{1,4}\) ?\d[\d -]{4,11}\d|0[1-9]\d{1,4} ?/ ?\d[\d -]{3,11}\d|0[1-9]\d{2,4}[ -]\d{5,8}"
+    r"|\(?[2-9]\d{2}\)?[ .-]\d{3}[.-]\d{4})(?!\w|[.,-]\d)"
+)
+_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
+
+
+def personal(knobs: PersonalStep) -> Step:
+    """Replace every find by its kind in angle brackets. Regular expressions see only documents with the characters that a find needs."""
+    searches = [_SEARCHES[kind] for kind in knobs.kinds]
+
+    def step(batch: Batch) -> Iterable[Verdict]:
+        searched = [(kind, masked, batch.mark(possible)) for kind, possible, masked in searches]
+        if not searched:
+            return
+        for index in where(batch, np.logical_or.reduce([possible for _, _, possible in searched])):
+            text, found = batch.texts[index], []
+            for kind, masked, possible in searched:
+                if possible[index]:
+                    changed = masked(text)
+                    found += [kind] if changed != text else []
+                    text = changed
+            if found:
+                yield Verdict(index, "masked " + ", ".join(found), text)
+
+    return step
+
+
+def _email_possible(words: Words) -> np.ndarray:
+    return words.count(words.codes == ord("@")) > 0
+
+
+def _ip_possible(words: Words) -> np.ndarray:
+    digit = words.kinds & DIGIT != 0
+    dots = np.flatnonzero((words.codes[1:-1] == ord(".")) & digit[:-2] & digit[2:])
+    return words.sum_texts(dots + 1) >= 3
+
+
+def _phone_possible(words: Words) -> np.ndarray:
+    """Seven digits within fifteen characters."""
+    digits = np.flatnonzero(words.kinds & DIGIT)
+    return words.sum_texts(digits[:-6][digits[6:] - digits[:-6] <= 15]) > 0
+
+
+def _iban_possible(words: Words) -> np.ndarray:
+    upper, digit = words.kinds & UPPER != 0, words.kinds & DIGIT != 0
+    return words.sum_texts(np.flatnonzero(upper[:-3] & upper[1:-2] & digit[2:-1] & digit[3:])) > 0
+
+
+def _mask_emails(text: str) -> str:
+    return _EMAIL.sub("<email>", text)
+
+
+def _mask_ips(text: str) -> str:
+    """Addresses of the public Internet. Four small numbers are a version or a section ("section 1.2.5.1"): some part must be above 31."""
+
+    def one(match: re.Match[str]) -> str:
+        try:
+            return "<ip>" if ipaddress.ip_address(match[0]).is_global and max(map(int, match[0].split("."))) > 31 else match[0]
+        except ValueError:
+            return match[0]
+
+    return _IP.sub(one, text)
+
+
+def _mask_phones(text: str) -> str:
+    return _PHONE.sub(lambda match: "<phone>" if 7 <= sum(map(str.isdigit, match[0])) <= 15 else match[0], text)
+
+
+def _mask_ibans(text: str) -> str:
+    """Numbers whose check digits are right (ISO 13616: the rearranged number modulo 97 is 1)."""
+
+    def one(match: re.Match[str]) -> str:
+        plain = match[0].replace(" ", "")
+        number = "".join(str(int(character, 36)) for character in plain[4:] + plain[:4])
+        return "<iban>" if int(number) % 97 == 1 else match[0]
+
+    return _IBAN.sub(one, text)
+
+
+_SEARCHES: dict[str, tuple[str, Callable[[Words], np.ndarray], Callable[[str], str]]] = {
+    "email": ("e-mail addresses", _email_possible, _mask_emails),
+    "ip": ("IP addresses", _ip_possible, _mask_ips),
+    "iban": ("IBANs", _iban_possible, _mask_ibans),  # before telephone numbers, which they contain
+    "phone": ("telephone numbers", _phone_possible, _mask_phones),
+}
+KINDS = tuple(_SEARCHES)

@@ -1,0 +1,172 @@
+"""Documents between reading and writing: one file a part, in the order of the shuffle, with an index that finds them again.
+
+A file for every shard would be simpler and, with thousands of shards and thousands of parts, millions of files.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pipeline.files import atomic_file
+
+RUN_BYTES = 128 << 20
+"""Documents that are collected in memory before a sorted run is written. A part has one run, unless it decompresses to much more."""
+
+_HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
+
+
+def row_type(permutations: int) -> np.dtype:
+    """What is noted of every document beside its place.
+
+    Where it lies in the file, the bytes of its text, its language, its score, hashes of its text and URL, and its signature.
+    """
+    fields = [("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4"), ("exact", "<u8", 2), ("url", "<u8", 2)]
+    return np.dtype([*fields, ("minhash", "<u4", permutations)])
+
+
+class Spill:
+    """Writes the documents of one part.
+
+    Args:
+        stem: path of the files without their endings: `.documents`, `.places.npy` and `.rows.npy`.
+        row: row_type.
+    """
+
+    def __init__(self, stem: Path, row: np.dtype) -> None:
+        self._stem, self._row = stem, row
+        self._file = atomic_file(stem.with_suffix(".documents"))
+        self._handle = self._file.__enter__()
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._records: list[bytes] = []
+        self._collected = self._written = 0
+        self._places: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
+        self.runs: list[int] = [0]
+
+    def add(self, places: np.ndarray, abouts: Sequence[dict[str, Any]], texts: Sequence[bytes], rows: np.ndarray) -> None:
+        """Take some documents.
+
+        Args:
+            places: (documents,) uint64.
+            rows: (documents,) of row_type; position and size are filled in here.
+        """
+        rows["size"] = [len(text) for text in texts]
+        for about, text in zip(abouts, texts, strict=True):
+            meta = orjson.dumps(about, default=str)
+            record = _HEAD.pack(len(meta), len(text)) + meta + text
+            self._records.append(record)
+            self._collected += len(record)
+        self._pending.append((places, rows))
+        if self._collected >= RUN_BYTES:
+            self._write_run()
+
+    def close(self) -> None:
+        """Write what is still in memory, and the index."""
+        self._write_run()
+        self._file.__exit__(None, None, None)
+        for ending, arrays, kind in ((".places.npy", self._places, np.dtype("<u8")), (".rows.npy", self._rows, self._row)):
+            with atomic_file(self._stem.with_suffix(ending)) as handle:
+                np.save(handle, np.concatenate(arrays) if arrays else np.zeros(0, dtype=kind))
+
+    def discard(self, error: BaseException) -> None:
+        """Leave nothing behind."""
+        try:
+            self._file.__exit__(type(error), error, error.__traceback__)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+
+    def _write_run(self) -> None:
+        if not self._records:
+            return
+        places, rows = (np.concatenate(arrays) for arrays in zip(*self._pending, strict=True))
+        order = np.argsort(places, kind="stable")
+        sizes = np.array([len(record) for record in self._records], dtype=np.uint64)[order]
+        rows = rows[order]
+        rows["position"] = self._written + np.cumsum(sizes) - sizes
+        self._handle.writelines(self._records[number] for number in order.tolist())
+        self._written += int(sizes.sum())
+        self._places.append(places[order])
+        self._rows.append(rows)
+        self.runs.append(self.runs[-1] + len(rows))
+        self._pending, self._records, self._collected = [], [], 0
+
+
+class Spilled:
+    """Reads the documents of one part, numbered from 0 in the order in which they lie in the file."""
+
+    def __init__(self, stem: Path, runs: Sequence[int]) -> None:
+        self._stem, self._runs = stem, runs
+
+    @property
+    def places(self) -> np.ndarray:
+        """(documents,) uint64."""
+        return np.load(self._stem.with_suffix(".places.npy"), mmap_mode="r")
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(documents,) of row_type."""
+        return np.load(self._stem.with_suffix(".rows.npy"), mmap_mode="r")
+
+    def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(first number, end) of the documents with first <= place < stop, for every run that has any."""
+        places = self.places
+        for begin, end in zip(self._runs[:-1], self._runs[1:], strict=True):
+            low, high = np.searchsorted(places[begin:end], np.array([first, stop], dtype=np.uint64)).tolist()
+            if low < high:
+                yield begin + low, begin + high
+
+    def records(self, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+        """(metadata, text) of the documents begin <= number < end, which lie in one run."""
+        rows = self.rows[begin:end]
+        start = int(rows["position"][0])
+        with open(self._stem.with_suffix(".documents"), "rb") as handle:
+            handle.seek(start)
+            for _ in range(len(rows)):
+                meta_bytes, text_bytes = _HEAD.unpack(handle.read(_HEAD.size))
+                yield handle.read(meta_bytes), handle.read(text_bytes)
+
+    def record(self, number: int) -> tuple[bytes, bytes]:
+        """(metadata, text) of one document."""
+        data, start = _mapped(self._stem.with_suffix(".documents")), int(self.rows[number]["position"])
+        meta_bytes, text_bytes = _HEAD.unpack_from(data, start)
+        middle = start + _HEAD.size + meta_bytes
+        return data[start + _HEAD.size : middle], data[middle : middle + text_bytes]
+
+    def note_flags(self, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
+        """Note a flag for every paragraph of some documents.
+
+        Args:
+            numbers: (documents,) sorted.
+            flags: (paragraphs,) bool, those of a document one after another.
+            counts: (documents,) how many each has.
+        """
+        with atomic_file(self._stem.with_suffix(".flags.npz")) as handle:
+            np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)
+
+    def flags(self, number: int) -> list[bool]:
+        """What was noted of one document."""
+        noted = _loaded(self._stem.with_suffix(".flags.npz"))
+        row = int(np.searchsorted(noted["numbers"], number))
+        end = int(noted["ends"][row])
+        return noted["flags"][end - int(noted["counts"][row]) : end].tolist()
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+@lru_cache(maxsize=64)
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "rb") as handle:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
