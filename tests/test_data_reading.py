@@ -315,6 +315,15 @@ def test_a_file_without_permission_is_told(tmp_path):
     assert "permissions" in bad[0].reason
 
 
+def test_the_stage_quarantines_what_is_bad(tmp_path):
+    (tmp_path / "good.jsonl").write_bytes(GOOD * 200)
+    (tmp_path / "bad one.jsonl.gz").write_bytes(gzip.compress(GOOD * 3)[:-1])
+    printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
+    assert "train" in printed
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 203
+
+
 def test_all_missing_inputs_are_named_at_once(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from helpers import ROOT, pipeline, same_files, words, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import documents, shuffle, sources
+from pipeline.data import shuffle
 from pipeline.data.shuffle import Buckets
-from pipeline.errors import UserError
 
 
 def samples(folder: Path, split: str = "*") -> list[dict]:
@@ -138,27 +136,6 @@ def test_plan_writes_every_document_once(train, validation, wanted):
         assert names == [f"{split}-{number:05d}.tar" for number in range(len(names))]
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20), st.integers(1, 200))
-def test_byte_ranges_of_a_file_hold_each_document_once(tmp_path_factory, texts, span_bytes):
-    path = tmp_path_factory.mktemp("ranges") / "x.jsonl"
-    path.write_text("".join(json_line(text) for text in texts), encoding="utf-8")
-    source = sources.Source(path, "x.jsonl", path.stat().st_size)
-    whole = list(documents.read(sources.Span(source, 0, None), "text"))
-    ranges = [sources.Span(source, start, start + span_bytes) for start in range(0, source.size, span_bytes)]
-    assert [document for span in ranges for document in documents.read(span, "text")] == whole
-    assert [document.text.decode() for document in whole] == texts
-
-
-def test_a_large_file_is_read_in_ranges_by_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SPAN_BYTES", 100_000)
-    found = [sources.Source(tmp_path / name, name, 1_000_000) for name in ("a.jsonl", "b.jsonl.gz")]
-    pieces = sources.spans(found)
-    assert [(p.start, p.end) for p in pieces] == [(start, start + 100_000) for start in range(0, 1_000_000, 100_000)] + [(0, None)]
-    shares = [sources.share(pieces, rank, 3) for rank in range(3)]
-    assert sorted((p.source.name, p.start) for share in shares for p in share) == [(p.source.name, p.start) for p in pieces]
-    assert [sum(p.size for p in share) for share in shares] == [1_000_000, 500_000, 500_000]
-
-
 def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, shards):
     settings = ["stage=shard", f"data.input=[{corpus}]", f"data.shards={shards}", "data.shard_megabytes=0.05"]
     before = {path: path.stat().st_mtime_ns for path in shards.iterdir()}
@@ -170,23 +147,6 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
     assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
 
 
-def test_all_missing_inputs_are_named_at_once(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.txt").write_text("x")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.txt").write_text("x")
-    (tmp_path / "empty").mkdir()
-    inputs = [tmp_path / "nowhere.jsonl", tmp_path / "empty", tmp_path / "*.parquet", tmp_path / "a", tmp_path / "b"]
-    printed = pipeline("stage=shard", f"data.input=[{','.join(map(str, inputs))}]", f"data.shards={tmp_path}/s", expect=2)
-    assert "4 problems" in printed
-    assert "nowhere.jsonl: no such file" in printed
-    assert "empty: holds no file ending in .jsonl" in printed
-    assert "*.parquet: no such file, folder or match" in printed
-    assert "common parent" in printed
-    assert "Traceback" not in printed
-    assert not (tmp_path / "s").exists()
-
-
 def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
     assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
@@ -195,54 +155,6 @@ def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
     assert "cannot be written: Not a directory" in below_a_file
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}/empty.txt]", f"data.shards={tmp_path}/s", expect=2)
     assert "no document with any text" in printed
-
-
-GOOD = b'{"text": "good"}\n'
-BAD = {
-    "broken JSON": ("x.jsonl", GOOD + b'{"text": "bro', "line 2", "not JSON"),
-    "no object": ("x.jsonl", GOOD * 2 + b'["text"]\n', "line 3", "not an object"),
-    "missing field": ("x.jsonl", GOOD + b"\n" + b'{"body": "x"}\n', "line 3", "no field 'text' (data.text_field), only 'body'"),
-    "null": ("x.jsonl", GOOD + b'{"text": null}\n', "line 2", "null instead of text"),
-    "surrogate": ("x.jsonl", GOOD + b'{"text": "\\ud800"}\n', "line 2", "surrogate"),
-    "Latin-1 line": ("x.jsonl", GOOD + '{"text": "grün"}\n'.encode("latin-1"), "line 2", "not UTF-8: byte 0xfc at position 12"),
-    "Latin-1 text": ("x.txt", "grün".encode("latin-1"), "x.txt", "not UTF-8: byte 0xfc at position 2"),
-    "cut gzip": (
-        "x.jsonl.gz",
-        gzip.compress(GOOD + os.urandom(9000))[:-2000],
-        "x.jsonl.gz",
-        "cut short",
-    ),
-    "no gzip": ("x.jsonl.gz", GOOD, "x.jsonl.gz", "damaged"),
-    "cut zstd": ("x.jsonl.zst", zstandard.ZstdCompressor().compress(GOOD * 5000 + os.urandom(999))[:-9], "x.jsonl.zst", "not complete"),
-    "no zstd": ("x.jsonl.zst", GOOD, "x.jsonl.zst", "damaged"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_document_is_named_with_file_line_and_reason(tmp_path, case):
-    name, content, where, reason = BAD[case]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as refused:
-        list(documents.read(sources.Span(*sources.find([str(tmp_path)], [".jsonl", ".txt", ".gz", ".zst"], []), 0, None), "text"))
-    assert str(tmp_path / name) in str(refused.value)
-    assert where in str(refused.value)
-    assert reason in str(refused.value)
-
-
-def test_a_bad_document_leaves_no_shard(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(GOOD * 3 + b"{}\n")
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s", expect=2)
-    assert "x.jsonl, line 4" in printed
-    assert "Traceback" not in printed
-    assert [path.name for path in (tmp_path / "s").iterdir()] == [".unfinished"]
-
-
-def test_one_rank_with_a_bad_document_ends_all(tmp_path):
-    (tmp_path / "good.jsonl").write_bytes(GOOD * 100)
-    (tmp_path / "bad.jsonl").write_bytes(GOOD + b"{")
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2, expect=2)
-    assert "bad.jsonl, line 2" in printed
-    assert "Traceback" not in printed
 
 
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
@@ -297,12 +209,3 @@ def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
     (folder / "manifest.json").unlink()
     pipeline("stage=shard", f"data.input=[{tmp_path}/c]", f"data.shards={folder}")
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "train-00000.tar", "validation-00000.tar"]
-
-
-def test_zstd_reader_equals_the_library_on_whole_files(tmp_path):
-    content = b"".join(words(n, 50).encode() + b"\n" for n in range(3000))
-    frames = zstandard.ZstdCompressor().compress(content[:70000]) + zstandard.ZstdCompressor(level=1).compress(content[70000:])
-    (tmp_path / "x.jsonl.zst").write_bytes(frames)
-    with documents._open(sources.Source(tmp_path / "x.jsonl.zst", "x.jsonl.zst", len(frames))) as handle:
-        assert isinstance(handle, io.BufferedReader)
-        assert handle.read() == content
