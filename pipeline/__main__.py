@@ -36,11 +36,17 @@ def run_hydra(arguments: list[str]) -> None:
 
     compose.register()
     hydra_launcher.register()
+    arguments = [compose.with_new_names(argument) for argument in arguments]
     sys.argv[1:] = arguments
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions; ours are printed without a traceback
     application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)
     try:
-        application()
+        if any(argument.startswith(("-", "hydra")) for argument in arguments):
+            application()
+        else:  # the same composition without Hydra's sweeps and flags, for which it composes everything twice
+            with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
+                composed = hydra.compose("config", arguments)
+            run_one(composed)
     except UserError as error:  # of a sweep, whose points are checked together before any runs
         compose.fail(error, after=ranks.turn_to_speak())
     except (HydraException, OmegaConfBaseException) as error:

@@ -12,7 +12,7 @@ from pipeline.errors import Violation
 
 @dataclass(frozen=True)
 class Knob:
-    """What is known of one configuration field: its meaning, unit and legal range."""
+    """What is known of one configuration field: its meaning, unit and legal range; of a list or dict, the dataclass of its items."""
 
     meaning: str
     unit: str = ""
@@ -20,6 +20,7 @@ class Knob:
     above: float | None = None
     at_most: float | None = None
     choices: tuple[str, ...] = ()
+    item: type | None = None
 
     def rule(self) -> str:
         """The legal range in words, empty when anything of the field's type goes."""
@@ -50,9 +51,10 @@ def knob(
     above: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
+    item: type | None = None,
 ) -> Any:
     """A dataclass field with its meaning, unit and legal range."""
-    metadata = {"knob": Knob(meaning, unit, at_least, above, at_most, choices)}
+    metadata = {"knob": Knob(meaning, unit, at_least, above, at_most, choices, item)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -66,6 +68,9 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:
             yield from walk(value, f"{key}.")
         elif "knob" in item.metadata:
             yield key, item.metadata["knob"], value
+            if item.metadata["knob"].item:
+                for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+                    yield from walk(part, f"{key}.{name}.")
 
 
 def range_violations(node: Any, prefix: str = "") -> list[Violation]:

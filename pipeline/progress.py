@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from datetime import timedelta
 from types import TracebackType
 
 log = logging.getLogger("pipeline")
@@ -53,7 +54,10 @@ class Progress:
         scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
         seconds = max(time.monotonic() - self._start, 1e-9)
         whole = f" of {self._total / scale:,.0f}" if self._total else ""
-        return f"{self._done / scale:,.0f}{whole} {unit}, {self._done / scale / seconds:,.1f} {unit}/s"
+        left = ""
+        if self._total and 0 < self._done < self._total:
+            left = f", {timedelta(seconds=round(seconds * (self._total / self._done - 1)))} left"
+        return f"{self._done / scale:,.0f}{whole} {unit}, {self._done / scale / seconds:,.1f} {unit}/s{left}"
 
     def __enter__(self) -> Progress:
         return self

@@ -32,6 +32,27 @@ def words(seed: int, count: int) -> str:
     return " ".join(chance.choice(vocabulary) for _ in range(count))
 
 
+RAW = ("clean=none", "dedup=none")
+"""Settings of stage=shard that keep every document as it is."""
+
+NAMES = "keeper captain sailor widow teacher farmer stranger child painter doctor".split()
+DEEDS = "watched crossed remembered painted described feared loved visited forgot measured".split()
+THINGS = "harbour island lighthouse village forest bridge garden winter letter mountain river market mirror".split()
+KINDS = "old silent distant narrow golden empty crowded frozen gentle curious wooden hidden".split()
+
+
+def prose(seed: int, sentences: int = 12) -> str:
+    """English sentences of their own for every seed, which pass the cleaning steps."""
+    chance = random.Random(seed)
+    pick = chance.choice
+    made = [
+        f"The {pick(KINDS)} {pick(NAMES)} {pick(DEEDS)} the {pick(THINGS)} of the {pick(KINDS)} {pick(THINGS)} "
+        f"and that {pick(NAMES)} {pick(DEEDS)} {chance.randint(2, 99)} {pick(KINDS)} {pick(THINGS)}s with a {pick(THINGS)}."
+        for _ in range(sentences)
+    ]
+    return " ".join(made)
+
+
 def write_corpus(folder: Path, documents: int = 200) -> None:
     """Two files of JSON lines with documents of very different lengths."""
     folder.mkdir(parents=True)

@@ -2,16 +2,20 @@
 
 import json
 import shutil
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.data import loader
-from pipeline.data.loader import TokenDataset, document_ids
+from pipeline.data import stream as streams
+from pipeline.data.loader import Corpus, TokenDataset
 from pipeline.data.permutation import permute
+from pipeline.data.stream import TokenStream
 from pipeline.errors import UserError
 
 
@@ -29,6 +33,16 @@ def test_permutation_of_a_large_corpus_stays_inside_and_apart(size, seed, epoch)
     assert images.max() < size
     assert len(np.unique(images)) == len(values)
     assert np.array_equal(permute(values[::-1], size, seed, epoch), images[::-1])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2**64 - 1), st.integers(0, 5), st.floats(0, 0.999)), min_size=1, max_size=30)
+)
+def test_many_permutations_at_once_are_the_same_as_one_by_one(rows):
+    values = np.array([int(share * size) for size, _, _, share in rows])
+    sizes, seeds, epochs = (np.array([row[i] for row in rows], dtype=np.uint64) for i in range(3))
+    alone = [int(permute(values[i : i + 1], *row[:3])[0]) for i, row in enumerate(rows)]
+    assert permute(values, sizes, seeds, epochs).tolist() == alone
 
 
 def test_permutation_spreads_evenly_and_depends_on_seed_and_epoch():
@@ -64,7 +78,7 @@ def test_samples_are_windows_of_the_stream_in_permuted_order(tokens, length, see
     numbers = np.arange(first, first + count)
     batch = dataset.samples(numbers)
     assert batch.shape == (count, length + 1)
-    assert batch.dtype == np.int64
+    assert batch.dtype == np.uint16
     for number, row in zip(numbers, batch, strict=True):
         window = int(permute(np.array([number % windows]), windows, seed, number // windows)[0])
         assert np.array_equal(row, text[window * length : window * length + length + 1])
@@ -86,8 +100,12 @@ def test_a_sample_depends_on_its_number_alone(tokens, monkeypatch):
     together = dataset.samples(numbers)
     assert np.array_equal(together[::30], one_by_one)
     assert np.array_equal(dataset.samples(numbers), together)
-    monkeypatch.setattr(loader, "OPEN_SHARDS", 1)
-    assert np.array_equal(TokenDataset(tokens, "train", 33, seed=4).samples(numbers), together)
+    # Threads that close each other's files all the time still read their own.
+    monkeypatch.setattr(streams, "OPEN_SHARDS", 1)
+    crowded = TokenDataset(tokens, "train", 33, seed=4)
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(crowded.samples, [numbers[i : i + 1] for i in range(300)]))
+    assert np.array_equal(np.concatenate(parts), together)
 
 
 def test_every_epoch_holds_every_window_once_in_its_own_order(tokens):
@@ -124,20 +142,19 @@ def test_a_missing_artifact_names_the_key_and_the_stage(tmp_path, shards):
 def test_missing_truncated_and_corrupt_shards_are_named(tokens, tmp_path):
     folder = tmp_path / "tokens"
     shutil.copytree(tokens, folder)
-    dataset = TokenDataset(folder, "train", 8, seed=0)
-    dataset.verify()
+    TokenDataset(folder, "train", 8, seed=0).stream.verify()
     raw = bytearray((folder / "train-00001.tar").read_bytes())
     raw[3000] ^= 1
     (folder / "train-00001.tar").write_bytes(raw)
     with pytest.raises(UserError, match=r"train-00001\.tar: is corrupt"):
-        TokenDataset(folder, "train", 8, seed=0).verify()
+        TokenDataset(folder, "train", 8, seed=0).stream.verify()
     (folder / "train-00000.tar").unlink()
     (folder / "train-00001.tar").write_bytes(raw[:-1])
     with pytest.raises(UserError) as refused:
         TokenDataset(folder, "train", 8, seed=0)
     assert "train-00000.tar: is missing" in str(refused.value)
     assert "train-00001.tar: is truncated" in str(refused.value)
-    TokenDataset(folder, "validation", 8, seed=0).verify()
+    TokenDataset(folder, "validation", 8, seed=0).stream.verify()
 
 
 def test_fewer_tokens_than_a_window_are_refused(tokens):
@@ -147,9 +164,78 @@ def test_fewer_tokens_than_a_window_are_refused(tokens):
         TokenDataset(tokens, "validation", count, seed=0)
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
-def test_document_ids_count_the_end_tokens_before(rows):
-    tokens = np.array(rows)
-    ids = document_ids(tokens, end_of_document=0)
-    assert ids.dtype == np.int32
-    assert ids.tolist() == [[row[:t].count(0) for t in range(len(row))] for row in rows]
+def corpus(folder):
+    return Corpus.of(folder, artifact.read(folder, key="data.tokens", stage="tokenize"), "train")
+
+
+def test_a_corrupt_shard_is_found_while_others_are_read(tokens, tmp_path):
+    folder = tmp_path / "tokens"
+    shutil.copytree(tokens, folder)
+    damaged = sorted(folder.glob("train-*.tar"))[1]
+    raw = bytearray(damaged.read_bytes())
+    raw[-3000] ^= 1
+    damaged.write_bytes(raw)
+    shards = corpus(folder).shards
+    starts = np.cumsum([0, *(shard.entry["tokens"] for shard in shards)])
+    elsewhere = TokenStream(shards, lazy_checks=True)
+    elsewhere.read(starts[[0, 2]], 5)
+    elsewhere.verified()
+    mine, others = (TokenStream(shards, lazy_checks=True, share=(rank, 2)) for rank in (1, 0))
+    for stream in (mine, others):
+        stream.read(starts[:3], 5)
+    others.verified()
+    others.read(starts[:3], 5)
+    with pytest.raises(UserError, match=rf"{damaged.name}: is corrupt"):
+        mine.verified()
+    with pytest.raises(UserError, match=rf"{damaged.name}: is corrupt"):
+        mine.read(starts[[0]], 5)
+
+
+def test_a_shard_that_changes_its_length_is_named_when_it_is_read(tokens, tmp_path):
+    folder = tmp_path / "tokens"
+    shutil.copytree(tokens, folder)
+    shards = corpus(folder).shards
+    stream = TokenStream(shards)
+    first = np.array([0])
+    stream.read(first, 5)
+    shards[0].path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"train-00000\.tar: is truncated or overwritten: 0 bytes"):
+        stream.read(first, 5)
+    with pytest.raises(UserError, match="is truncated"):
+        TokenStream(shards).read(first, 5)
+    shards[0].path.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        TokenStream(shards).read(first, 5)
+
+
+def test_files_without_a_split_are_no_shards(tokens, tmp_path):
+    folder = tmp_path / "tokens"
+    shutil.copytree(tokens, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"]["train-report.html"] = {"bytes": 1, "xxh3": ""}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert TokenDataset(folder, "train", 8, seed=0).windows == TokenDataset(tokens, "train", 8, seed=0).windows
+
+
+def test_a_trillion_tokens_are_opened_without_looking_at_them(tmp_path):
+    """Sparse files of 8 GB: what is allocated does not depend on the number of tokens or samples."""
+    each, files = 4_000_000_000, {}
+    for number in range(250):
+        name = f"train-{number:05d}.tar"
+        with open(tmp_path / name, "wb") as shard:
+            shard.truncate(1024 + 2 * each)
+        entry = {"split": "train", "corpus": "default", "dtype": "uint16", "tokens": each, "offset": 1024, "text_bytes": 4 * each}
+        files[name] = {"bytes": 1024 + 2 * each, "xxh3": f"{number}", **entry}
+    with open(tmp_path / "train-00249.tar", "r+b") as last:
+        last.seek(-4096, 2)
+        last.write(np.arange(2048, dtype="<u2").tobytes())
+    artifact.write(tmp_path, artifact.Manifest("tokenize", {}, files, {"vocab_size": 65536, "end_of_document": 0}))
+    tracemalloc.start()
+    dataset = TokenDataset(tmp_path, "train", 2048, seed=0)
+    batch = dataset.samples(np.arange(256) + 10**9)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch.shape == (256, 2049)
+    assert peak < 8e6
+    assert dataset.tokens == 10**12
+    assert dataset.stream.read(np.array([10**12 - 2048]), 2048)[0].tolist() == list(range(2048))

@@ -1,6 +1,5 @@
 """Documents to text shards, at the command line."""
 
-import gzip
 import io
 import json
 import os
@@ -11,16 +10,16 @@ import tarfile
 import time
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import webdataset
-import zstandard
-from helpers import ROOT, pipeline, same_files, words, write_corpus
+from helpers import RAW, ROOT, pipeline, prose, same_files, words, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import documents, shuffle, sources
-from pipeline.data.shuffle import Buckets
-from pipeline.errors import UserError
+from pipeline.data import shuffle, text_shards
+from pipeline.data.shuffle import Order, Tally
 
 
 def samples(folder: Path, split: str = "*") -> list[dict]:
@@ -33,42 +32,94 @@ def json_line(text: str, **more: object) -> str:
     return json.dumps({"text": text, **more}, ensure_ascii=False) + "\n"
 
 
-def test_every_form_of_input_is_read_whole(tmp_path):
-    root = tmp_path / "Köche & Bücher"
-    (root / "tief er").mkdir(parents=True)
-    (root / ".hidden").mkdir()
-    texts = {name: [words(100 * i + n, 20) for n in range(3)] for i, name in enumerate(["plain", "gzip", "zstd"])}
-    lines = {name: "".join(json_line(t, lang="de", number=n) for n, t in enumerate(part)) for name, part in texts.items()}
-    (root / "plain ü.jsonl").write_bytes(b"\xef\xbb\xbf" + lines["plain"].replace("\n", "\r\n\n", 1).encode())
-    (root / "gzip.jsonl.gz").write_bytes(gzip.compress(lines["gzip"].encode()))
-    frames = [zstandard.ZstdCompressor().compress(part.encode()) for part in lines["zstd"].splitlines(keepends=True)]
-    (root / "zstd.jsonl.zst").write_bytes(b"".join(frames))
-    (root / "tief er" / "größe.txt").write_text("Ein Dokument\r\nin zwei Zeilen\u2028oder drei", encoding="utf-8", newline="")
-    (root / "empty.txt").write_text("")
-    (root / "notes.md").write_text("not asked for")
-    (root / ".hidden" / "x.txt").write_text("not asked for")
-    printed = pipeline("stage=shard", f'data.input=["{root}"]', f"data.shards={tmp_path}/shards", "data.validation_fraction=0.3")
-
-    found = samples(tmp_path / "shards")
-    expected = [*texts["plain"], *texts["gzip"], *texts["zstd"], "Ein Dokument\r\nin zwei Zeilen\u2028oder drei"]
-    assert sorted(sample["txt"] for sample in found) == sorted(expected)
-    assert len({sample["json"]["id"] for sample in found}) == len(expected)
-    described = {sample["txt"]: sample["json"] for sample in found}
-    assert described[texts["zstd"][2]]["meta"] == {"lang": "de", "number": 2}
-    assert described[expected[-1]]["source"] == "tief er/größe.txt"
-    assert "1 empty documents left out" in printed
-
-    globbed = tmp_path / "globbed"
-    pipeline("stage=shard", f'data.input=["{root}/**/*.txt","{root}/gzip*"]', f"data.shards={globbed}")
-    assert sorted(sample["txt"] for sample in samples(globbed)) == sorted([*texts["gzip"], expected[-1]])
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_any_number_of_ranks_writes_the_same_bytes(corpus, shards, tmp_path):
-    settings = ("stage=shard", f"data.input=[{corpus}]", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
-    assert len(list(shards.glob("train-*.tar"))) >= 3
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """Prose in three files, with copies, near copies, things to mend and to drop."""
+    folder = tmp_path_factory.mktemp("library") / "documents"
+    folder.mkdir()
+    for part in range(3):
+        lines = [json_line(prose(100 * part + n), number=n) for n in range(60)]
+        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of the first file's
+        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # nearly the same in each
+        lines += [json_line("too short"), json_line("click here " * 200), json_line("MÃ¤rchen. " + prose(900 + part))]
+        (folder / f"part {part}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+LIBRARY = ("stage=shard", "data.part_megabytes=0.03", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
+
+
+@pytest.fixture(scope="module")
+def cleaned(library) -> Path:
+    """The library's shards with the default steps, by one process."""
+    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={library.parent}/cleaned")
+    return library.parent / "cleaned"
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
+    assert len(list(cleaned.glob("train-*.tar"))) >= 3
     for ranks in (1, 2, 4):
-        pipeline(*settings, f"data.shards={tmp_path}/{ranks}", ranks=ranks)
-        assert same_files(shards, tmp_path / str(ranks)), ranks
+        pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/{ranks}", ranks=ranks)
+        assert same_files(cleaned, tmp_path / str(ranks)), ranks
+
+
+def test_cleaning_and_deduplication_leave_what_they_should(library, cleaned):
+    texts = sorted(sample["txt"] for sample in samples(cleaned))
+    expected = {prose(100 * part + n) for part in range(3) for n in range(60)} | {"Märchen. " + prose(900 + part) for part in range(3)}
+    near = [text for text in texts if "Printed for the" in text]
+    assert sorted(expected | set(near)) == texts
+    assert sorted(text.split(" Printed")[0] for text in near) == sorted(prose(n, 40) for n in range(500, 503))
+    totals = read_json(cleaned / "manifest.json")["totals"]
+    assert (totals["exact_duplicates"], totals["near_duplicates"], totals["cleaned_documents"]) == (12, 6, 6)
+    assert {sample["json"]["lang"] for sample in samples(cleaned)} == {"en"}
+
+
+def test_the_report_tells_where_every_document_went(library, cleaned):
+    report = read_json(cleaned / "report.json")
+    read = report["input"]["documents"]
+    assert read == sum(path.read_text(encoding="utf-8").count("\n") for path in library.iterdir())
+    left = read
+    for step in report["steps"]:
+        assert step["documents"] == left
+        left -= sum(reason["documents"] for reason in step["dropped"].values())
+    duplicates = report["duplicates"]
+    assert left - duplicates["exact"] - duplicates["near"] == len(samples(cleaned))
+    by_name = {step["step"]: step for step in report["steps"]}
+    assert by_name["length"]["dropped"]["too short"]["documents"] == 3
+    assert by_name["length"]["examples"]["too short"][0]["before"] == "too short"
+    assert by_name["repair"]["examples"]["encoding or entities mended"][0]["after"].startswith("Märchen.")
+    assert {(cluster["kind"], cluster["documents"]) for cluster in duplicates["clusters"]} == {("exact", 3), ("near", 3)}
+    assert report["output"]["languages"]["en"][0] == len(samples(cleaned)) == sum(report["output"]["lengths"].values())
+    page = (cleaned / "report.html").read_text(encoding="utf-8")
+    assert "MÃ¤rchen" in page
+    assert "http" not in page, "the page must not load anything"
+
+
+def test_raw_documents_arrive_as_they_are(corpus, shards):
+    manifest = read_json(shards / "manifest.json")
+    for split in ("train", "validation"):
+        found = samples(shards, split)
+        assert manifest["totals"][split]["documents"] == len(found) > 0
+        assert manifest["totals"][split]["bytes"] == sum(len(sample["txt"].encode()) for sample in found)
+        entries = [entry for entry in manifest["files"].values() if entry.get("split") == split]
+        assert sum(entry["documents"] for entry in entries) == len(found)
+        assert {entry["corpus"] for entry in entries} == {"default"}
+    lines = [json.loads(line)["text"] for path in corpus.iterdir() for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sorted(sample["txt"] for sample in samples(shards)) == sorted(lines)
+    # Shuffled: neither the order of the files nor their lengths survive.
+    order = [sample["json"]["id"] for sample in samples(shards, "train")]
+    assert order != sorted(order)
+
+
+def test_shards_are_of_the_wanted_size_whatever_cleaning_left(cleaned, shards):
+    for folder in (cleaned, shards):
+        files = read_json(folder / "manifest.json")["files"]
+        sizes = [entry["text_bytes"] for name, entry in files.items() if name.startswith("train-")]
+        assert all(35_000 < size < 65_000 for size in sizes), sizes
 
 
 def test_shards_are_the_ustar_files_that_tarfile_writes(shards):
@@ -84,21 +135,55 @@ def test_shards_are_the_ustar_files_that_tarfile_writes(shards):
         assert not whole[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
 
 
-def test_manifest_counts_what_the_shards_hold(corpus, shards):
-    manifest = json.loads((shards / "manifest.json").read_text())
-    for split in ("train", "validation"):
-        found = samples(shards, split)
-        assert manifest["totals"][split]["documents"] == len(found) > 0
-        assert manifest["totals"][split]["bytes"] == sum(len(sample["txt"].encode()) for sample in found)
-    lines = [json.loads(line)["text"] for path in corpus.iterdir() for line in path.read_text(encoding="utf-8").splitlines()]
-    assert sorted(sample["txt"] for sample in samples(shards)) == sorted(lines)
-    # Shuffled: neither the order of the files nor their lengths survive.
-    order = [sample["json"]["id"] for sample in samples(shards, "train")]
-    assert order != sorted(order)
+def test_many_documents_can_share_a_member(library, cleaned, tmp_path):
+    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s", "data.documents_per_member=10")
+    packed = [document for path in sorted((tmp_path / "s").glob("train-*.tar")) for document in text_shards.documents(path)]
+    single = [document for path in sorted(cleaned.glob("train-*.tar")) for document in text_shards.documents(path)]
+    assert packed == single
+    read = [json.loads(line)["text"] for sample in samples(tmp_path / "s", "train") for line in sample["jsonl"].splitlines()]
+    assert read == [text.decode() for text, _ in single]
+    assert (tmp_path / "s" / "train-00000.tar").stat().st_size < (cleaned / "train-00000.tar").stat().st_size
+
+
+def test_corpora_keep_their_names_and_are_deduplicated_together(library, tmp_path):
+    files = {name: f'["{library}/part {part}.jsonl"]' for part, name in enumerate(("books", "web"))}
+    settings = [f"data.corpora={{{','.join(f'{name}: {paths}' for name, paths in files.items())}}}"]
+    pipeline(*LIBRARY, *settings, f"data.shards={tmp_path}/s")
+    manifest = read_json(tmp_path / "s" / "manifest.json")
+    assert set(manifest["totals"]["corpora"]) == {"books", "web"}
+    for corpus in ("books", "web"):
+        paths = [tmp_path / "s" / name for name, entry in manifest["files"].items() if entry.get("corpus") == corpus]
+        assert all(path.name.startswith((f"train-{corpus}-", f"validation-{corpus}-")) for path in paths)
+        about = [about for path in paths for _, about in text_shards.documents(path)]
+        assert {entry["corpus"] for entry in about} == {corpus}
+        counted = manifest["totals"]["corpora"][corpus]
+        assert len(about) == sum(counted[split]["documents"] for split in ("train", "validation"))
+    assert manifest["totals"]["exact_duplicates"] == 6
+
+
+def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_path):
+    line = "Subscribe to our letter from the harbour, and read of it first."
+    pages = [json_line(prose(n) + "\n" + line, url=f"https://example.org/{n}/") for n in range(20)]
+    pages += [json_line(prose(30) + " And a longer text, which is the better one.", url="http://www.example.org/7")]
+    (tmp_path / "pages.jsonl").write_text("".join(pages))
+    settings = ("stage=shard", f"data.input=[{tmp_path}/pages.jsonl]", "clean=none", "dedup.url=true", "dedup.paragraphs=true")
+    for ranks in (0, 2):
+        pipeline(*settings, f"data.shards={tmp_path}/s{ranks}", "dedup.save_signatures=true", ranks=ranks)
+    assert same_files(tmp_path / "s0", tmp_path / "s2")
+    texts = [sample["txt"] for sample in samples(tmp_path / "s0")]
+    assert len(texts) == 20
+    assert sum(line in text for text in texts) == 1
+    assert not any(prose(7) in text for text in texts)
+
+    (tmp_path / "more.jsonl").write_text(json_line(prose(3)) + json_line(prose(99)))
+    more = ("stage=shard", f"data.input=[{tmp_path}/more.jsonl]", "clean=none", f"dedup.against=[{tmp_path}/s0]", "dedup.threshold=0.7")
+    pipeline(*more, f"data.shards={tmp_path}/more")
+    assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
 
 
 def test_another_seed_is_another_order_and_another_split(corpus, shards, tmp_path):
-    pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={tmp_path}/s", "data.validation_fraction=0.1", "data.seed=1")
+    settings = ("stage=shard", *RAW, f"data.input=[{corpus}]", "data.validation_fraction=0.1", "data.seed=1")
+    pipeline(*settings, f"data.shards={tmp_path}/s")
     first, second = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
     assert first != second
 
@@ -107,7 +192,8 @@ def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_pa
     write_corpus(tmp_path / "more", documents=20)
     (tmp_path / "more" / "part-0.jsonl").rename(tmp_path / "more" / "other.jsonl")
     (tmp_path / "more" / "part-1.jsonl").unlink()
-    pipeline("stage=shard", f"data.input=[{corpus},{tmp_path}/more]", f"data.shards={tmp_path}/s", "data.validation_fraction=0.1")
+    settings = ("stage=shard", *RAW, f"data.input=[{corpus},{tmp_path}/more]", "data.validation_fraction=0.1")
+    pipeline(*settings, f"data.shards={tmp_path}/s")
     before, after = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
     assert before <= after
 
@@ -118,131 +204,87 @@ def test_few_documents_still_make_both_splits(tmp_path, documents):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     for fraction, validation in ((0.001, min(1, documents - 1)), (0, 0)):
         folder = tmp_path / f"shards-{fraction}"
-        pipeline("stage=shard", f"data.input=[{tmp_path}/*.txt]", f"data.shards={folder}", f"data.validation_fraction={fraction}")
+        pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={folder}", f"data.validation_fraction={fraction}")
         assert len(samples(folder, "validation")) == validation
         assert len(samples(folder, "train")) == documents - validation
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=3), st.booleans())
-def test_plan_writes_every_document_once(train, validation, wanted):
-    if not wanted:
-        validation = [0] * len(validation)
-    counts = train + validation
-    plan = shuffle.plan_shards(Buckets(len(train), len(validation), seed=0, validation_fraction=0.1 * wanted), counts)
-    written = sorted((shard.bucket, i) for shard in plan for i in range(shard.first, shard.stop))
-    assert written == [(bucket, i) for bucket, count in enumerate(counts) for i in range(count)]
-    assert all(shard.first < shard.stop for shard in plan)
-    for split, least in (("train", sum(counts) >= 1), ("validation", wanted and sum(counts) >= 2)):
-        names = [shard.name for shard in plan if shard.name.startswith(split)]
-        assert len(names) >= least
-        assert names == [f"{split}-{number:05d}.tar" for number in range(len(names))]
+GROUP = st.dictionaries(st.integers(0, (1 << 12) - 1), st.integers(0, 5000), max_size=30)
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20), st.integers(1, 200))
-def test_byte_ranges_of_a_file_hold_each_document_once(tmp_path_factory, texts, span_bytes):
-    path = tmp_path_factory.mktemp("ranges") / "x.jsonl"
-    path.write_text("".join(json_line(text) for text in texts), encoding="utf-8")
-    source = sources.Source(path, "x.jsonl", path.stat().st_size)
-    whole = list(documents.read(sources.Span(source, 0, None), "text"))
-    ranges = [sources.Span(source, start, start + span_bytes) for start in range(0, source.size, span_bytes)]
-    assert [document for span in ranges for document in documents.read(span, "text")] == whole
-    assert [document.text.decode() for document in whole] == texts
-
-
-def test_a_large_file_is_read_in_ranges_by_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SPAN_BYTES", 100_000)
-    found = [sources.Source(tmp_path / name, name, 1_000_000) for name in ("a.jsonl", "b.jsonl.gz")]
-    pieces = sources.spans(found)
-    assert [(p.start, p.end) for p in pieces] == [(start, start + 100_000) for start in range(0, 1_000_000, 100_000)] + [(0, None)]
-    shares = [sources.share(pieces, rank, 3) for rank in range(3)]
-    assert sorted((p.source.name, p.start) for share in shares for p in share) == [(p.source.name, p.start) for p in pieces]
-    assert [sum(p.size for p in share) for share in shares] == [1_000_000, 500_000, 500_000]
+@given(st.lists(st.tuples(GROUP, GROUP), min_size=1, max_size=3), st.booleans(), st.floats(0.001, 1.0))
+def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes):
+    """Groups of documents with a place and a size, planned, and then chosen as shards choose them."""
+    names = tuple(f"c{number}" for number in range(len(corpora)))
+    order = Order(names, seed=0, validation_fraction=0.1 * validation_wanted, bins=1 << 12)
+    groups = [group if split == 0 or validation_wanted else {} for pair in corpora for split, group in enumerate(pair)]
+    documents, tallies = {}, []
+    for number, group in enumerate(groups):
+        sizes = np.zeros(order.bins, dtype=np.int64)
+        numbers = {bin_: len(documents) + i for i, bin_ in enumerate(sorted(group))}
+        documents.update({numbers[bin_]: (order.first_place(number, bin_) + 5, group[bin_]) for bin_ in group})
+        np.add.at(sizes, list(group), list(group.values()))
+        first = min(((documents[n][0], n) for n in numbers.values()), default=None)
+        tallies.append(Tally(len(group), sizes, first))
+    plan = shuffle.plan_shards(order, tallies, megabytes)
+    written = [
+        number
+        for shard in plan
+        for number, (place, _) in documents.items()
+        if shard.first <= place < shard.stop and number != shard.without and shard.only in (None, number)
+    ]
+    assert sorted(written) == sorted(documents)
+    for corpus, (train, validation) in zip(names, zip(tallies[::2], tallies[1::2], strict=True), strict=True):
+        total = train.documents + validation.documents
+        splits = {shard.split for shard in plan if shard.corpus == corpus}
+        assert ("train" in splits) == (total >= 1)
+        assert ("validation" in splits) == (validation_wanted and total >= 2)
 
 
 def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, shards):
-    settings = ["stage=shard", f"data.input=[{corpus}]", f"data.shards={shards}", "data.shard_megabytes=0.05"]
+    settings = [
+        "stage=shard",
+        *RAW,
+        f"data.input=[{corpus}]",
+        f"data.shards={shards}",
+        "data.part_megabytes=0.1",
+        "data.shard_megabytes=0.05",
+    ]
     before = {path: path.stat().st_mtime_ns for path in shards.iterdir()}
     assert "nothing to do" in pipeline(*settings, "data.validation_fraction=0.1")
-    refused = pipeline(*settings, "data.validation_fraction=0.2", "data.seed=3", expect=2)
+    refused = pipeline(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
     assert "data.validation_fraction=0.2" in refused
     assert "was made with data.validation_fraction=0.1" in refused
-    assert "data.seed=3" in refused
+    assert "clean.length.least=3" in refused
     assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
-
-
-def test_all_missing_inputs_are_named_at_once(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.txt").write_text("x")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.txt").write_text("x")
-    (tmp_path / "empty").mkdir()
-    inputs = [tmp_path / "nowhere.jsonl", tmp_path / "empty", tmp_path / "*.parquet", tmp_path / "a", tmp_path / "b"]
-    printed = pipeline("stage=shard", f"data.input=[{','.join(map(str, inputs))}]", f"data.shards={tmp_path}/s", expect=2)
-    assert "4 problems" in printed
-    assert "nowhere.jsonl: no such file" in printed
-    assert "empty: holds no file ending in .jsonl" in printed
-    assert "*.parquet: no such file, folder or match" in printed
-    assert "common parent" in printed
-    assert "Traceback" not in printed
-    assert not (tmp_path / "s").exists()
 
 
 def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
     assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
-    (tmp_path / "empty.txt").write_text("")
-    below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/empty.txt/s", expect=2)
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "short.txt").write_text("short")
+    below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
     assert "cannot be written: Not a directory" in below_a_file
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/empty.txt]", f"data.shards={tmp_path}/s", expect=2)
-    assert "no document with any text" in printed
+    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
+    assert "of 1 documents with any text, cleaning and deduplication left none" in printed
 
 
-GOOD = b'{"text": "good"}\n'
-BAD = {
-    "broken JSON": ("x.jsonl", GOOD + b'{"text": "bro', "line 2", "not JSON"),
-    "no object": ("x.jsonl", GOOD * 2 + b'["text"]\n', "line 3", "not an object"),
-    "missing field": ("x.jsonl", GOOD + b"\n" + b'{"body": "x"}\n', "line 3", "no field 'text' (data.text_field), only 'body'"),
-    "null": ("x.jsonl", GOOD + b'{"text": null}\n', "line 2", "null instead of text"),
-    "surrogate": ("x.jsonl", GOOD + b'{"text": "\\ud800"}\n', "line 2", "surrogate"),
-    "Latin-1 line": ("x.jsonl", GOOD + '{"text": "grün"}\n'.encode("latin-1"), "line 2", "not UTF-8: byte 0xfc at position 12"),
-    "Latin-1 text": ("x.txt", "grün".encode("latin-1"), "x.txt", "not UTF-8: byte 0xfc at position 2"),
-    "cut gzip": (
-        "x.jsonl.gz",
-        gzip.compress(GOOD + os.urandom(9000))[:-2000],
-        "x.jsonl.gz",
-        "cut short",
-    ),
-    "no gzip": ("x.jsonl.gz", GOOD, "x.jsonl.gz", "damaged"),
-    "cut zstd": ("x.jsonl.zst", zstandard.ZstdCompressor().compress(GOOD * 5000 + os.urandom(999))[:-9], "x.jsonl.zst", "not complete"),
-    "no zstd": ("x.jsonl.zst", GOOD, "x.jsonl.zst", "damaged"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_document_is_named_with_file_line_and_reason(tmp_path, case):
-    name, content, where, reason = BAD[case]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as refused:
-        list(documents.read(sources.Span(*sources.find([str(tmp_path)], [".jsonl", ".txt", ".gz", ".zst"], []), 0, None), "text"))
-    assert str(tmp_path / name) in str(refused.value)
-    assert where in str(refused.value)
-    assert reason in str(refused.value)
-
-
-def test_a_bad_document_leaves_no_shard(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(GOOD * 3 + b"{}\n")
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s", expect=2)
-    assert "x.jsonl, line 4" in printed
-    assert "Traceback" not in printed
-    assert [path.name for path in (tmp_path / "s").iterdir()] == [".unfinished"]
-
-
-def test_one_rank_with_a_bad_document_ends_all(tmp_path):
-    (tmp_path / "good.jsonl").write_bytes(GOOD * 100)
-    (tmp_path / "bad.jsonl").write_bytes(GOOD + b"{")
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2, expect=2)
-    assert "bad.jsonl, line 2" in printed
-    assert "Traceback" not in printed
+def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
+    printed = pipeline(*settings, f"data.shards={tmp_path}/s", ranks=2)
+    assert "1 not readable" in printed
+    (bad,) = [json.loads(line) for line in (tmp_path / "s" / "quarantine.jsonl").read_text().splitlines()]
+    assert (bad["file"], bad["position"]) == ("x.jsonl", "line 100")
+    assert "text" in bad["reason"]
+    assert len(samples(tmp_path / "s")) == 99
+    with open(tmp_path / "x.jsonl", "a") as handle:
+        handle.write("{}\n")
+    refused = pipeline(*settings, f"data.shards={tmp_path}/t", ranks=2, expect=2)
+    assert "data.quarantine_limit=0.01: 2 of 101 documents could not be read: x.jsonl line 100" in refused
+    assert not list((tmp_path / "t").glob("*.tar"))
+    assert "2 not readable" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
 
 
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
@@ -257,7 +299,7 @@ def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
 def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     """A file-size limit stands for the full disk: it fails the same writes, and needs no root."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
-    settings = ("stage=shard", f"data.input=[{tmp_path}/x.jsonl]")
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
     pipeline(*settings, f"data.shards={tmp_path}/whole")
     folder = tmp_path / "limited"
     for kilobytes in (50, 200):  # too little for the spill; enough for it, but not for the shard
@@ -270,39 +312,83 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     assert same_files(tmp_path / "whole", folder)
 
 
-def test_a_killed_run_leaves_nothing_final_and_its_rerun_equals_an_undisturbed_one(tmp_path):
-    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 400)) for n in range(3000)))
-    settings = ["stage=shard", f"data.input=[{tmp_path}/x.jsonl]", "data.shard_megabytes=0.3"]
-    pipeline(*settings, f"data.shards={tmp_path}/whole")
+def start(*arguments: object, ranks: int = 0) -> subprocess.Popen:
+    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)] if ranks else []
+    command = [*launcher, sys.executable, "-m", "pipeline", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for(folder: Path, mark: str, process: subprocess.Popen) -> None:
+    while process.poll() is None and not list(folder.glob(mark)):
+        time.sleep(0.001)
+
+
+def test_killed_runs_leave_nothing_final_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
-    for mark in ("*.spill", "plan.json", "train-00008.tar.json"):  # reading, about to write, writing
-        command = [sys.executable, "-m", "pipeline", *settings, f"data.shards={folder}"]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not list((folder / ".unfinished").glob(mark)):
-            time.sleep(0.001)
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    for mark in (".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"):  # reading, about to write, writing
+        process = start(*settings)
+        wait_for(folder, mark, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
         assert not (folder / "manifest.json").exists()
     done = {path.name: path.stat().st_ino for path in folder.glob("*.tar")}
     assert done
-    pipeline(*settings, f"data.shards={folder}", ranks=2)
-    assert same_files(tmp_path / "whole", folder)
+    pipeline(*settings, ranks=2)
+    assert same_files(cleaned, folder)
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
+
+
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+    folder = tmp_path / "killed"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    process = start(*settings, ranks=2)
+    wait_for(folder, ".unfinished/part-*.json", process)
+    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "stage=shard" in " ".join(child.cmdline())]
+    victim = [rank for rank in ranks if "python" in rank.name()][-1]
+    victim.kill()
+    assert process.wait(timeout=60) != 0
+    psutil.wait_procs(ranks, timeout=30)
+    assert not (folder / "manifest.json").exists()
+    pipeline(*settings, ranks=2)
+    assert same_files(cleaned, folder)
+
+
+def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
+    folder = tmp_path / "s"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    first = start(*settings)
+    wait_for(folder, ".lock", first)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        for ranks in (0, 2):
+            refused = pipeline(*settings, ranks=ranks, expect=2)
+            assert f"data.shards={folder}: is being written by another job" in refused
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=120) == 0
+    assert same_files(cleaned, folder)
+    assert not (folder / ".lock").exists()
+
+
+def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
+    for task in ("3", "1"):
+        assert "this task's share is done" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
+        assert not (tmp_path / "s" / "manifest.json").exists()
+    pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
+    assert same_files(cleaned, tmp_path / "s")
+    gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
+    assert "not numbered evenly" in pipeline(*settings, env=gaps, expect=2)
 
 
 def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
     write_corpus(tmp_path / "c")
     folder = tmp_path / "s"
-    pipeline("stage=shard", f"data.input=[{tmp_path}/c]", f"data.shards={folder}", "data.shard_megabytes=0.05")
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}", "data.shard_megabytes=0.05")
+    assert len(list(folder.glob("*.tar"))) > 2
     (folder / "manifest.json").unlink()
-    pipeline("stage=shard", f"data.input=[{tmp_path}/c]", f"data.shards={folder}")
-    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "train-00000.tar", "validation-00000.tar"]
-
-
-def test_zstd_reader_equals_the_library_on_whole_files(tmp_path):
-    content = b"".join(words(n, 50).encode() + b"\n" for n in range(3000))
-    frames = zstandard.ZstdCompressor().compress(content[:70000]) + zstandard.ZstdCompressor(level=1).compress(content[70000:])
-    (tmp_path / "x.jsonl.zst").write_bytes(frames)
-    with documents._open(sources.Source(tmp_path / "x.jsonl.zst", "x.jsonl.zst", len(frames))) as handle:
-        assert isinstance(handle, io.BufferedReader)
-        assert handle.read() == content
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}")
+    assert sorted(path.name for path in folder.glob("*.tar")) == ["train-00000.tar", "validation-00000.tar"]
+    assert os.listdir(folder).count("manifest.json") == 1

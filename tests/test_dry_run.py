@@ -52,6 +52,24 @@ def test_the_size_of_the_job_is_the_clusters_unless_given():
     assert text.startswith("rank 0 of 16\n")
 
 
+def test_a_blend_and_a_batch_warm_up_are_counted():
+    text = pipeline(
+        *LARGE[:3],
+        "parallel.tensor=4",
+        "dry_run.world_size=4",
+        "training.sequence_length=2048",
+        "training.steps=100",
+        "training.batch_warmup=[{until_step:10,value:32}]",
+        "training.token_budget=13_000_000",
+        "data.blend={web:{weight:3},code:{weight:1}}",
+    )
+    shown = dict(re.findall(r"^  (\w[\w ]*?)  +(.*)$", text, re.MULTILINE))
+    assert shown["steps"] == f"100 = {(10 * 32 + 90 * 64) * 2048:,} tokens"
+    assert shown["token budget"] == "13,000,000 tokens = training.steps=105"
+    assert shown["web"] == f"{(10 * 32 + 90 * 64) * 3 // 4 * 2048:,} tokens, 75.00 %"
+    assert shown["code"].endswith("25.00 %")
+
+
 def test_mistakes_are_refused_together():
     text = pipeline(*LARGE, "dry_run.world_size=1000", "dry_run.rank=1000", "parallel.zero_stage=3", "parallel.schedule=zbv", expect=2)
     for key in ("dry_run.rank=1000", "world size=1000", "parallel.zero_stage=3"):

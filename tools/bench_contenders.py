@@ -169,8 +169,8 @@ def write_tokens(config: RunConfig) -> None:
     shard = folder / "train-00000.tar"
     shard.write_bytes(tar.member("train-00000.tokens.npy", array.getvalue()) + tar.END)
     offset = tar.BLOCK + len(array.getvalue()) - tokens.nbytes
-    entry = artifact.entry(shard, dtype=tokens.dtype.name, tokens=len(tokens), offset=offset)
-    totals = {"vocab_size": vocabulary, "end_of_document": 0, "train": {"bytes": 4 * len(tokens)}}
+    entry = artifact.entry(shard, dtype=tokens.dtype.name, tokens=len(tokens), offset=offset, text_bytes=4 * len(tokens), split="train")
+    totals = {"vocab_size": vocabulary, "end_of_document": 0}
     artifact.write(folder, artifact.Manifest("tokenize", {}, {shard.name: entry}, totals))
 
 
@@ -192,8 +192,8 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
     for stage in trainer.model.parts():
         watch.count(stage, "forward")
     Path(config.run_dir).mkdir()
-    with Metrics(config, 0, Progress(), training.global_batch_size * training.sequence_length, 0.0, None) as metrics:
-        loop.train(config, trainer, dataset, None, Progress(), metrics, "benchmark")
+    with Metrics(config, 0, Progress(), training.sequence_length, 0.0, None) as metrics:
+        loop.train(config, trainer, dataset, None, Progress(), metrics)
     meshes.stop()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
@@ -271,7 +271,7 @@ def batches(config: RunConfig) -> list[Tensor]:
     training = config.training
     dataset = TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed)
     samples = np.arange(training.steps * training.global_batch_size).reshape(training.steps, -1)
-    return [torch.from_numpy(dataset.samples(batch)) for batch in samples]
+    return [torch.from_numpy(dataset.samples(batch)).long() for batch in samples]
 
 
 def our_model(config: RunConfig) -> Decoder:

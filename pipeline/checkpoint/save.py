@@ -124,7 +124,10 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], data: str) ->
             if new != old:
                 found.append((f"{group}.{key}", new, old))
     if checkpoint.data != data:
-        found.append(("data.tokens", config["data"]["tokens"], checkpoint.config["data"]["tokens"] + " with other content"))
+        keys = [key for key in ("blend", "phases", "packing", "infill") if config["data"][key] != checkpoint.config["data"].get(key)]
+        found += [(f"data.{key}", config["data"][key], f"{checkpoint.config['data'].get(key)}") for key in keys]
+        if not keys:
+            found.append(("data.tokens", config["data"]["tokens"], checkpoint.config["data"]["tokens"] + " with other content"))
     if found:
         fix = "choose another run_dir, or checkpoint.resume=none to start anew"
         raise UserError([Violation(k, new, f"{checkpoint.path} was made with {old}", fix) for k, new, old in found])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import knobs
+from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
@@ -30,29 +31,15 @@ def check(config: RunConfig, world_size: int) -> None:
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Every broken rule. Rules across sizes wait until each size is legal by itself."""
     found = knobs.range_violations(config)
-    if any(violation.key.partition(".")[0] in ("model", "parallel", "training") for violation in found):
+    if any(violation.key.partition(".")[0] in ("data", "model", "parallel", "training") for violation in found):
         return found
     found += config.model.violations()
-    if config.stage.name == "shard":
-        found += _dedup(config)
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
-    return found
-
-
-def _dedup(config: RunConfig) -> Iterator[Violation]:
-    """Bands must find what the threshold asks for, and signatures of other corpora serve only what looks for duplicates."""
-    dedup = config.dedup
-    found = 1 - (1 - dedup.threshold**dedup.rows) ** dedup.bands
-    if dedup.near and found < 0.5:
-        why = f"with dedup.bands={dedup.bands} finds {found:.0%} of the pairs at dedup.threshold={dedup.threshold}"
-        yield Violation("dedup.rows", dedup.rows, why, "use fewer rows, more bands or a higher threshold, to find at least half")
-    for key, value in (("dedup.against", dedup.against), ("dedup.save_signatures", dedup.save_signatures)):
-        if value and not (dedup.exact and dedup.near):
-            yield Violation(key, value, "needs dedup.exact and dedup.near", f"set both to true, or leave {key} out")
+    return [*found, *check_data.violations(config)]
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:
@@ -65,10 +52,11 @@ def _tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation("parallel.tensor", tensor, why, f"choose a common divisor of heads, kv_heads and ffn_hidden, not {tensor}")
     if tensor > model.vocab_size:
         yield Violation("parallel.tensor", tensor, f"is more than model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
-    length = config.training.sequence_length
-    if config.parallel.sequence_parallel and length % tensor:
-        why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
-        yield Violation("training.sequence_length", length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
+    lengths = warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
+    for key, length in lengths if config.parallel.sequence_parallel else ():
+        if length % tensor:
+            why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
+            yield Violation(key, length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
@@ -113,26 +101,29 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
         return
     data = world_size // model_ranks
-    if training.global_batch_size % (data * training.micro_batch_size):
-        why = f"must be a multiple of {data} data ranks x micro_batch_size {training.micro_batch_size}"
-        yield Violation(
-            "training.global_batch_size", training.global_batch_size, why, f"choose a multiple of {data * training.micro_batch_size}"
-        )
+    for key, size in warmup.values(training.batch_warmup, "global_batch_size", training.global_batch_size):
+        yield from _global_batch(config, data, key, size)
+
+
+def _global_batch(config: RunConfig, data: int, key: str, size: int) -> Iterator[Violation]:
+    """A global batch of `size` samples, as configuration key `key` sets it."""
+    parallel, micro_batch = config.parallel, config.training.micro_batch_size
+    if size % (data * micro_batch):
+        why = f"must be a multiple of {data} data ranks x micro_batch_size {micro_batch}"
+        yield Violation(key, size, why, f"choose a multiple of {data * micro_batch}")
         return
-    micro_batches = training.global_batch_size // (data * training.micro_batch_size)
+    micro_batches = size // (data * micro_batch)
     if parallel.pipeline == 1:
         return
     needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
     if micro_batches < needed:
         why = f"gives {micro_batches} micro-batches; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs {needed}"
-        fix = f"use a global_batch_size of at least {needed * data * training.micro_batch_size}, or smaller micro-batches"
-        yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
+        yield Violation(key, size, why, f"use at least {needed * data * micro_batch}, or smaller micro-batches")
     elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:
         rounds = max(1, micro_batches // parallel.pipeline)
         if micro_batches % rounds:
             why = f"gives {micro_batches} micro-batches; interleaved needs a multiple of {rounds} rounds"
-            fix = f"make the micro-batches a multiple of parallel.pipeline={parallel.pipeline}"
-            yield Violation("training.global_batch_size", training.global_batch_size, why, fix)
+            yield Violation(key, size, why, f"make the micro-batches a multiple of parallel.pipeline={parallel.pipeline}")
 
 
 def _training(config: RunConfig) -> Iterator[Violation]:

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline import knobs
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError, Violation
@@ -35,6 +36,13 @@ def register() -> None:
     for family, schema in FAMILIES.items():
         store.store(group="schema/model", name=family, node=schema)
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
+
+
+def with_new_names(argument: str) -> str:
+    """An override of a whole dictionary whose keys are the user's own, such as data.blend, in the form in which Hydra takes new keys."""
+    key = argument.partition("=")[0]
+    own = {name for name, _, default in knobs.walk(RunConfig()) if isinstance(default, dict)}
+    return f"++{argument}" if key in own else argument
 
 
 def typed(config: DictConfig) -> RunConfig:

@@ -39,3 +39,5 @@ def _print_keys(rows: object) -> None:
     for key, knob, default in rows:  # type: ignore[attr-defined]
         details = ", ".join(part for part in (knob.unit, knob.rule()) if part)
         print(f"  {f'{key}={default}':<46} {knob.meaning}{f' ({details})' if details else ''}")
+        if knob.item:
+            _print_keys(knobs.walk(knob.item(), f"{key}.{'NAME' if isinstance(default, dict) else 'NUMBER'}."))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +21,8 @@ class Cluster:
 
     Attributes:
         kept: number of the document that stays; None when that is one of a corpus in dedup.against.
-        dropped: numbers of the others, the first LISTED_DOCUMENTS.
-        size: documents in all, the kept one included.
+        dropped: numbers of the others, of the best LISTED_DOCUMENTS.
+        size: documents in all, the kept one and those of dedup.against included.
         kind: exact, when all are copies of one text (or have one URL); near otherwise.
         edges: (number, number, Jaccard index) of the pairs that were compared, the first LISTED_DOCUMENTS; documents of dedup.against have
             negative numbers and an estimated index.
@@ -50,6 +52,28 @@ class Clusters:
     near: int
     clusters: list[Cluster]
     sizes: dict[int, int]
+
+
+NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
+"""No duplicates."""
+
+
+def to_json(found: Clusters) -> dict[str, Any]:
+    """All of it but `drop`."""
+    return {**dataclasses.asdict(replace(found, drop=found.drop[:0])), "drop": None, "sizes": list(found.sizes.items())}
+
+
+def from_json(noted: dict[str, Any], drop: np.ndarray) -> Clusters:
+    """What `to_json` made, and `drop`."""
+    listed = [Cluster(**cluster) for cluster in noted["clusters"]]
+    return Clusters(**{**noted, "drop": drop, "clusters": listed, "sizes": dict(noted["sizes"])})
+
+
+def joined(first: Clusters, second: Clusters) -> Clusters:
+    """Two searches one after the other, the second among what the first left."""
+    sizes = {size: first.sizes.get(size, 0) + second.sizes.get(size, 0) for size in sorted(first.sizes.keys() | second.sizes.keys())}
+    listed = sorted([*first.clusters, *second.clusters], key=lambda cluster: -cluster.size)[:LISTED]
+    return Clusters(np.union1d(first.drop, second.drop), first.exact + second.exact, first.near + second.near, listed, sizes)
 
 
 def components(left: np.ndarray, right: np.ndarray, count: int) -> np.ndarray:
@@ -84,7 +108,9 @@ def documents_of(edges: np.ndarray) -> np.ndarray:
 
 
 def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
-    """Keep the best document of every cluster: highest score, then lowest number. Documents with negative numbers always stay.
+    """Keep the best document of every cluster: highest score, then lowest number. Negative numbers are of other corpora and never dropped.
+
+    Takes 3.5 us and some 140 bytes an edge, on the one rank that calls it.
 
     Args:
         edges: (n,) EDGE between documents that are duplicates, each pair once, in any order; `right` of an exact one is the copy.
@@ -94,7 +120,7 @@ def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
     numbers = documents_of(edges)
     left, right = np.searchsorted(numbers, edges["left"]), np.searchsorted(numbers, edges["right"])
     labels = components(left, right, len(numbers))
-    order = np.lexsort((numbers, -scores, numbers >= 0, labels))  # cluster by cluster, in each the best first
+    order = np.lexsort((numbers, -scores, labels))  # cluster by cluster, in each the best first
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     sizes = np.diff(starts, append=len(order))
     drop = np.sort(np.delete(numbers[order], starts))
@@ -102,12 +128,12 @@ def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
     copies = int(np.count_nonzero(edges["exact"]))
 
     by_cluster = np.argsort(labels[left], kind="stable")
-    edges, edge_starts = edges[by_cluster], np.searchsorted(labels[left][by_cluster], labels[order[starts]])
-    members = np.split(numbers[order], starts[1:])
-    edges_within = np.split(edges, edge_starts[1:])
+    edges = edges[by_cluster]
+    edge_bounds = np.append(np.searchsorted(labels[left][by_cluster], labels[order[starts]]), len(edges))
     largest = np.argsort(-sizes, kind="stable")[:LISTED].tolist()
+    listed = [_described(numbers[order[starts[i] : starts[i] + sizes[i]]], edges[edge_bounds[i] : edge_bounds[i + 1]]) for i in largest]
     histogram = dict(zip(*(values.tolist() for values in np.unique(sizes, return_counts=True)), strict=True))
-    return Clusters(drop, copies, len(drop) - copies, [_described(members[i], edges_within[i]) for i in largest], histogram)
+    return Clusters(drop, copies, len(drop) - copies, listed, histogram)
 
 
 def _described(members: np.ndarray, edges: np.ndarray) -> Cluster:
@@ -116,4 +142,4 @@ def _described(members: np.ndarray, edges: np.ndarray) -> Cluster:
     shown = edges[:LISTED_DOCUMENTS]
     listed = zip(shown["left"].tolist(), shown["right"].tolist(), shown["jaccard"].tolist(), strict=True)
     kind = "exact" if edges["exact"].all() else "near"
-    return Cluster(best if best >= 0 else None, others, len(members), kind, list(listed))
+    return Cluster(best if best >= 0 else None, [number for number in others if number >= 0], len(members), kind, list(listed))

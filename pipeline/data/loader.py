@@ -1,146 +1,199 @@
 """The training loader: sample i is a pure function of (seed, i). No index to build, no state but the number of samples consumed.
 
-A split's shards, in the order of their names, are one stream of tokens. Window j is tokens[j * T : j * T + T + 1] with T the sequence
-length. Training visits the windows of an epoch in the order of a permutation that (seed, epoch) names; validation goes straight through.
+A corpus' shards, in the order of their names, are one stream of tokens. Window j is tokens[j * T : j * T + T + 1] with T the sequence
+length. Training visits the windows of an epoch in the order of a permutation that (seed, corpus, epoch) names; validation goes straight
+through. With several corpora, a mixture says which corpus each sample is of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 
 from pipeline import artifact
+from pipeline.artifact import Manifest
+from pipeline.data.boundaries import cumulative_lengths
+from pipeline.data.infill import Infill
+from pipeline.data.mixture import Mixture
 from pipeline.data.permutation import permute
-from pipeline.errors import UserError, Violation
+from pipeline.data.stream import TokenStream
+from pipeline.data.token_shards import Shard
+from pipeline.errors import UserError
 
-OPEN_SHARDS = 256
-"""Shards that are mapped at a time; each costs a file descriptor."""
 
-
-class TokenDataset:
-    """Windows of one split of a folder that stage=tokenize wrote.
+@dataclass(frozen=True)
+class Corpus:
+    """Shards that belong together.
 
     Attributes:
+        name: of the corpus in the run; empty for all of a folder, whose order depends on the seed alone.
+        shards: in order.
+        totals: of the manifest they stand in.
+        fingerprint: of their content.
+    """
+
+    name: str
+    shards: list[Shard]
+    totals: dict[str, Any]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest, split: str, *, name: str = "", corpus: str | None = None) -> Corpus:
+        """The shards of a split in a folder that stage=tokenize wrote: of all its corpora, or of one."""
+        files = {
+            file: entry
+            for file, entry in sorted(manifest.files.items())
+            if entry.get("split") == split and (corpus is None or entry["corpus"] == corpus)
+        }
+        content = manifest if corpus is None else replace(manifest, files=files)
+        return cls(name, [Shard(folder / file, entry) for file, entry in files.items()], manifest.totals, artifact.fingerprint(content))
+
+    def total(self, count: str) -> int:
+        """The sum of a count ("tokens", "text_bytes", "documents") over the shards."""
+        return sum(shard.entry[count] for shard in self.shards)
+
+    def order_seed(self, seed: int) -> int:
+        """What seeds the permutations of this corpus."""
+        return xxhash.xxh3_64_intdigest(f"{seed} {self.name}".encode()) if self.name else seed
+
+
+class Sequences(Protocol):
+    """What corpora are cut into.
+
+    Attributes:
+        counts: (corpora,) int64, sequences of each corpus: an epoch.
+    """
+
+    counts: np.ndarray
+
+    def read(self, corpora: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Sequences by corpus (n,) or (1,) and place (n,); (n, sequence_length + 1) in the stream's dtype."""
+
+
+class Windows:
+    """A corpus' tokens in pieces of equal length, whatever documents they cut."""
+
+    def __init__(self, stream: TokenStream, corpora: Sequence[Corpus], sequence_length: int) -> None:
+        """Cut corpora that lie one after the other in a stream."""
+        self._stream, self._length = stream, sequence_length
+        tokens = np.array([corpus.total("tokens") for corpus in corpora], dtype=np.int64)
+        self._starts = np.cumsum(tokens) - tokens
+        self.counts = np.maximum(tokens - 1, 0) // sequence_length
+
+    def read(self, corpora: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """See Sequences."""
+        return self._stream.read(self._starts[corpora] + places * self._length, self._length + 1)
+
+
+class Samples:
+    """Samples of one corpus, or of several in a mixture.
+
+    Attributes:
+        corpora: one, or several with a mixture.
+        counts: (corpora,) int64, samples of each: an epoch.
+        end_of_document: id of the token that closes every document.
+        vocab_size: one more than the largest token id.
+        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        stream: TokenStream,
+        sequences: Sequences,
+        seed: int | None,
+        mixture: Mixture | None = None,
+        infill: Infill | None = None,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            corpora: one, or several with a mixture; made with one tokenizer.
+            stream: of all their shards, in order.
+            sequences: what the corpora are cut into.
+            seed: of the order; None goes straight through.
+            mixture: which corpus a sample is of.
+            infill: puts documents together anew for fill-in-the-middle.
+        """
+        assert len(corpora) == 1 or mixture is not None
+        self.corpora, self.stream, self.counts, self.mixture = corpora, stream, sequences.counts, mixture
+        self._sequences, self._shuffled, self._infill = sequences, seed is not None, infill
+        self._seeds = np.array([corpus.order_seed(seed or 0) & ((1 << 64) - 1) for corpus in corpora], dtype=np.uint64)
+        self.end_of_document = int(corpora[0].totals["end_of_document"])
+        self.vocab_size = int(corpora[0].totals["vocab_size"])
+        self.bytes_per_token = sum(corpus.total("text_bytes") for corpus in corpora) / max(stream.tokens, 1)
+
+    def samples(self, indices: np.ndarray) -> np.ndarray:
+        """Samples by their number; numbers beyond an epoch of their corpus go on with the next.
+
+        Args:
+            indices: (n,) integers from 0 on.
+
+        Returns:
+            (n, sequence_length + 1) in the dtype of the shards (uint16 or uint32): the input is [:, :-1], the labels are [:, 1:].
+
+        Raises:
+            UserError: a shard is missing, truncated or found to be corrupt; it is named.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        corpora, ordinals = (np.zeros(1, dtype=np.int64), indices) if self.mixture is None else self.mixture.place(indices)
+        counts = self.counts[corpora]
+        epochs, places = np.divmod(ordinals, counts)
+        if self._shuffled:
+            if len(counts) == 1 and len(epochs) > 0 and epochs.min() == epochs.max():
+                epochs = epochs[:1]  # one permutation for all
+            places = permute(places, counts, self._seeds[corpora], epochs)
+        tokens = self._sequences.read(corpora, places)
+        return tokens if self._infill is None else self._infill.apply(tokens, indices)
+
+    def samples_with_boundaries(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples, and the bounds of the documents in their inputs.
+
+        Returns:
+            As `samples`, and int32 (documents + 1,) as boundaries.cumulative_lengths gives it for [:, :-1].
+        """
+        tokens = self.samples(indices)
+        return tokens, cumulative_lengths(tokens[:, :-1], self.end_of_document)
+
+
+class TokenDataset(Samples):
+    """Windows of one split of a folder that stage=tokenize wrote: all its corpora as one, so that an epoch holds every window once.
+
+    Attributes:
+        sequence_length: tokens a sample, not counting the last label.
         tokens: length of the split's stream.
         windows: samples an epoch.
-        vocab_size: one more than the largest token id.
-        end_of_document: id of the token that closes every document.
-        bytes_per_token: UTF-8 bytes of text per token of the split, for bits per byte.
     """
 
     def __init__(self, folder: Path, split: str, sequence_length: int, seed: int) -> None:
         """Open the split without reading a token.
 
         Args:
+            folder: of the token shards.
             split: train (shuffled anew every epoch) or validation (in order).
             sequence_length: tokens a sample, not counting the last label.
+            seed: of the order.
 
         Raises:
             UserError: the folder is not finished, a shard is missing or truncated, or the split is shorter than one window.
         """
         assert split in ("train", "validation")
-        self._manifest = artifact.read(folder, key="data.tokens", stage="tokenize")
-        self._folder, self._split, self._seed = folder, split, seed
-        self._names = sorted(name for name in self._manifest.files if name.startswith(f"{split}-"))
-        self._check_sizes()
-        files = [self._manifest.files[name] for name in self._names]
-        # Position in the stream at which each shard begins, and the end of the last.
-        self._starts = np.cumsum([0, *(file["tokens"] for file in files)], dtype=np.int64)
-        self._maps: dict[int, np.ndarray] = {}
-
-        self.sequence_length = sequence_length
-        self.tokens = int(self._starts[-1])
-        self.windows = (self.tokens - 1) // sequence_length
-        self.vocab_size = int(self._manifest.totals["vocab_size"])
-        self.end_of_document = int(self._manifest.totals["end_of_document"])
-        self.bytes_per_token = self._manifest.totals[split]["bytes"] / max(self.tokens, 1)
+        corpus = Corpus.of(folder, artifact.read(folder, key="data.tokens", stage="tokenize"), split)
+        stream = TokenStream(corpus.shards)
+        stream.check_sizes()
+        super().__init__([corpus], stream, Windows(stream, [corpus], sequence_length), seed if split == "train" else None)
+        self.sequence_length, self.tokens, self.windows = sequence_length, stream.tokens, int(self.counts[0])
         if self.windows < 1:
-            raise UserError.of(
-                "training.sequence_length",
-                sequence_length,
-                f"needs {sequence_length + 1} tokens, the {split} split of {folder} has {self.tokens}",
-                "lower it, or shard more text" + (" or a larger data.validation_fraction" if split == "validation" else ""),
-            )
-
-    def samples(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by their number; numbers beyond an epoch go on with the next.
-
-        Args:
-            indices: (n,) integers from 0 on.
-
-        Returns:
-            (n, sequence_length + 1) int64: the input is [:, :-1], the labels are [:, 1:].
-        """
-        positions = self._windows(np.asarray(indices, dtype=np.int64)) * self.sequence_length
-        shards = np.searchsorted(self._starts, positions, side="right") - 1
-        offsets = positions - self._starts[shards]
-        batch = np.empty((len(positions), self.sequence_length + 1), dtype=np.int64)
-        for row, shard, offset in zip(batch, shards.tolist(), offsets.tolist(), strict=True):
-            self._read(shard, offset, row)
-        return batch
-
-    def verify(self) -> None:
-        """Read every shard of the split and hold it against its checksum.
-
-        Raises:
-            UserError: one is corrupt; it is named.
-        """
-        artifact.verify_files(self._folder, self._manifest, self._names)
-
-    def _windows(self, indices: np.ndarray) -> np.ndarray:
-        """The window that each sample is."""
-        epochs, places = np.divmod(indices, self.windows)
-        if self._split == "train":
-            for epoch in np.unique(epochs).tolist():
-                within = epochs == epoch
-                places[within] = permute(places[within], self.windows, self._seed, epoch)
-        return places
-
-    def _read(self, shard: int, offset: int, out: np.ndarray) -> None:
-        """Fill `out` with the tokens from an offset in a shard on, over as many shards as that takes."""
-        filled = 0
-        while filled < len(out):
-            part = self._map(shard)[offset : offset + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled += len(part)
-            shard, offset = shard + 1, 0
-
-    def _map(self, shard: int) -> np.ndarray:
-        """A shard's tokens, mapped into memory on first use."""
-        if shard not in self._maps:
-            if len(self._maps) >= OPEN_SHARDS:
-                del self._maps[next(iter(self._maps))]
-            name = self._names[shard]
-            file = self._manifest.files[name]
-            dtype = np.dtype(file["dtype"]).newbyteorder("<")
-            mapped = np.memmap(self._folder / name, dtype, mode="r", offset=file["offset"], shape=(file["tokens"],))
-            self._maps[shard] = mapped.view(np.ndarray)  # slices of a memmap object itself are slow
-        return self._maps[shard]
-
-    def _check_sizes(self) -> None:
-        """A shard that is missing or has another length would be noticed only when its turn comes."""
-        violations = []
-        for name in self._names:
-            path, written = self._folder / name, self._manifest.files[name]["bytes"]
-            found = path.stat().st_size if path.is_file() else None
-            if found != written:
-                rule = "is missing" if found is None else f"is truncated or overwritten: {found} bytes, {written} were written"
-                fix = f"remove {self._folder / artifact.MANIFEST} and run stage=tokenize again"
-                violations.append(Violation("data.tokens", path, rule, fix))
-        if violations:
-            raise UserError(violations)
+            raise too_short(split, folder, sequence_length, stream.tokens)
 
 
-def document_ids(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
-    """Which document of its sequence each token belongs to, counted from 0; the end token still belongs to its document.
-
-    Args:
-        tokens: (batch, sequence) input tokens.
-
-    Returns:
-        (batch, sequence) int32.
-    """
-    ids = np.zeros(tokens.shape, dtype=np.int32)
-    np.cumsum(tokens[:, :-1] == end_of_document, axis=1, out=ids[:, 1:])
-    return ids
+def too_short(split: str, where: Path | str, sequence_length: int, tokens: int) -> UserError:
+    """A split that holds no window."""
+    rule = f"needs {sequence_length + 1} tokens, the {split} split of {where} has {tokens}"
+    fix = "lower it, or shard more text" + (" or a larger data.validation_fraction" if split == "validation" else "")
+    return UserError.of("training.sequence_length", sequence_length, rule, fix)

@@ -18,8 +18,8 @@ from pipeline.data.words import Words, mix, ngrams
 SEED = 1
 """Of the permutations. Fixed, so that the signatures of any two runs compare."""
 
-ALGORITHM = f"rensa RMinHash {RMinHash.ALGORITHM_VERSION}, seed {SEED}"
-"""Signatures compare only with those of the same algorithm."""
+ALGORITHM = f"shingles 1, rensa RMinHash {RMinHash.ALGORITHM_VERSION}, seed {SEED}"
+"""Signatures compare only with those of the same algorithm. Count up when words or shingles are hashed in another way."""
 
 NO_WORDS = np.uint32(0xFFFFFFFF)
 """Every place of the signature of a document without any word."""
@@ -70,7 +70,7 @@ def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -
 
 def has_words(minhash: np.ndarray) -> np.ndarray:
     """Which of the (n, permutations) signatures are of a document with words: (n,) bool. The others resemble nothing."""
-    return (minhash != NO_WORDS).any(axis=1)
+    return minhash.min(axis=1) != NO_WORDS
 
 
 def band_hashes(minhash: np.ndarray, band: int, rows: int) -> np.ndarray:

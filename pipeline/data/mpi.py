@@ -26,6 +26,18 @@ class Comm(Protocol):
     rank: int
     size: int
 
+    @property
+    def isend(self) -> Any:
+        """Sends a value without waiting; returns a request, which has to be kept."""
+
+    @property
+    def recv(self) -> Any:
+        """Waits for a value of any rank."""
+
+    @property
+    def iprobe(self) -> Any:
+        """Tells whether a value is there to be received."""
+
     def bcast(self, value: Any, root: int = 0) -> Any:
         """The root's value, on every rank."""
 
@@ -46,6 +58,7 @@ class Alone:
     """The communicator of a process without peers."""
 
     rank, size = 0, 1
+    isend = recv = iprobe = None  # nobody to send to, nobody to hear from
 
     def bcast(self, value: Any, root: int = 0) -> Any:  # noqa: ARG002
         """The value itself."""

@@ -62,7 +62,7 @@ def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np
         rows = np.empty(len(places), dtype=_ROW)
         rows["hash"], rows["number"], rows["place"], rows["holder"] = flat[places], owners[places], places, comm.rank
         rows = exchange(comm, rows, (rows["hash"] % np.uint64(comm.size)).astype(np.int64))
-        rows = rows[np.lexsort((rows["place"], rows["number"], rows["hash"]))]
+        rows = rows[np.lexsort((rows["number"], rows["hash"]))]  # those of one document have come in the order of their places
         again, _ = same_as_before(rows["hash"])
         repeated[exchange(comm, rows["place"][again], rows["holder"][again])] = True
     return repeated

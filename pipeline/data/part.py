@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.schema import DedupConfig
-from pipeline.data import exact, minhash, paragraphs
+from pipeline.data import exact, minhash
 from pipeline.data.clean.batch import Batch, batches
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
-from pipeline.data.documents import Bad, Document, ReadOptions, read
+from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.reader import read
 from pipeline.data.shuffle import Order
 from pipeline.data.sources import Part
 from pipeline.data.spill import Spill, row_type
@@ -27,7 +28,7 @@ class PartCounts:
     Attributes:
         documents, bytes: that were read, with any text.
         empty: documents without.
-        bad: [corpus, file, position, reason] of what could not be read.
+        bad: [file, position, reason] of what could not be read.
         read: corpus -> [documents, bytes].
         steps: cleaning step -> numbers.
         runs: bounds of the sorted runs of the spill.
@@ -91,7 +92,7 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
         have = counts.read.setdefault(span.source.corpus, [0, 0])
         for found in read(span, options):
             if isinstance(found, Bad):
-                counts.bad.append([span.source.corpus, found.source, found.position, found.reason])
+                counts.bad.append([found.source, found.position, found.reason])
             elif not found.text or found.text.isspace():
                 counts.empty += 1
             else:
@@ -105,19 +106,19 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
 
 def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
     """Hand a cleaned batch over, with all that deduplication and the report need to know."""
-    alive = np.flatnonzero(batch.alive)
-    if not len(alive):
+    alive = np.flatnonzero(batch.alive).tolist()
+    if not alive:
         return
     documents = [batch.documents[index] for index in alive]
     texts = [batch.texts[index] for index in alive]
-    languages = [_language(batch, index) for index in alive.tolist()]
+    languages = [_language(batch, index) for index in alive]
     rows = np.zeros(len(alive), dtype=kind)
     rows["language"] = [(language or "").encode() for language in languages]
     rows["score"] = [len(text) for text in texts]
     rows["exact"] = exact.keys(texts)
     if dedup.url:
         # A document without a URL is its own: it gets its identity for one.
-        rows["url"] = exact.url_keys([str(document.meta.get("url") or f"id:{document.id}") for document in documents])
+        rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
     if dedup.near:
         flat, offsets = minhash.shingles(batch.words, dedup.shingle)
         signatures = minhash.signatures(flat, offsets, dedup.permutations)
@@ -137,8 +138,3 @@ def _language(batch: Batch, index: int) -> str | None:
 def _about(document: Document, language: str | None) -> dict[str, Any]:
     """The metadata that goes into the shard beside a text, its identity first."""
     return {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
-
-
-def paragraph_hashes(texts: Iterable[str], dedup: DedupConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the paragraphs of some texts; see paragraphs.hashes."""
-    return paragraphs.hashes(texts, dedup.paragraph_characters)

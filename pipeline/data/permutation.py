@@ -10,35 +10,52 @@ import numpy as np
 
 ROUNDS = 6  # even, so that the halves have their widths back at the end
 _MASK_64 = (1 << 64) - 1
+_ONE = np.uint64(1)
+_POWERS = _ONE << np.arange(63, dtype=np.uint64)
 
 
-def permute(values: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+def permute(values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, epoch: int | np.ndarray) -> np.ndarray:
     """The images of `values` under the permutation of 0..size-1 that (seed, epoch) names.
 
     Args:
         values: (n,) integers in 0..size-1.
+        size: of the permutation; one for all, or (n,) with one for each. Likewise seed and epoch.
 
     Returns:
         (n,) int64.
     """
-    assert 1 <= size < 1 << 62
-    keys = _round_keys(seed, epoch)
-    bits = max(2, (size - 1).bit_length())
+    sizes, keys = _words(size), _round_keys(seed, epoch)
+    assert sizes.min(initial=1) >= 1
+    assert sizes.max(initial=1) < 1 << 62
+    bits = np.maximum(2, np.searchsorted(_POWERS, sizes)).astype(np.uint64)
     images = _encrypt(values.astype(np.uint64), bits, keys)
-    while len(outside := np.flatnonzero(images >= size)):  # fewer than half of them, each time
-        images[outside] = _encrypt(images[outside], bits, keys)
+    while len(outside := np.flatnonzero(images >= sizes)):  # fewer than half of them, each time
+        images[outside] = _encrypt(images[outside], _at(bits, outside), [_at(key, outside) for key in keys])
     return images.astype(np.int64)
 
 
-def _encrypt(values: np.ndarray, bits: int, keys: list[np.uint64]) -> np.ndarray:
+def _words(number: int | np.ndarray) -> np.ndarray:
+    """One number, or one for each value, as an array of 64-bit words."""
+    if isinstance(number, np.ndarray):
+        return np.atleast_1d(number).astype(np.uint64)
+    return np.array([int(number) & _MASK_64], dtype=np.uint64)
+
+
+def _at(words: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """The words of some of the values."""
+    return words if len(words) == 1 else words[where]
+
+
+def _encrypt(values: np.ndarray, bits: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
     """One pass of the network over `bits`-bit numbers. The halves differ by a bit when `bits` is odd, and swap widths every round."""
-    right_bits = bits // 2
+    right_bits = bits // np.uint64(2)
     left_bits = bits - right_bits
-    left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
+    left_mask, right_mask = (_ONE << left_bits) - _ONE, (_ONE << right_bits) - _ONE
+    left, right = values >> right_bits, values & right_mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) & np.uint64((1 << left_bits) - 1))
-        left_bits, right_bits = right_bits, left_bits
-    return (left << np.uint64(right_bits)) | right
+        left, right = right, left ^ (_mix(right + key) & left_mask)
+        left_mask, right_mask = right_mask, left_mask
+    return (left << right_bits) | right
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -48,9 +65,20 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
-    """SplitMix64's stream from a state that depends on seed and epoch, one number a round."""
-    golden = 0x9E3779B97F4A7C15
-    start = int(_mix(np.array([(int(seed) * golden + int(epoch)) & _MASK_64], dtype=np.uint64))[0])
-    steps = np.array([(start + (i + 1) * golden) & _MASK_64 for i in range(ROUNDS)], dtype=np.uint64)
-    return list(_mix(steps))
+def random_words(*numbers: int | np.ndarray, count: int) -> list[np.ndarray]:
+    """SplitMix64's stream from a state that depends on some numbers; each of them one for all, or (n,).
+
+    Returns:
+        `count` arrays of 64-bit words, each (n,) or (1,).
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    state = np.zeros(1, dtype=np.uint64)
+    for number in numbers[:-1]:
+        state = (state + _words(number)) * golden
+    start = _mix(state + _words(numbers[-1]))
+    return [_mix(start + np.uint64(step + 1) * np.atleast_1d(golden)) for step in range(count)]
+
+
+def _round_keys(seed: int | np.ndarray, epoch: int | np.ndarray) -> list[np.ndarray]:
+    """One word a round."""
+    return random_words(seed, epoch, count=ROUNDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -138,12 +139,12 @@ def _first_number(tally: Tally) -> int:
 
 
 def _ranges(order: Order, group: int, tally: Tally, shard_bytes: float) -> list[tuple[int, int, int]]:
-    """(first place, end, bytes) of the group's shards: as many as its size makes, cut where the bytes before come nearest to equal parts."""
+    """(first place, end, bytes) of the group's shards: as many as its size makes, as equal as its bins allow."""
     total = int(tally.sizes.sum())
     if not tally.documents:
         return []
     count = max(1, round(total / shard_bytes))
     before = np.concatenate([[0], np.cumsum(tally.sizes)])
     cuts = np.unique([0, *np.searchsorted(before, total * np.arange(1, count) / count), order.bins])
-    ranges = [(int(first), int(stop), int(before[stop] - before[first])) for first, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+    ranges = [(int(first), int(stop), int(before[stop] - before[first])) for first, stop in pairwise(cuts)]
     return [(order.first_place(group, first), order.first_place(group, stop), size) for first, stop, size in ranges if size]

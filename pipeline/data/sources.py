@@ -2,151 +2,201 @@
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import heapq
 import itertools
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
+from pipeline.data import places
+from pipeline.data import suffixes as forms
+from pipeline.data.documents import DEFAULT_CORPUS, Bad, label
 from pipeline.errors import UserError, Violation
 
-SPAN_BYTES = 64 << 20
-"""A plain .jsonl file is read in ranges of this many bytes, so that many ranks share a large one."""
+_CUT = ("lines", "parquet")
+_OPENING_BYTES = 4096  # opening a file costs about as much as reading this
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """One input file.
 
     Attributes:
-        path: where it lies.
-        name: its path relative to the input it was found under; with an offset it identifies a document wherever the corpus is moved.
-        size: bytes on disk.
+        path: where it lies; a URL for a remote file.
+        name: its path relative to the input it was found under, JSON-safe; with an offset it identifies a document wherever the
+            corpus is moved.
+        size: bytes as stored.
+        corpus: the corpus it belongs to.
     """
 
-    path: Path
+    path: str
     name: str
     size: int
+    corpus: str = DEFAULT_CORPUS
+
+    @property
+    def label(self) -> str:
+        """Its name among all corpora."""
+        return label(self.corpus, self.name)
+
+    @property
+    def cut(self) -> bool:
+        """Whether several ranks can read it."""
+        return forms.form(self.name) in _CUT and not forms.split_compression(self.name)[1]
+
+    @property
+    def expansion(self) -> int:
+        """Bytes of text per byte, about."""
+        return forms.EXPANSION if forms.split_compression(self.name)[1] or forms.form(self.name) == "parquet" else 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
-    """The documents of a file that begin in the bytes start <= offset < end; end is None for all the rest."""
+    """The documents (for Parquet: the row groups) of a file that begin in the bytes start <= offset < end; end None is all the rest."""
 
     source: Source
-    start: int
-    end: int | None
+    start: int = 0
+    end: int | None = None
 
     @property
     def size(self) -> int:
         """Bytes to read."""
         return (self.source.size if self.end is None else self.end) - self.start
 
+    @property
+    def cost(self) -> int:
+        """What reading it costs, in bytes of plain text, about."""
+        return self.size * self.source.expansion + _OPENING_BYTES
 
-def find(inputs: Sequence[str], suffixes: Sequence[str], exclude: Sequence[str]) -> list[Source]:
-    """The files behind `data.input`, sorted by name.
 
-    Args:
-        inputs: files, folders (searched to any depth) and globs.
-        suffixes: endings of the names that count as documents.
-        exclude: globs on single names; a file or folder below a searched folder that matches one is left out.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A unit of work: spans one after another in the order of the sources.
 
-    Raises:
-        UserError: nothing is named, an input finds nothing or cannot be read, or two files have one name. All of it at once.
+    Attributes:
+        number: its place in that order, the same on any number of ranks.
+        spans: what it consists of.
     """
-    if not inputs:
-        raise UserError.of("data.input", "[]", "names no documents", "give files, globs or folders: data.input=[corpus/*.jsonl]")
-    violations: list[Violation] = []
-    found: dict[str, Source] = {}  # real path -> source; a file found twice is read once
-    for given in inputs:
-        before = len(violations)
-        matched = False
-        for path, root in _expand(given, exclude):
-            if not path.name.endswith(tuple(suffixes)):
-                continue
-            matched = True
-            if not os.access(path, os.R_OK):
-                violations.append(Violation("data.input", path, "cannot be read", "mend its permissions"))
-                continue
-            found.setdefault(os.path.realpath(path), Source(path, path.relative_to(root).as_posix(), path.stat().st_size))
-        if not matched and len(violations) == before:
-            exists = Path(given).expanduser().exists()
-            rule = f"holds no file ending in {', '.join(suffixes)}" if exists else "no such file, folder or match"
-            violations.append(Violation("data.input", given, rule, "mend the path, or name other endings in data.suffixes"))
-    by_name: dict[str, Source] = {}
-    for source in found.values():
-        if by_name.setdefault(source.name, source) is not source:
-            rule = f"is named {source.name} within its input, and so is {by_name[source.name].path}"
-            violations.append(Violation("data.input", source.path, rule, "give their common parent folder as one input"))
-    if violations:
-        raise UserError(violations)
-    return [by_name[name] for name in sorted(by_name)]
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return sum(span.size for span in self.spans)
+
+    @property
+    def cost(self) -> int:
+        """What reading it costs, in bytes of plain text, about."""
+        return sum(span.cost for span in self.spans)
 
 
-def _expand(given: str, exclude: Sequence[str]) -> Iterator[tuple[Path, Path]]:
-    """The (file, root) pairs of one entry of data.input, whatever their ending."""
-    path = Path(given).expanduser()
-    if path.is_file():
-        yield path, path.parent
-    elif path.is_dir():
-        yield from ((file, path) for file in _walk(path, exclude))
-    elif glob.has_magic(given):
-        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        for match in sorted(root.glob(str(path.relative_to(root)))):
-            if not any(_matches(part, exclude) for part in match.relative_to(root).parts):
-                files = _walk(match, exclude) if match.is_dir() else [match]
-                yield from ((file, root) for file in files)
+def parts(sources: Sequence[Source], part_bytes: int) -> list[Part]:
+    """All of the input in units of about `part_bytes`, whatever the number of ranks: many small files in one, large ones cut."""
+    found: list[Part] = []
+    spans: list[Span] = []
+    filled = 0
+    for span in itertools.chain.from_iterable(_spans(source, part_bytes) for source in sources):
+        weight = span.size + _OPENING_BYTES
+        if spans and filled + weight > part_bytes + _OPENING_BYTES:
+            found.append(Part(len(found), tuple(spans)))
+            spans, filled = [], 0
+        spans.append(span)
+        filled += weight
+    return [*found, Part(len(found), tuple(spans))] if spans else found
 
 
-def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
-    """Every file below a folder. Links to folders are followed, each real folder once."""
-    seen: set[str] = set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not _matches(name, exclude))
-        yield from (Path(parent, name) for name in sorted(files) if not _matches(name, exclude))
+def _spans(source: Source, part_bytes: int) -> list[Span]:
+    """A file whole, or in ranges if it is large and its form allows."""
+    if not source.cut or source.size <= part_bytes:
+        return [Span(source)]
+    return [Span(source, start, min(start + part_bytes, source.size)) for start in range(0, source.size, part_bytes)]
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
+    """The parts that one of `size` ranks reads, balanced by their cost: the dearest first, each to the rank that has least."""
+    loads = [(0, r) for r in range(size)]
+    mine = []
+    for part in sorted(parts, key=lambda part: (-part.cost, part.number)):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + part.cost, owner))
+        if owner == rank:
+            mine.append(part)
+    return mine
 
 
 def fingerprint(sources: Sequence[Source]) -> str:
-    """The files' names and sizes as a short text: equal for the same corpus, wherever it lies."""
+    """The files' corpora, names and sizes as a short text: equal for the same input, wherever it lies."""
     state = xxhash.xxh3_64()
     for source in sources:
-        state.update(os.fsencode(source.name) + b"\0%d\0" % source.size)
+        state.update(f"{source.label}\0{source.size}\0".encode())
     return f"{len(sources)} files, {sum(s.size for s in sources)} bytes, xxh3 {state.hexdigest()}"
 
 
-def spans(sources: Sequence[Source]) -> list[Span]:
-    """The pieces in which the files are read: ranges of a large plain .jsonl, other files whole."""
-    pieces: list[Span] = []
-    for source in sources:
-        if source.name.endswith(".jsonl") and source.size > SPAN_BYTES:
-            starts = range(0, source.size, SPAN_BYTES)
-            pieces.extend(Span(source, start, min(start + SPAN_BYTES, source.size)) for start in starts)
-        else:
-            pieces.append(Span(source, 0, None))
-    return pieces
+def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[Source], list[Bad]]:
+    """The files behind `data.input` and `data.corpora`, and what was met on the way that cannot be one.
+
+    Args:
+        corpora: name of a corpus -> its files, folders (searched to any depth), globs and URLs.
+        suffixes: endings of the names that count as documents; none for every form that can be read.
+        exclude: globs on single names; a file or folder below a searched folder that matches one is left out.
+
+    Returns:
+        The files, the default corpus first, each corpus sorted by name; and broken links, unreadable files, folders without documents.
+
+    Raises:
+        UserError: nothing is named or found, an input does not exist, or two files have one name. All of it at once.
+    """
+    if not any(corpora.values()):
+        raise UserError.of("data.input", "[]", "names no documents", "give files, globs or folders: data.input=[corpus/*.jsonl]")
+    found: list[Source] = []
+    bad: list[Bad] = []
+    violations: list[Violation] = []
+    for corpus in sorted(corpora, key=lambda name: (name != DEFAULT_CORPUS, name)):
+        key = "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"
+        try:
+            found += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or forms.SEARCHED, exclude, bad)
+        except UserError as error:
+            violations += error.violations
+    if not found and not violations:
+        violations = [Violation("data.input", at.source, at.reason, "name other files, or other endings in data.suffixes") for at in bad]
+    if violations:
+        raise UserError(violations)
+    return found, bad
 
 
-def share(pieces: Sequence[Span], rank: int, size: int) -> list[Span]:
-    """The pieces that one of `size` ranks reads, balanced by bytes: the largest first, each to the rank that has least."""
-    loads = [(0, r) for r in range(size)]
-    mine = []
-    for piece in sorted(pieces, key=lambda p: (-p.size, p.source.name, p.start)):
-        load, owner = heapq.heappop(loads)
-        heapq.heappush(loads, (load + piece.size + 4096, owner))  # opening a file costs about as much as reading 4 kB
-        if owner == rank:
-            mine.append(piece)
-    return mine
+def _corpus(
+    corpus: str, key: str, inputs: Sequence[str], suffixes: tuple[str, ...], exclude: Sequence[str], bad: list[Bad]
+) -> list[Source]:
+    """The files of one corpus, sorted by name; what cannot be read is added to `bad`."""
+    violations: list[Violation] = []
+    by_name: dict[str, Source] = {}
+    seen: set[str] = set()  # a file found twice is read once
+    for given in inputs:
+        matched = False
+        try:
+            for entry in places.search(given, exclude):
+                if not entry.name.endswith(suffixes) and not entry.folder:
+                    continue
+                matched = True
+                if entry.problem:
+                    bad.append(Bad(label(corpus, entry.name), "", entry.problem))
+                elif entry.real not in seen:
+                    seen.add(entry.real)
+                    source = Source(entry.path, entry.name, entry.size, corpus)
+                    if by_name.setdefault(entry.name, source) is not source:
+                        rule = f"is named {entry.name} within its input, and so is {by_name[entry.name].path}"
+                        violations.append(Violation(key, entry.path, rule, "give their common parent folder as one input"))
+        except places.NoPlaceError as error:
+            violations.append(Violation(key, given, str(error), error.fix))
+            continue
+        if not matched and places.is_folder(given):
+            bad.append(Bad(label(corpus, places.printable(given)), "", f"holds no file ending in {', '.join(suffixes)}"))
+        elif not matched:
+            rule = f"does not end in {', '.join(suffixes)}"
+            violations.append(Violation(key, given, rule, "name other endings in data.suffixes, or other files"))
+    if violations:
+        raise UserError(violations)
+    return [by_name[name] for name in sorted(by_name)]

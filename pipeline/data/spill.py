@@ -24,8 +24,10 @@ _HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
 
 
 def row_type(permutations: int) -> np.dtype:
-    """What is noted of every document beside its place: where it lies in the file, bytes of its text, its language, hashes of text and URL,
-    and signature."""
+    """What is noted of every document beside its place.
+
+    Where it lies in the file, the bytes of its text, its language, its score, hashes of its text and URL, and its signature.
+    """
     fields = [("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4"), ("exact", "<u8", 2), ("url", "<u8", 2)]
     return np.dtype([*fields, ("minhash", "<u4", permutations)])
 
@@ -132,16 +134,36 @@ class Spilled:
                 meta_bytes, text_bytes = _HEAD.unpack(handle.read(_HEAD.size))
                 yield handle.read(meta_bytes), handle.read(text_bytes)
 
-    def text(self, number: int) -> str:
-        """The text of one document."""
-        return self.record(number)[1].decode("utf-8")
-
     def record(self, number: int) -> tuple[bytes, bytes]:
         """(metadata, text) of one document."""
         data, start = _mapped(self._stem.with_suffix(".documents")), int(self.rows[number]["position"])
         meta_bytes, text_bytes = _HEAD.unpack_from(data, start)
         middle = start + _HEAD.size + meta_bytes
         return data[start + _HEAD.size : middle], data[middle : middle + text_bytes]
+
+    def note_flags(self, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
+        """Note a flag for every paragraph of some documents.
+
+        Args:
+            numbers: (documents,) sorted.
+            flags: (paragraphs,) bool, those of a document one after another.
+            counts: (documents,) how many each has.
+        """
+        with atomic_file(self._stem.with_suffix(".flags.npz")) as handle:
+            np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)
+
+    def flags(self, number: int) -> list[bool]:
+        """What was noted of one document."""
+        noted = _loaded(self._stem.with_suffix(".flags.npz"))
+        row = int(np.searchsorted(noted["numbers"], number))
+        end = int(noted["ends"][row])
+        return noted["flags"][end - int(noted["counts"][row]) : end].tolist()
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as arrays:
+        return dict(arrays)
 
 
 @lru_cache(maxsize=64)

@@ -5,9 +5,14 @@ tarfile and webdataset's writer spend most of their time on headers, and PAX hea
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from pipeline.data.streams import BUFFER_BYTES, DamageError
 
 BLOCK = 512
 MAX_MEMBER_BYTES = 8**11 - 1  # eleven octal digits: 8 GiB
@@ -75,3 +80,98 @@ def _read(handle: IO[bytes], size: int) -> bytes:
     if len(data) < size:
         raise EOFError(f"{getattr(handle, 'name', 'the archive')} ends within a member")
     return data
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file in an archive: its name, the byte at which its content begins, and its size."""
+
+    name: str
+    offset: int
+    size: int
+
+
+class Archive:
+    """The files of anybody's archive (USTAR, PAX or GNU), once from front to back, with bounded memory.
+
+    tarfile finds the members, but takes damage in the middle of an archive, and its sudden end, for the end.
+    """
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._handle = handle
+        self._position = 0
+        self._left = 0  # bytes of the member at hand
+        self._padding = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        """The members; what is not read of one is passed over.
+
+        Raises:
+            DamageError: the archive is damaged or has no end.
+        """
+        extended: dict[str, str] = {}  # what extended headers say of the member after them
+        while (header := self._exactly(BLOCK)).strip(b"\0"):
+            try:
+                info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+                if info.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+                    extended |= self._extended(info)
+                    continue
+                size = int(extended.get("size", info.size)) if info.isreg() else 0
+            except (tarfile.HeaderError, ValueError) as error:
+                raise DamageError(self._position - BLOCK, f"no header of a tar member: {error}") from error
+            self._left, self._padding = size, -size % BLOCK
+            if info.isreg():
+                yield Member(extended.get("path", info.name), self._position, size)
+            extended = {}
+            while self.read(BUFFER_BYTES):
+                pass
+            self._exactly(self._padding)
+
+    def read(self, limit: int) -> bytes:
+        """The next bytes of the member at hand, at most `limit`; none at its end."""
+        data = self._exactly(min(limit, self._left))
+        self._left -= len(data)
+        return data
+
+    def content(self) -> io.BufferedReader:
+        """The member at hand as a file."""
+        return io.BufferedReader(_Content(self), BUFFER_BYTES)
+
+    def _extended(self, info: tarfile.TarInfo) -> dict[str, str]:
+        """What a header that only describes the next member says of it."""
+        if info.size > BUFFER_BYTES:
+            raise ValueError("an extended header is too long")
+        raw = self._exactly(info.size + -info.size % BLOCK)[: info.size]
+        if info.type == tarfile.GNUTYPE_LONGNAME:
+            return {"path": raw.rstrip(b"\0").decode("utf-8", "surrogateescape")}
+        fields = {}
+        while info.type == tarfile.XHDTYPE and raw:
+            length = int(raw.partition(b" ")[0])
+            if length <= 0:
+                raise ValueError("an extended header is damaged")
+            key, _, value = raw[:length].partition(b" ")[2].rstrip(b"\n").decode("utf-8", "surrogateescape").partition("=")
+            fields[key] = value
+            raw = raw[length:]
+        return fields
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._handle.read(size)
+        self._position += len(data)
+        if len(data) < size:
+            raise DamageError(self._position, "the archive ends too early")
+        return data
+
+
+class _Content(io.RawIOBase):
+    """The member that an archive stands at."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._archive.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

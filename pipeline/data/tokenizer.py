@@ -16,6 +16,38 @@ Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids of several texts: the ids one text after another, uint32 (tokens,), and how many each text has, int64 (texts,)."""
 
 
+def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, for text that holds no special tokens: what spells one stays text.
+
+    Args:
+        folder: holds a tokenizer.json.
+        key: the configuration key that names the folder.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        fix = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name a Hugging Face tokenizer folder"
+        raise UserError.of(key, folder, "holds no tokenizer.json", fix)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises nothing more precise
+        raise UserError.of(key, path, f"cannot be read: {error}", "fetch or train it again") from error
+    # What a brought tokenizer adds, cuts or pads for its own model has no place in pretraining data.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
+    """The ids of each text, without any token that the tokenizer would add around it."""
+    encodings = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    return np.fromiter(chain.from_iterable(encodings), np.uint32, lengths.sum()), lengths
+
+
 class TextEncoder:
     """Text to ids, by a tokenizer that was trained here or brought along as a Hugging Face folder.
 
@@ -40,17 +72,7 @@ class TextEncoder:
             UserError: there is none, it cannot be read, or `end_of_document` is not one of its special tokens.
         """
         self.path = path = folder / "tokenizer.json"
-        if not path.is_file():
-            fix = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name a Hugging Face tokenizer folder"
-            raise UserError.of("tokenizer.path", folder, "holds no tokenizer.json", fix)
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # `tokenizers` raises nothing more precise
-            raise UserError.of("tokenizer.path", path, f"cannot be read: {error}", "fetch or train it again") from error
-        # What a brought tokenizer adds, cuts or pads for its own model has no place in pretraining data.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer = load(folder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.special_tokens = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         if end_of_document not in vocabulary:
@@ -70,6 +92,4 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """The ids of each text, without any token that the tokenizer would add around it."""
-        encodings = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        return np.fromiter(chain.from_iterable(encodings), np.uint32, lengths.sum()), lengths
+        return encode(self._tokenizer, texts)

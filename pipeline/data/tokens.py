@@ -36,7 +36,7 @@ SPLITS = ("train", "validation")
 
 
 def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
-    """The shards of one rank: the largest goes first, each to the rank that has the least so far."""
+    """The shards of one rank, by name. They are dealt out largest first, each to the rank that has the least so far."""
     loads = [(0, number) for number in range(ranks)]
     mine = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -44,7 +44,7 @@ def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
         heapq.heapreplace(loads, (load + sizes[name], number))
         if number == rank:
             mine.append(name)
-    return mine
+    return sorted(mine)
 
 
 class Writer:
@@ -139,12 +139,8 @@ def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> lis
     """
     found: list[str] = []
     for name in names[:: -(-len(names) // EXCERPT_SHARDS) or 1]:
-        try:
-            documents = list(islice(text_shards.texts(shards / name), EXCERPTS))
-            found += [document.decode("utf-8")[:EXCERPT] for document in documents]
-        except (OSError, EOFError, ValueError):
-            artifact.verify_files(shards, text, [name])
-            raise
+        documents = islice(text_shards.readable(shards, text, name), EXCERPTS)
+        found += [document.decode("utf-8", errors="replace")[:EXCERPT] for document, _ in documents]
     return found
 
 

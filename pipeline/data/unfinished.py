@@ -1,13 +1,26 @@
-"""What an interrupted stage leaves for its rerun: `.unfinished/` in the output folder, one note for every part that is complete."""
+"""What an interrupted stage leaves for its rerun: `.unfinished/` in the output folder, one note for every part that is complete.
+
+And who may write the folder: one job at a time.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
 import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import UserError
 from pipeline.files import atomic_file, make_folder
+
+log = logging.getLogger("pipeline")
 
 
 class Unfinished:
@@ -21,16 +34,16 @@ class Unfinished:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.output = folder
         self.folder = folder / ".unfinished"
-        self._settings = json.loads(json.dumps(settings))
+        self.settings = json.loads(json.dumps(settings))
 
     def take_over(self) -> None:
         """Keep an interrupted run's parts if they fit, remove what does not. One rank calls this before the others go on."""
         make_folder(self.output)
         for partial in self.output.glob(".*.partial"):
             partial.unlink()
-        if self.note("settings") != self._settings:
+        if self.note("settings") != self.settings:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.write("settings", self._settings)
+            self.write("settings", self.settings)
 
     def note(self, name: str) -> Any:
         """What was noted of a finished part, None if it is still to do."""
@@ -45,6 +58,72 @@ class Unfinished:
     def clear(self) -> None:
         """The stage is finished: forget the notes."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def claimed(folder: Path, key: str, array: str | None = None) -> Iterator[None]:
+    """Keep other jobs from writing the folder while the block runs. The lock is the kernel's: it ends with the process, however that ends.
+
+    Args:
+        key: configuration key that names the folder.
+        array: the job array that this process is a task of; tasks of one array share the folder.
+
+    Raises:
+        UserError: another job has it.
+    """
+    make_folder(folder)
+    path = folder / ".lock"
+    name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'of no scheduler')}"
+    handle = _locked(path, fcntl.LOCK_EX)
+    if handle is not None:
+        path.write_text(f"{name}, process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        if array:
+            fcntl.flock(handle, fcntl.LOCK_SH)
+    elif array:
+        handle = _shared(path, name)
+    if handle is None:
+        owner = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        fix = f"wait until that job has ended, or choose another {key}"
+        raise UserError.of(key, folder, f"is being written by another job: {owner or 'it gave no name'}", fix)
+    try:
+        yield
+    finally:
+        if not array:
+            path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _shared(path: Path, name: str) -> int | None:
+    """The file locked together with the other tasks of our job array, None when another job has it."""
+    for _ in range(20):  # the first task holds it alone for the moment in which it writes its name
+        handle = _locked(path, fcntl.LOCK_SH)
+        if handle is not None:
+            if path.read_text(encoding="utf-8").startswith(f"{name},"):
+                return handle
+            os.close(handle)
+            return None
+        time.sleep(0.1)
+    return None
+
+
+def _locked(path: Path, kind: int) -> int | None:
+    """The locked file, None when somebody else holds it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except OSError as error:  # a file system without locks
+            log.warning("%s: cannot be locked (%s): see to it that no other job writes this folder", path.parent, error.strerror)
+            return handle
+        try:
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                return handle
+        except FileNotFoundError:
+            pass
+        os.close(handle)  # its owner removed it as we came: take the new one
 
 
 def remove_strangers(folder: Path, pattern: str, names: set[str]) -> None:

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 import numpy as np
 
 LETTER, DIGIT, SPACE, IDEOGRAPH, UPPER, SENTENCE_END = (np.uint8(1 << bit) for bit in range(6))
-"""Kinds of characters. A word is a run of letters (marks among them) and digits; a letter of a script without spaces is a word by itself."""
+"""Kinds of characters. A word is a run of letters (marks too) and digits; a letter of a script without spaces is a word by itself."""
 
 WORD = LETTER | DIGIT
 

@@ -57,6 +57,29 @@ class Ranks:
         return "env://" if self.launcher == "torchrun" else f"tcp://{self.master_host}:{self.master_port}"
 
 
+@dataclass(frozen=True)
+class ArrayTask:
+    """The place of this process in a Slurm job array: task `index` of `size` of job `job`."""
+
+    job: str
+    index: int
+    size: int
+
+
+def array_task(environment: Mapping[str, str] = os.environ) -> ArrayTask | None:
+    """Which task of a job array this is, None outside of one. A lone task (--array=0) is none either."""
+    job = environment.get("SLURM_ARRAY_JOB_ID")
+    if job is None or int(environment["SLURM_ARRAY_TASK_COUNT"]) == 1:
+        return None
+    first, step = int(environment["SLURM_ARRAY_TASK_MIN"]), int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
+    index = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
+    size = (int(environment["SLURM_ARRAY_TASK_MAX"]) - first) // step + 1
+    if size != int(environment["SLURM_ARRAY_TASK_COUNT"]):
+        rule = f"{environment['SLURM_ARRAY_TASK_COUNT']} tasks are not numbered evenly"
+        raise UserError.of("--array", environment["SLURM_ARRAY_TASK_ID"], rule, "give a range, such as --array=0-15")
+    return ArrayTask(job, index, size)
+
+
 def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -> Ranks:
     """The place of this process; a lone process when no launcher set the variables.
 

@@ -18,26 +18,32 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Runs a rank's share of a batch through its stages.
+    """Runs a rank's share of a batch of one shape through its stages.
 
     Args:
         stages: stage index (as text) -> module, as in LocalModel.stages; the last stage returns the mean loss of a micro-batch.
         config: of the run.
         mesh: this rank's groups.
+        shape: (sequences, tokens a sequence) of the rank's share. However it is cut into sequences, a micro-batch has the tokens of
+            training.micro_batch_size samples.
     """
 
-    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh) -> None:
-        layout = mesh.layout
+    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, int]) -> None:
+        layout, training = mesh.layout, config.training
+        micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], shape[1])
+        micro_batches = shape[0] // micro_batch[0]
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
         self._device = mesh.device
         self._masks_documents = config.training.document_mask
 
         def loss_fn(loss: Tensor, _: Tensor | None = None) -> Tensor:
-            return loss / layout.micro_batches
+            return loss / micro_batches
 
         self._schedule = (
-            _schedule(stages, config, mesh, loss_fn) if layout.pipeline > 1 else _Alone(stages["0"], layout.micro_batches, loss_fn)
+            _schedule(stages, config, mesh, micro_batch, micro_batches, loss_fn)
+            if layout.pipeline > 1
+            else _Alone(stages["0"], micro_batches, loss_fn)
         )
 
     def train(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -98,30 +104,32 @@ class _Alone:
             yield self._loss_fn(self._module(tokens, **{name: parts[index] for name, parts in chunks.items()}))
 
 
-def _schedule(stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, loss_fn: Callable[..., Tensor]) -> Any:
+def _schedule(
+    stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, int], micro_batches: int, loss_fn: Callable[..., Tensor]
+) -> Any:
     """PyTorch's schedule of the configured kind."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
     layout = mesh.layout
-    parts = [_stage(int(index), module, config, mesh) for index, module in stages.items()]
+    parts = [_stage(int(index), module, config, mesh, micro_batch) for index, module in stages.items()]
     if layout.stages_per_rank == 1:
-        return Schedule1F1B(parts[0], layout.micro_batches, loss_fn=loss_fn, scale_grads=False)
+        return Schedule1F1B(parts[0], micro_batches, loss_fn=loss_fn, scale_grads=False)
     kind = ScheduleZBVZeroBubble if layout.schedule == "zbv" else ScheduleInterleaved1F1B
-    return kind(parts, layout.micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
+    return kind(parts, micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
 
 
-def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh) -> PipelineStage:
+def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, int]) -> PipelineStage:
     """One stage with the shapes of what it receives and sends, so that nothing has to be tried out."""
     from torch.distributed.pipelining import PipelineStage
 
-    layout, training = mesh.layout, config.training
+    layout = mesh.layout
     last = layout.stage_count - 1
-    rows = training.sequence_length
+    sequences, rows = micro_batch
+    tokens = torch.empty(sequences, rows, dtype=torch.int64, device="meta")
     if config.parallel.sequence_parallel:
         rows //= layout.tensor
-    tokens = torch.empty(training.micro_batch_size, training.sequence_length, dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta")
-    hidden = torch.empty(training.micro_batch_size, rows, config.model.hidden, dtype=DTYPES[config.precision.dtype], device="meta")
+    hidden = torch.empty(sequences, rows, config.model.hidden, dtype=DTYPES[config.precision.dtype], device="meta")
     shapes: dict[str, Any] = {
         "input_args": tokens if index == 0 else hidden.requires_grad_(),
         "output_args": loss.requires_grad_() if index == last else hidden.requires_grad_(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,11 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 
+from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
+from pipeline.data.blend import phases
+from pipeline.data.mixture import Mixture
 from pipeline.errors import UserError
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
@@ -100,10 +102,15 @@ def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
     yield f"  {'sequences':<14}{training.global_batch_size:,} of {training.sequence_length:,} tokens = {tokens:,} tokens"
     yield f"  {'a rank':<14}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
     yield "the run"
-    yield f"  {'steps':<14}{training.steps:,} = {training.steps * tokens:,} tokens"
+    samples = warmup.samples(training, training.steps)
+    yield f"  {'steps':<14}{training.steps:,} = {samples * training.sequence_length:,} tokens"
     if training.token_budget:
-        steps = math.ceil(training.token_budget / tokens)
+        steps = warmup.steps_for(training, training.token_budget)
         yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
+    if config.data.blend:
+        yield "the blend"
+        for name, count in zip(sorted(config.data.blend), Mixture(phases(config)).counts(samples).tolist(), strict=True):
+            yield f"  {name:<14}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"
 
 
 def count(model: LocalModel) -> int:

@@ -6,7 +6,6 @@ import json
 import logging
 from pathlib import Path
 
-from pipeline import artifact
 from pipeline.checkpoint import format as checkpoints
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -31,14 +30,14 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage = config.stage
     assert isinstance(stage, Evaluate)
     path = checkpoints.find(Path(config.run_dir), stage.checkpoint)
-    manifest, _, data = open_data(config)
+    training_data, data = open_data(config, (ranks.rank, ranks.world_size))
     if data is None:
         rule = "has a validation split shorter than one sequence"
         raise UserError.of("data.tokens", config.data.tokens, rule, "shard with a larger data.validation_fraction")
     device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
         trainer = Trainer(config, meshes.build(Layout.of(config, ranks.world_size), device))
-        progress = loop.resume(config, trainer, path, artifact.fingerprint(manifest))
+        progress = loop.resume(config, trainer, path, training_data)
         loss, bits = loop.validate(config, trainer, data, progress.step, None, stage.batches)
         if ranks.rank == 0:
             result = {"checkpoint": str(path), "step": progress.step, "validation_loss": loss, "bits_per_byte": bits}

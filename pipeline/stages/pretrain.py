@@ -16,7 +16,8 @@ from pipeline import artifact
 from pipeline.checkpoint import format as checkpoints
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.data.loader import TokenDataset
+from pipeline.data import blend
+from pipeline.data.loader import Samples
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, disk_full_named, make_folder
 from pipeline.launch.ranks import Ranks
@@ -35,14 +36,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     Raises:
         UserError: before any work: no token shards, a vocabulary that does not fit, a run directory of another model.
     """
-    data, training_data, validation_data = open_data(config)
+    training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     start = starting_point(config)
     device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
         mesh = meshes.build(Layout.of(config, ranks.world_size), device)
-        fingerprint = artifact.fingerprint(data)
         trainer = Trainer(config, mesh)
-        progress = loop.resume(config, trainer, start, fingerprint)
+        progress = loop.resume(config, trainer, start, training_data)
         if progress.step >= config.training.steps:
             log.info("pretrain: %s has its %d steps, nothing to do", config.run_dir, progress.step)
             return
@@ -50,11 +50,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         if ranks.rank == 0:
             make_folder(Path(config.run_dir))
             _write_config(config)
-        tokens = config.training.global_batch_size * config.training.sequence_length
-        flops, peak = flops_per_token(config.model, config.training.sequence_length), peak_flops(device)
+        length = config.training.sequence_length
+        flops, peak = flops_per_token(config.model, length), peak_flops(device)
         all_peaks = None if peak is None else peak * ranks.world_size
-        with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, progress, tokens, flops, all_peaks) as metrics:
-            progress = loop.train(config, trainer, training_data, validation_data, progress, metrics, fingerprint)
+        with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, progress, length, flops, all_peaks) as metrics:
+            progress = loop.train(config, trainer, training_data, validation_data, progress, metrics)
             metrics.flush()
             if ranks.rank == 0:
                 _write_manifest(config, progress, metrics.last, hosts)
@@ -62,22 +62,22 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         meshes.stop()
 
 
-def open_data(config: RunConfig) -> tuple[artifact.Manifest, TokenDataset, TokenDataset | None]:
-    """The token shards: their manifest, the train split, and the validation split if it holds a window.
+def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Samples, Samples | None]:
+    """The training samples, and those of the validation split if it holds one.
+
+    Args:
+        config: of the run.
+        share: (rank, ranks) of the job.
 
     Raises:
-        UserError: they are missing or damaged, or have tokens that the model has no row for.
+        UserError: token shards are missing or damaged, or have tokens that the model has no row for.
     """
-    folder, training = Path(config.data.tokens), config.training
-    train = TokenDataset(folder, "train", training.sequence_length, training.seed)
-    if train.vocab_size > config.model.vocab_size:
-        rule = f"is smaller than the tokenizer's {train.vocab_size} entries in {folder}"
-        fix = f"set model.vocab_size={train.vocab_size} or more, or tokenize with a smaller tokenizer"
+    training = blend.open_training(config, share)
+    if training.vocab_size > config.model.vocab_size:
+        rule = f"is smaller than the tokenizer's {training.vocab_size} entries in {config.data.tokens}"
+        fix = f"set model.vocab_size={training.vocab_size} or more, or tokenize with a smaller tokenizer"
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
-    manifest = artifact.read(folder, key="data.tokens", stage="tokenize")
-    if manifest.totals["validation"]["tokens"] <= training.sequence_length:
-        return manifest, train, None
-    return manifest, train, TokenDataset(folder, "validation", training.sequence_length, training.seed)
+    return training, blend.open_validation(config, share)
 
 
 def starting_point(config: RunConfig) -> Path | None:

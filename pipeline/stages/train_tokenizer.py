@@ -1,7 +1,8 @@
-"""train_tokenizer: text shards -> byte-level BPE tokenizer, a Hugging Face folder. One process works; further ranks have nothing to do."""
+"""train_tokenizer: text shards -> tokenizers, each a Hugging Face folder with a report. One process works, further ranks do nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Iterator
@@ -11,66 +12,142 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline import artifact
-from pipeline.config.schema import RunConfig
-from pipeline.data import tokenizer_training as tokenizer
-from pipeline.errors import UserError
-from pipeline.files import disk_full_named, make_folder, publish_folder
+from pipeline.artifact import Manifest
+from pipeline.config.schema import RunConfig, TokenizerConfig
+from pipeline.data import tokenizer_import, tokenizer_report, tokenizer_training
+from pipeline.data.tokenizer import load
+from pipeline.data.tokenizer_sample import Sample, held_out
+from pipeline.errors import UserError, together
+from pipeline.files import digest, disk_full_named, make_folder, publish_folder
 from pipeline.launch.ranks import Ranks
 from pipeline.progress import Progress
 
 log = logging.getLogger("pipeline")
 
+REPORT_MEGABYTES = 1.0
+"""Held-out text of each language that is measured, at most."""
+
+#: Keys that determine a trained tokenizer, besides the text and the size.
+_TRAINED_BY = ("kind", "train_megabytes", "balance", "split", "digits", "whitespace", "end_of_document", "special_tokens", "report")
+#: Keys that determine an imported one, besides the file.
+_IMPORTED_BY = ("split", "digits", "end_of_document", "special_tokens")
+
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Write the folder `tokenizer.path`, learned from the training split of `data.shards`."""
-    if ranks.rank > 0:
-        return
+    """Write the folder `tokenizer.path`, or one below it for each of `tokenizer.vocab_sizes`."""
+    if ranks.rank == 0:
+        (_import if config.tokenizer.source else _train)(config)
+
+
+def _train(config: RunConfig) -> None:
+    """Learn what is missing, measure it, publish it."""
     wanted, folder, shards = config.tokenizer, Path(config.tokenizer.path), Path(config.data.shards)
     text = artifact.read(shards, key="data.shards", stage="shard")
-    settings = {
-        "data.shards": artifact.fingerprint(text),
-        "tokenizer.vocab_size": wanted.vocab_size,
-        "tokenizer.train_megabytes": wanted.train_megabytes,
-        "tokenizer.end_of_document": wanted.end_of_document,
-    }
+    settings = {"data.shards": artifact.fingerprint(text), **_settings(wanted, _TRAINED_BY)}
+    folders = {size: folder / str(size) for size in wanted.vocab_sizes} or {wanted.vocab_size: folder}
+    missing = [size for size, place in folders.items() if not _finished(place, {**settings, "tokenizer.vocab_size": size})]
+    if not missing:
+        return
+    others = together(*(lambda other=other: load(Path(other), "tokenizer.compare") for other in wanted.compare))
+
+    sample = Sample(shards, text, wanted.train_megabytes, wanted.balance)
+    models = _learned(sample, wanted, sorted(missing))
+    for size, model in models.items():
+        if model.get_vocab_size() < size:
+            count = f"{sample.bytes:,} bytes of text yield only {model.get_vocab_size()}"
+            log.warning("train_tokenizer: %s of %s entries", count, size)
+    measured = {}
+    if wanted.report:
+        named = {str(folders[size]): models[size] if size in models else load(folders[size]) for size in folders}
+        measured = _measured(config, text, named | dict(zip(wanted.compare, others, strict=True)))
+    for size, model in models.items():
+        totals = {"train_bytes": sum(sample.languages.values()), "train_languages": dict(sorted(sample.languages.items()))}
+        rows = sorted(measured.values(), key=lambda row: row["name"] != str(folders[size]))  # its own first
+        _publish(model, folders[size], {**settings, "tokenizer.vocab_size": size}, wanted, totals, rows)
+
+
+def _import(config: RunConfig) -> None:
+    """Turn another library's file into a Hugging Face folder."""
+    wanted = config.tokenizer
+    source, folder = Path(wanted.source or ""), Path(wanted.path)
+    if not source.is_file():
+        raise UserError.of("tokenizer.source", source, "is no file", "name a .tiktoken file, or a .model file of SentencePiece")
+    settings = {"tokenizer.source": digest(source), **_settings(wanted, _IMPORTED_BY)}
+    if not _finished(folder, settings):
+        _publish(tokenizer_import.read(source, wanted), folder, settings, wanted, {}, [])
+
+
+def _settings(wanted: TokenizerConfig, names: tuple[str, ...]) -> dict[str, Any]:
+    return {f"tokenizer.{name}": getattr(wanted, name) for name in names}
+
+
+def _finished(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether a tokenizer is there already.
+
+    Raises:
+        UserError: another one is, or files that are none of ours.
+    """
     done = artifact.finished(folder, key="tokenizer.path", stage="train_tokenizer", settings=settings)
     if done:
         log.info("train_tokenizer: %s is complete, nothing to do (%s entries)", folder, f"{done.totals['vocab_size']:,}")
-        return
-    if folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(folder.iterdir()):
         fix = "choose another tokenizer.path; a tokenizer brought along needs no training"
         raise UserError.of("tokenizer.path", folder, "holds files that train_tokenizer did not write", fix)
-
-    make_folder(folder.parent)
-    names = [name for name in text.files if name.startswith("train-")]
-    artifact.verify_files(shards, text, names)
-    learned = min(wanted.train_megabytes * 1e6, text.totals["train"]["bytes"])
-    sample = tokenizer.sample([shards / name for name in names], learned / text.totals["train"]["bytes"])
-    model = tokenizer.train(_counted(sample, round(learned)), wanted.vocab_size, wanted.end_of_document)
-    _publish(model, folder, settings, round(learned))
+    return done is not None
 
 
-def _counted(texts: Iterator[str], total: int) -> Iterator[str]:
-    """The texts, with progress; learning the merges follows when all are read."""
-    with Progress(total, "train_tokenizer: reading", "B") as progress:
-        for text in texts:
-            yield text
-            progress.advance(len(text.encode("utf-8")))
-    log.info("train_tokenizer: learning the merges")
+def _learned(sample: Sample, wanted: TokenizerConfig, sizes: list[int]) -> dict[int, Tokenizer]:
+    """A tokenizer of each size. Those of BPE are the largest one's beginnings."""
+
+    def texts() -> Iterator[str]:
+        with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
+            for text in sample:
+                yield text
+                progress.advance(len(text.encode("utf-8")))
+        log.info("train_tokenizer: learning from %.1f MB", sum(sample.languages.values()) / 1e6)
+
+    if wanted.kind == "bpe":
+        largest = tokenizer_training.train(texts, wanted, sizes[-1])
+        return {size: tokenizer_training.cut(largest, size) if size < sizes[-1] else largest for size in sizes}
+    return {size: tokenizer_training.train(texts, wanted, size) for size in sizes}
 
 
-def _publish(model: Tokenizer, folder: Path, settings: dict[str, Any], learned: int) -> None:
+def _measured(config: RunConfig, text: Manifest, tokenizers: dict[str, Tokenizer]) -> dict[str, tokenizer_report.Row]:
+    """The rows of the report, also told to the log; none without held-out text."""
+    from pipeline.planner.flops import flops_per_token  # loads torch
+
+    texts = held_out(Path(config.data.shards), text, REPORT_MEGABYTES)
+    if not texts:
+        log.warning("train_tokenizer: no report, %s has no validation split (data.validation_fraction)", config.data.shards)
+        return {}
+
+    def cost(vocab_size: int) -> float:
+        return flops_per_token(dataclasses.replace(config.model, vocab_size=vocab_size), config.training.sequence_length)
+
+    rows = {name: tokenizer_report.measure(name, tokenizer, texts, cost) for name, tokenizer in tokenizers.items()}
+    log.info("train_tokenizer: on held-out text\n%s", tokenizer_report.text_table(list(rows.values())))
+    return rows
+
+
+def _publish(
+    model: Tokenizer,
+    folder: Path,
+    settings: dict[str, Any],
+    wanted: TokenizerConfig,
+    totals: dict[str, Any],
+    report: list[tokenizer_report.Row],
+) -> None:
     """Write the folder under another name and rename it: a tokenizer.json alone would pass for a tokenizer brought along."""
-    end_of_document, vocab_size = settings["tokenizer.end_of_document"], model.get_vocab_size()
-    if vocab_size < settings["tokenizer.vocab_size"]:
-        wanted = settings["tokenizer.vocab_size"]
-        log.warning("train_tokenizer: %s bytes of text yield only %s of %s entries", f"{learned:,}", vocab_size, wanted)
-    totals = {"vocab_size": vocab_size, "end_of_document": model.token_to_id(end_of_document), "train_bytes": learned}
+    make_folder(folder.parent)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     with disk_full_named(folder):
         partial.mkdir()
-        files = {path.name: artifact.entry(path) for path in tokenizer.save(model, partial, end_of_document)}
-        artifact.write(partial, artifact.Manifest("train_tokenizer", settings, files, totals))
+        written = tokenizer_training.save(model, partial, wanted.end_of_document)
+        if report:
+            written += tokenizer_report.write(partial, report, {"trained on": settings})
+        files = {path.name: artifact.entry(path) for path in written}
+        counts = {"vocab_size": model.get_vocab_size(), "end_of_document": model.token_to_id(wanted.end_of_document)}
+        artifact.write(partial, artifact.Manifest("train_tokenizer", settings, files, {**counts, **totals}))
     publish_folder(partial, folder)
-    log.info("train_tokenizer: wrote %s (%s entries from %.1f MB)", folder, f"{vocab_size:,}", learned / 1e6)
+    log.info("train_tokenizer: wrote %s (%s entries)", folder, f"{model.get_vocab_size():,}")

@@ -6,81 +6,33 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeline.checkpoint import save
 from pipeline.checkpoint.format import Index, Progress
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.data.loader import TokenDataset, document_ids
-from pipeline.parallel.mesh import Mesh
+from pipeline.data import blend
+from pipeline.data.loader import Samples
 from pipeline.progress import Progress as Bar
+from pipeline.training.batches import Batches
 from pipeline.training.metrics import Metrics
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
 
-Batch = tuple[Tensor, Tensor | None]
-
-
-class Batches:
-    """This data rank's share of global batches, made ready one ahead in a thread.
-
-    The share of data rank d in a batch that starts at sample s is s + d*n .. s + (d+1)*n - 1 with n = global batch / data ranks.
-    """
-
-    def __init__(self, dataset: TokenDataset, config: RunConfig, mesh: Mesh) -> None:
-        self._dataset, self._device = dataset, mesh.device
-        self._global = config.training.global_batch_size
-        self._share = self._global // mesh.layout.data
-        self._offset = mesh.where.data * self._share
-        self._documents = config.training.document_mask
-
-    def load(self, first: int) -> Batch:
-        """The share of the global batch that starts at sample `first`, on the device.
-
-        Returns:
-            Tokens (n, sequence + 1), and documents (n, sequence) when the document mask is on.
-        """
-        indices = np.arange(first + self._offset, first + self._offset + self._share)
-        tokens = self._dataset.samples(indices)
-        documents = torch.from_numpy(document_ids(tokens[:, :-1], self._dataset.end_of_document)) if self._documents else None
-        return self._to_device(torch.from_numpy(tokens)), None if documents is None else self._to_device(documents)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
-
-    def _use_device(self) -> None:
-        """Make the rank's GPU the current one of a new thread, which would otherwise pin memory through GPU 0."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
-    def following(self, first: int, count: int) -> Iterator[Batch]:
-        """`count` batches from sample `first` on."""
-        with ThreadPoolExecutor(1, initializer=self._use_device) as pool:
-            ahead = pool.submit(self.load, first)
-            for number in range(1, count + 1):
-                batch = ahead.result()
-                if number < count:
-                    ahead = pool.submit(self.load, first + number * self._global)
-                yield batch
-
 
 def train(
     config: RunConfig,
     trainer: Trainer,
-    training_data: TokenDataset,
-    validation_data: TokenDataset | None,
+    training_data: Samples,
+    validation_data: Samples | None,
     progress: Progress,
     metrics: Metrics,
-    data_fingerprint: str,
 ) -> Progress:
     """Train from `progress` to the configured number of steps.
 
@@ -91,21 +43,21 @@ def train(
         validation_data: the validation split, None if there is none.
         progress: where to continue.
         metrics: where the numbers go.
-        data_fingerprint: of the token shards, for the checkpoint.
 
     Returns:
         The progress at the end.
     """
     training, checkpoint = config.training, config.checkpoint
-    batches = Batches(training_data, config, trainer.mesh).following(progress.samples, training.steps - progress.step)
+    batches = Batches(training_data, config, trainer.mesh)
     started = time.monotonic()
     with Bar(training.steps - progress.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
-        for tokens, documents in batches:
+        for tokens, documents in batches.training(progress.samples, range(progress.step, training.steps)):
             waited = time.monotonic() - started
             loss, result = trainer.train(tokens, documents)
-            progress = Progress(progress.step + 1, progress.samples + training.global_batch_size, progress.updates)
+            size = warmup.batch_size(training, progress.step)
+            progress = Progress(progress.step + 1, progress.samples + size, progress.updates)
             now = time.monotonic()
-            metrics.add(progress, loss, result, now - started, {"data_seconds": waited})
+            metrics.add(progress, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": batches.stalls})
             started = now
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 
@@ -116,7 +68,7 @@ def train(
             if last or (checkpoint.every and progress.step % checkpoint.every == 0):
                 metrics.flush()
                 progress = dataclasses.replace(progress, updates=trainer.engine.updates())
-                index = Index(progress, dataclasses.asdict(config), data_fingerprint)
+                index = Index(progress, dataclasses.asdict(config), blend.fingerprint(config, training_data, progress.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
                 log.info("step %d: wrote %s", progress.step, path)
                 started = time.monotonic()
@@ -124,7 +76,7 @@ def train(
 
 
 def validate(
-    config: RunConfig, trainer: Trainer, data: TokenDataset, step: int, metrics: Metrics | None, batches: int | None
+    config: RunConfig, trainer: Trainer, data: Samples, step: int, metrics: Metrics | None, batches: int | None
 ) -> tuple[float, float]:
     """Mean loss and bits per byte over the first global batches of the validation split (all of it when `batches` is None).
 
@@ -133,12 +85,12 @@ def validate(
     Returns:
         (nats a token, bits a byte).
     """
-    whole = math.ceil(data.windows / config.training.global_batch_size)
+    whole = math.ceil(int(data.counts[0]) / config.training.global_batch_size)
     count = whole if batches is None else min(batches, whole)
     source = Batches(data, config, trainer.mesh)
     total = torch.zeros((), device=trainer.mesh.device)
     with Bar(count, "validate", "batch", trainer.mesh.rank) as bar:
-        for tokens, documents in source.following(0, count):
+        for tokens, documents in source.validation(count):
             total += trainer.evaluate(tokens, documents)
             bar.advance(1)
     loss = float(total) / count
@@ -148,8 +100,10 @@ def validate(
     return loss, bits
 
 
-def resume(config: RunConfig, trainer: Trainer, path: Path | None, data_fingerprint: str) -> Progress:
+def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Samples) -> Progress:
     """Read a checkpoint into the trainer; the beginning when there is none.
+
+    The checkpoint must have seen what the samples that it consumed are now.
 
     Raises:
         UserError: it belongs to another model or other data, or is corrupt.
@@ -157,7 +111,8 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, data_fingerpr
     if path is None:
         return Progress()
     checkpoint = Checkpoint(path)
-    save.check_same_run(checkpoint, dataclasses.asdict(config), data_fingerprint)
+    seen = blend.fingerprint(config, training_data, checkpoint.progress.samples)
+    save.check_same_run(checkpoint, dataclasses.asdict(config), seen)
     save.load(checkpoint, trainer.engine.fragments())
     trainer.engine.loaded(checkpoint.progress.updates)
     dist.barrier()

@@ -29,6 +29,7 @@ class _Pending:
 
     progress: Progress
     values: Tensor
+    samples: int
     seconds: float
     ready: torch.cuda.Event | None
     extra: dict[str, float]
@@ -44,19 +45,19 @@ class Metrics:
         config: of the run.
         rank: ranks above 0 write nothing.
         resumed: where the run continues.
-        tokens_per_step: of the global batch.
+        tokens_per_sample: of the samples that are counted.
         flops_per_token: of the whole model, forward and backward.
         peak_flops: of all devices of the job together, None where it is not known (a CPU): mfu is null then.
     """
 
     def __init__(
-        self, config: RunConfig, rank: int, resumed: Progress, tokens_per_step: int, flops_per_token: float, peak_flops: float | None
+        self, config: RunConfig, rank: int, resumed: Progress, tokens_per_sample: int, flops_per_token: float, peak_flops: float | None
     ) -> None:
         self._rank, self._config = rank, config
-        self._tokens_per_step, self._flops_per_token, self._peak_flops = tokens_per_step, flops_per_token, peak_flops
+        self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
         self._skipped_before = resumed.step - resumed.updates
         self._pending: _Pending | None = None
-        self._last_log = (resumed.step, time.monotonic())
+        self._last_log = (resumed.samples, time.monotonic())
         self._steps, self._last = config.training.steps, {}  # type: int, dict[str, Any]
         if rank == 0:
             path = Path(config.run_dir) / FILE
@@ -64,13 +65,14 @@ class Metrics:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             self._wandb = _start_wandb(config, resumed.step)
 
-    def add(self, progress: Progress, loss: Tensor, result: StepResult, seconds: float, extra: dict[str, float]) -> None:
+    def add(self, progress: Progress, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
         """Note a step that was just queued, and write the one before it.
 
         Args:
             progress: after the step.
             loss: mean loss of the global batch, 0-dim.
             result: of the step.
+            samples: of its global batch.
             seconds: the step took, from queue to queue.
             extra: further numbers for the line, known on the host.
         """
@@ -82,7 +84,7 @@ class Metrics:
             values = values.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        previous, self._pending = self._pending, _Pending(progress, values, seconds, ready, extra)
+        previous, self._pending = self._pending, _Pending(progress, values, samples, seconds, ready, extra)
         if previous is not None:
             self._write(previous)
 
@@ -110,12 +112,12 @@ class Metrics:
             pending.ready.synchronize()
         loss, norm, lr, skipped = pending.values.tolist()
         self._skipped_before += int(skipped)
-        rate = self._tokens_per_step / pending.seconds
+        rate = pending.samples * self._tokens_per_sample / pending.seconds
         step = pending.progress.step
         self._last = {
             "step": step,
             "samples": pending.progress.samples,
-            "tokens": pending.progress.samples * self._config.training.sequence_length,
+            "tokens": pending.progress.samples * self._tokens_per_sample,
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
@@ -130,8 +132,8 @@ class Metrics:
             log.warning("step %d was skipped: the gradient is not finite (%d skipped so far)", step, self._skipped_before)
         if step % self._config.tracking.log_every == 0 or step == self._steps:
             before, since = self._last_log
-            mean = (step - before) * self._tokens_per_step / max(time.monotonic() - since, 1e-9)
-            self._last_log = (step, time.monotonic())
+            mean = (pending.progress.samples - before) * self._tokens_per_sample / max(time.monotonic() - since, 1e-9)
+            self._last_log = (pending.progress.samples, time.monotonic())
             log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s", step, self._steps, loss, norm, lr, f"{mean:,.0f}")
 
     def _emit(self, line: dict[str, Any]) -> None:

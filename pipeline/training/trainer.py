@@ -27,7 +27,8 @@ class Trainer:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
         self.engine = build_engine(config, self.model, mesh)
-        self._pipeline = Pipeline(self.model.stages, config, mesh)
+        self._config = config
+        self._pipelines: dict[tuple[int, int], Pipeline] = {}
 
     def train(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, StepResult]:
         """One optimizer step.
@@ -40,12 +41,19 @@ class Trainer:
             The mean loss of the global batch, a 0-dim tensor the same on every rank, and what the step did.
         """
         with self.engine.accumulate():
-            loss = self._pipeline.train(tokens[:, :-1], tokens[:, 1:], documents)
+            loss = self._pipeline(tokens).train(tokens[:, :-1], tokens[:, 1:], documents)
         return self._mean(loss), self.engine.step()
 
     def evaluate(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """The mean loss of the global batch; arguments as in train."""
-        return self._mean(self._pipeline.evaluate(tokens[:, :-1], tokens[:, 1:], documents))
+        return self._mean(self._pipeline(tokens).evaluate(tokens[:, :-1], tokens[:, 1:], documents))
+
+    def _pipeline(self, tokens: Tensor) -> Pipeline:
+        """The pipeline for batches of this shape; a warm-up has several."""
+        shape = (tokens.shape[0], tokens.shape[1] - 1)
+        if shape not in self._pipelines:
+            self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
+        return self._pipelines[shape]
 
     def _mean(self, loss: Tensor) -> Tensor:
         """The mean over the data ranks of what the last stage's ranks know, for everyone."""

@@ -20,12 +20,12 @@ class Verdict(NamedTuple):
     """What a step says of one document; of those that it keeps as they are it says nothing.
 
     Attributes:
-        index: which of the batch.
+        document: which of the batch.
         reason: a few words, the same for every document with this fault.
         text: the new text; None drops the document.
     """
 
-    index: int
+    document: int
     reason: str
     text: str | None = None
 
@@ -35,17 +35,35 @@ class Batch:
 
     Attributes:
         alive: (documents,) bool, which are still there. Verdicts on others do not count.
+        changed: (documents,) bool, whose texts are no longer what they were when they came.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
         self.texts = [document.text for document in documents]
-        self.alive = np.ones(len(documents), dtype=bool)
+        self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
 
     @cached_property
     def words(self) -> Words:
         """The words of all texts."""
-        return Words(self.texts)
+        return Words(self.texts) if self.changed.any() else self.first_words
+
+    @cached_property
+    def first_words(self) -> Words:
+        """The words of all texts as they came."""
+        return Words([document.text for document in self.documents])
+
+    @cached_property
+    def changed_words(self) -> Words:
+        """The words of the changed texts alone."""
+        return Words([self.texts[index] for index in np.flatnonzero(self.changed)])
+
+    def mark(self, test: Callable[[Words], np.ndarray]) -> np.ndarray:
+        """A test's (documents,) bool for the texts as they are, without splitting the unchanged ones again: for steps between changes."""
+        mask = test(self.first_words)
+        if self.changed.any():
+            mask[self.changed] = test(self.changed_words)
+        return mask
 
     @cached_property
     def characters(self) -> np.ndarray:
@@ -62,16 +80,18 @@ class Batch:
         changed = {}
         for verdict in verdicts:
             if verdict.text is None:
-                self.alive[verdict.index] = False
+                self.alive[verdict.document] = False
             else:
-                changed[verdict.index] = verdict.text
+                changed[verdict.document] = verdict.text
         if not changed:
             return self
         batch = Batch(self.documents)
-        batch.alive = self.alive
+        batch.alive, batch.changed = self.alive, self.changed.copy()
+        batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
-        if "languages" in vars(self):
-            batch.languages = self.languages
+        for name in ("languages", "first_words"):
+            if name in vars(self):
+                setattr(batch, name, getattr(self, name))
         return batch
 
 

@@ -94,13 +94,13 @@ class Cleaner:
             noted.bytes += sum(size for size, alive in zip(sizes, batch.alive, strict=True) if alive)
             verdicts = list(step(batch))
             for verdict in verdicts:
-                noted.example(verdict, batch.documents[verdict.index].id, batch.texts[verdict.index])
+                noted.example(verdict, batch.documents[verdict.document].id, batch.texts[verdict.document])
                 if verdict.text is None:
                     documents, size = noted.dropped.get(verdict.reason, (0, 0))
-                    noted.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.index]]
+                    noted.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
                 else:
                     noted.changed[verdict.reason] = noted.changed.get(verdict.reason, 0) + 1
-                    sizes[verdict.index] = len(verdict.text.encode("utf-8"))
+                    sizes[verdict.document] = len(verdict.text.encode("utf-8"))
             batch = batch.after(verdicts)
         return batch
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipeline.config.cleaning import AllowStep, ContaminationStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, drop
-from pipeline.data.documents import Bad, Document, ReadOptions, read
+from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.reader import read
 from pipeline.data.sources import Source, Span
 from pipeline.data.words import Lookup, Words, ngrams
 from pipeline.errors import UserError
@@ -39,7 +40,9 @@ def contamination(knobs: ContaminationStep) -> Step:
     known = Lookup(np.concatenate(found) if found else np.zeros(0, dtype=np.uint64))
     if not len(known.known):
         rule = f"hold no text of {knobs.words} words"
-        raise UserError.of("clean.contamination.files", knobs.files, rule, "name the benchmarks' files, or take the step out of clean.steps")
+        fix = "name the benchmarks' files, or take the step out of clean.steps"
+        raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
+
     def step(batch: Batch) -> Iterable[Verdict]:
         runs, starts = _runs(batch.words, knobs.words)
         hits = starts[known.find(runs)[0]]
@@ -62,8 +65,8 @@ def _benchmark_texts(files: list[str]) -> Iterable[str]:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError.of("clean.contamination.files", name, "no such file", "mend the path, or take it out")
-        source = Source(path, path.name, path.stat().st_size)
-        for document in read(Span(source, 0, None), ReadOptions()):
+        source = Source(str(path), path.name, path.stat().st_size)
+        for document in read(Span(source), ReadOptions()):
             if isinstance(document, Bad):
                 raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "mend the file")
             yield document.text

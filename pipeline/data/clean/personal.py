@@ -19,7 +19,7 @@ _IP = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
 _PHONE = re.compile(
     r"(?<![\w.,+-])(?:(?:\+|00)[1-9]\d{0,2}(?:[ /.-]?\(?\d{1,5}\)?){2,6}"
     r"|\(0[1-9]\d{1,4}\) ?\d[\d -]{4,11}\d|0[1-9]\d{1,4} ?/ ?\d[\d -]{3,11}\d|0[1-9]\d{2,4}[ -]\d{5,8}"
-    r"|\(?[2-9]\d{2}\)?[ .-]\d{3}[.-]\d{4})(?![\w,]|[.-]\d)"
+    r"|\(?[2-9]\d{2}\)?[ .-]\d{3}[.-]\d{4})(?!\w|[.,-]\d)"
 )
 _IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
 
@@ -29,12 +29,12 @@ def personal(knobs: PersonalStep) -> Step:
     searches = [_SEARCHES[kind] for kind in knobs.kinds]
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        suspects = [(kind, masked, possible(batch.words)) for kind, possible, masked in searches]
-        if not suspects:
+        searched = [(kind, masked, batch.mark(possible)) for kind, possible, masked in searches]
+        if not searched:
             return
-        for index in where(batch, np.logical_or.reduce([possible for _, _, possible in suspects])):
+        for index in where(batch, np.logical_or.reduce([possible for _, _, possible in searched])):
             text, found = batch.texts[index], []
-            for kind, masked, possible in suspects:
+            for kind, masked, possible in searched:
                 if possible[index]:
                     changed = masked(text)
                     found += [kind] if changed != text else []

@@ -71,8 +71,9 @@ def _ngrams(batch: Batch, knobs: RepetitionStep) -> Faults:
     limits = [*zip((2, 3, 4), knobs.top_ngrams, strict=True)]
     shortest = min(knobs.long_ngrams)
     suspect = np.zeros(len(batch.texts), dtype=bool)
+    longest = _longest_ngram(words, 5)
     for length, share in [*limits, (5, shortest)]:
-        most, repeated, longest = _repeats(words, length)
+        most, repeated = _repeats(words, length)
         # Whoever repeats 6 words repeats 5, so the repeated 5-grams bound all the longer ones.
         suspect |= (repeated if length == 5 else most) * longest > share * characters
     chosen = np.flatnonzero(suspect)
@@ -99,26 +100,37 @@ def _grams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return starts, hashes[starts], texts[starts]
 
 
-def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every text: occurrences of its most frequent n-gram (0 if none comes twice), occurrences that repeat another, characters of its
-    longest n-gram."""
-    starts, hashes, texts = _grams(words, length)
-    count = len(words.offsets) - 1
-    most, repeated, longest = (np.zeros(count, dtype=np.int64) for _ in range(3))
-    if not len(starts):
-        return most, repeated, longest
+def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Upper bounds for every text: occurrences of its most frequent n-gram (0 if none comes twice), occurrences that repeat another.
+
+    N-grams that reach into the next text are counted too; they are few.
+    """
+    hashes, count = ngrams(words.hashes, length), len(words.offsets) - 1
+    most, repeated = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    if not len(hashes):
+        return most, repeated
     bits = np.uint64(max(1, (count - 1).bit_length()))
-    keys = np.sort((texts.astype(np.uint64) << (np.uint64(64) - bits)) | (hashes >> bits))
-    begins = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]]))
-    runs = np.diff(begins)
+    above = np.uint64(64) - bits
+    keys = np.sort((words.spans.texts[: len(hashes)].astype(np.uint64) << above) | (hashes >> bits))
+    last = np.flatnonzero(np.concatenate([keys[1:] != keys[:-1], [True]]))
+    runs = np.diff(last, prepend=-1)
     often = np.flatnonzero(runs > 1)
-    where = (keys[begins[often]] >> (np.uint64(64) - bits)).astype(np.int64)
+    where = (keys[last[often]] >> above).astype(np.int64)
     np.maximum.at(most, where, runs[often])
     np.add.at(repeated, where, runs[often] - 1)
+    return most, repeated
+
+
+def _longest_ngram(words: Words, length: int) -> np.ndarray:
+    """Characters of every text's longest n-gram, about: the last ones of a text reach into the next, and a short text counts whole."""
     spans = words.spans
-    first = np.flatnonzero(np.concatenate([[True], texts[1:] != texts[:-1]]))
-    longest[texts[first]] = np.maximum.reduceat(spans.ends[starts + length - 1] - spans.starts[starts], first)
-    return most, repeated, longest
+    longest = np.diff(words.text_starts)
+    starts = words.offsets[:-1]
+    some = np.flatnonzero(np.diff(words.offsets) > length)
+    if len(some):
+        reach = spans.ends[length - 1 :] - spans.starts[: len(spans) - length + 1]
+        longest[some] = np.maximum.reduceat(np.concatenate([reach, np.zeros(length - 1, dtype=reach.dtype)]), starts[some])
+    return longest
 
 
 def _top_ngram(words: Words, length: int) -> np.ndarray:

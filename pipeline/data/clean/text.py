@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
+from functools import cache
 
 import ftfy
 import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, where
-from pipeline.data.words import Lookup, Words
+from pipeline.data.words import Words
 
 # UTF-8 that was read as Latin-1 or Windows-1252 is a letter of C2..F4 followed by one of the characters that stand for 80..BF there.
 _LEAD = (0xC2, 0xF4)
@@ -37,14 +38,10 @@ def repair(_: RepairStep) -> Step:
     """
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        codes = batch.words.codes
-        lead = np.flatnonzero((codes >= _LEAD[0]) & (codes <= _LEAD[1]))
-        broken = lead[np.isin(codes[np.minimum(lead + 1, len(codes) - 1)], _CONTINUATIONS)]
-        ampersands = batch.words.count(codes == ord("&")) > 0
-        suspect = batch.words.sum_texts(broken) > 0
-        for index in where(batch, suspect | ampersands):
+        garbled = batch.mark(_garbled)
+        for index in where(batch, garbled | batch.mark(lambda words: words.count(words.codes == ord("&")) > 0)):
             text = batch.texts[index]
-            if suspect[index] or _ENTITY.search(text):
+            if garbled[index] or _ENTITY.search(text):
                 mended = ftfy.fix_text(text, _FTFY)
                 if mended != text:
                     yield Verdict(index, "encoding or entities mended", mended)
@@ -52,35 +49,63 @@ def repair(_: RepairStep) -> Step:
     return step
 
 
-# Control characters but tab and newline, soft hyphen, zero-width space, word joiner, byte-order mark. Joiners stay: scripts and emoji need them.
+def _garbled(words: Words) -> np.ndarray:
+    """Which texts hold two neighbours that look like UTF-8 read as something else."""
+    codes = words.codes
+    lead = np.flatnonzero((codes >= _LEAD[0]) & (codes <= _LEAD[1]))
+    return words.sum_texts(lead[np.isin(codes[np.minimum(lead + 1, len(codes) - 1)], _CONTINUATIONS)]) > 0
+
+
+# Control characters but tab and newline, soft hyphen, zero-width space, word joiner, byte-order mark. The other joiners stay: some scripts
+# and emoji need them.
 _REMOVED = [*range(9), 11, 12, *range(14, 32), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2060, 0xFEFF]
 _REMOVAL = re.compile("[" + "".join(map(re.escape, map(chr, _REMOVED))) + "]")
-_LINE_END = re.compile(r"[ \t\u00a0]+\n")
 _BLANK_LINES = re.compile(r"\n{4,}")
 
 
 def normalise(_: NormaliseStep) -> Step:
     """Unicode's composed form (NFC), plain newlines, no invisible characters, no space at line ends, at most two blank lines in a row."""
-    odd = np.zeros(0x10000, dtype=bool)
-    odd[[*_REMOVED, ord("\r"), 0x2028]] = True
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        codes = batch.words.codes
-        newline = codes == ord("\n")
-        strange = odd[np.minimum(codes, 0xFFFF)]
-        space = (codes == ord(" ")) | (codes == ord("\t")) | (codes == 0xA0)
-        strange[:-1] |= space[:-1] & newline[1:]
-        strange[:-3] |= newline[:-3] & newline[1:-2] & newline[2:-1] & newline[3:]
-        composed = np.array([unicodedata.is_normalized("NFC", text) for text in batch.texts])
-        for index in where(batch, (batch.words.count(strange) > 0) | ~composed):
-            text = batch.texts[index]
-            plain = text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n")
-            plain = unicodedata.normalize("NFC", _REMOVAL.sub("", plain)).rstrip(" \t\u00a0")
-            mended = _BLANK_LINES.sub("\n\n\n", _LINE_END.sub("\n", plain))
-            if mended != text:
-                yield Verdict(index, "characters and space normalised", mended)
+        hidden, open_ends, blank = batch.mark(_hidden), batch.mark(_open_ends), batch.mark(_blank_lines)
+        decomposed = np.array([not unicodedata.is_normalized("NFC", text) for text in batch.texts])
+        for index in where(batch, hidden | open_ends | blank | decomposed):
+            before = text = batch.texts[index]
+            if hidden[index]:
+                text = _REMOVAL.sub("", text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n"))
+            text = unicodedata.normalize("NFC", text)
+            if hidden[index] or open_ends[index]:
+                text = "\n".join([line.rstrip(" \t\u00a0") for line in text.split("\n")])
+            text = _BLANK_LINES.sub("\n\n\n", text)
+            if text != before:
+                yield Verdict(index, "characters and space normalised", text)
 
     return step
+
+
+def _hidden(words: Words) -> np.ndarray:
+    """Which texts hold characters that go, or newlines other than the plain one."""
+    return words.count(_odd()[np.minimum(words.codes, 0xFFFF)]) > 0
+
+
+@cache
+def _odd() -> np.ndarray:
+    odd = np.zeros(0x10000, dtype=bool)
+    odd[[*_REMOVED, ord("\r"), 0x2028]] = True
+    return odd
+
+
+def _open_ends(words: Words) -> np.ndarray:
+    """Which texts have space before a newline."""
+    codes = words.codes
+    space = (codes == ord(" ")) | (codes == ord("\t")) | (codes == 0xA0)
+    return words.count(space[:-1] & (codes[1:] == ord("\n"))) > 0
+
+
+def _blank_lines(words: Words) -> np.ndarray:
+    """Which texts have three blank lines in a row."""
+    newline = words.codes == ord("\n")
+    return words.count(newline[:-3] & newline[1:-2] & newline[2:-1] & newline[3:]) > 0
 
 
 _TAG = re.compile(
@@ -92,28 +117,26 @@ _FRONT_MATTER = re.compile(r"\A---\n(?:[\w-]+:.*\n|[ \t].*\n|\n)+---\n")
 
 
 def boilerplate(knobs: BoilerplateStep) -> Step:
-    """Remains of web pages: HTML tags, YAML heads of Markdown, and lines with the phrases of `clean.boilerplate.phrases` (as C4 does:
-    Raffel et al. 2020, section 2.2)."""
+    """Remains of web pages: HTML tags, YAML heads of Markdown, and lines with the phrases of `clean.boilerplate.phrases`.
+
+    The last as C4 does: Raffel et al. 2020, section 2.2.
+    """
     phrases = [phrase.lower() for phrase in knobs.phrases]
-    rare_words = Lookup(np.array([Words([max(phrase.split(), key=len)]).hashes[0] for phrase in phrases], dtype=np.uint64), bits=16)
 
     def without_phrases(text: str) -> str:
-        lines = text.split("\n")
-        kept = [line for line in lines if not any(phrase in line.lower() for phrase in phrases)]
-        return text if len(kept) == len(lines) else "\n".join(kept)
+        lower = text.lower()
+        if not any(phrase in lower for phrase in phrases):
+            return text
+        return "\n".join(line for line in text.split("\n") if not any(phrase in line.lower() for phrase in phrases))
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        words = batch.words
-        suspect = np.zeros(len(batch.texts), dtype=bool)
-        suspect[words.spans.texts[rare_words.find(words.hashes)[0]]] = True
         for index in where(batch, np.ones(len(batch.texts), dtype=bool)):
-            text = before = batch.texts[index]
+            before = text = batch.texts[index]
             if text.startswith("---\n"):
                 text = _FRONT_MATTER.sub("", text)
             if "<" in text:
                 text = _TAG.sub("", text)
-            if suspect[index]:
-                text = without_phrases(text)
+            text = without_phrases(text)
             if text != before:
                 yield Verdict(index, "markup or boilerplate removed", text)
 

@@ -1,0 +1,54 @@
+"""Web pages: their visible text, or only the main content of it. By resiliparse (https://resiliparse.chatnoir.eu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from resiliparse.extract.html2text import extract_plain_text
+from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+from resiliparse.parse.html import HTMLTree
+
+from pipeline.data import streams
+from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.formats.checks import UnusableError, small, too_large
+from pipeline.data.sources import Span
+
+
+def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
+    """The page's text; its title goes into the metadata."""
+    source = span.source
+    with streams.open_bytes(source.path) as handle:
+        raw = handle.read(options.document_bytes + 1)
+    try:
+        text, title = page(raw, None, options)
+        yield Document(source.name, 0, text, small([("title", title)]), source.corpus)
+    except UnusableError as error:
+        yield Bad(source.label, "", str(error))
+
+
+def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, str]:
+    """(text, title) of a page; either may be empty.
+
+    Args:
+        raw: the file's bytes.
+        charset: the encoding that came with it; None leaves it to the page's own word and, failing that, to a guess.
+
+    Raises:
+        UnusableError: it is too large, or no HTML at all.
+    """
+    if len(raw) > options.document_bytes:
+        raise UnusableError(too_large(options))
+    try:
+        tree = HTMLTree.parse(_decoded(raw, charset))
+        text = extract_plain_text(tree, preserve_formatting=True, main_content=options.main_content)
+        return text, (tree.title or "").strip()
+    except Exception as error:  # the parser's exceptions have no common base
+        raise UnusableError(f"is no HTML that can be parsed: {error}") from error
+
+
+def _decoded(raw: bytes, charset: str | None) -> str:
+    """The page as Unicode. Like a browser: what does not decode becomes U+FFFD."""
+    try:
+        return bytes_to_str(raw, charset or detect_encoding(raw, from_html_meta=True) or "utf-8")
+    except LookupError:  # a charset that nobody knows
+        return bytes_to_str(raw, detect_encoding(raw) or "utf-8")

@@ -1,0 +1,46 @@
+"""Which form a file has: by the ending of its name, in this one table."""
+
+from __future__ import annotations
+
+FORMS = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "lines",
+    ".txt": "text",
+    ".html": "html",
+    ".htm": "html",
+    ".warc": "warc",
+    ".wet": "warc",
+    ".parquet": "parquet",
+    ".tar": "tar",
+}
+"""Ending -> form, which is the module of pipeline.data.formats that reads it. Each may be compressed, except .parquet, which is inside."""
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Ending -> compression."""
+
+EXPANSION = 3
+"""Bytes of text per byte of a compressed file, about: work is shared before anything is decompressed."""
+
+# `.json` alone is rarely JSON lines: it counts only where data.suffixes names it.
+SEARCHED = tuple(
+    f"{ending}{packed}"
+    for ending in FORMS
+    for packed in ("", *COMPRESSIONS)
+    if (ending, packed) != (".json", "") and (ending != ".parquet" or not packed)
+)
+"""The endings that are looked for in a folder unless data.suffixes names others."""
+
+
+def form(name: str) -> str:
+    """The form of a file; a name that is not in the table is a text."""
+    name, _ = split_compression(name)
+    return next((form for ending, form in FORMS.items() if name.endswith(ending)), "text")
+
+
+def split_compression(name: str) -> tuple[str, str]:
+    """(the name without the ending of its compression, the compression or "")."""
+    for ending, compression in COMPRESSIONS.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending), compression
+    return name, ""

@@ -1,0 +1,120 @@
+"""SentencePiece: Unigram models are learned by its own trainer, and its models become Hugging Face tokenizers."""
+
+from __future__ import annotations
+
+import io
+import re
+import string
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sentencepiece import SentencePieceTrainer, sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+SPACE = "▁"
+"""How pieces write a space, U+2581."""
+
+NEVER = -1000.0
+"""Score (log-probability) of the entries that no text may become by spelling them: worse than their characters one by one.
+
+SentencePiece keeps bytes, control symbols and the unknown piece out of its search, `tokenizers` searches everything. This holds as long as
+the model knows the characters of their names.
+"""
+
+_CUT = "\0"
+"""Put between digits that no piece may join."""
+
+_THREADS = 16
+"""The trainer's sums, and so its pieces, depend on it: not on the machine."""
+
+
+def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_size: int) -> Tokenizer:
+    """Learn a unigram language model over pieces (Kudo 2018; Kudo & Richardson 2018). Lossless but for texts that hold U+2581.
+
+    ASCII and the commonest characters that make up 99.95 % of the text get entries, any other becomes its UTF-8 bytes. Text is not
+    normalized, and runs of whitespace may become pieces.
+
+    Args:
+        texts: to learn from.
+        special: special tokens, which come first.
+        digits: keep, single or groups_of_three.
+        vocab_size: entries at most.
+    """
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=_with_cuts(texts, digits),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=digits == "single",
+        pretokenization_delimiter=_CUT if digits == "groups_of_three" else "",
+        max_sentence_length=1 << 30,
+        num_threads=_THREADS,
+        unk_id=0,
+        bos_id=-1,
+        eos_id=-1,
+        control_symbols=special,
+        required_chars="".join(sorted({*string.printable.strip(), *"".join(special)} - {" "})),  # see NEVER
+        minloglevel=2,
+    )
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(model.getvalue())
+    return convert(proto, {"single": r"\p{N}", "groups_of_three": r"\p{N}{1,3}"}.get(digits))
+
+
+def _with_cuts(texts: Iterable[str], digits: str) -> Iterator[str]:
+    for text in texts:
+        clean = text.replace(_CUT, " ")  # the trainer's strings end at a zero
+        yield re.sub(r"\d{1,3}(?=\d)", rf"\g<0>{_CUT}", clean) if digits == "groups_of_three" else clean
+
+
+def convert(proto: Any, numbers: str | None = None) -> Tokenizer:
+    """A SentencePiece model as a Hugging Face tokenizer. Control symbols become special tokens, user-defined ones ordinary entries.
+
+    Args:
+        proto: its ModelProto.
+        numbers: pattern of the numbers that no piece goes beyond.
+
+    Raises:
+        ValueError: it is neither Unigram nor BPE, or treats spaces in another way than most.
+    """
+    trainer, normalizer, kinds = proto.trainer_spec, proto.normalizer_spec, proto.SentencePiece
+    if not normalizer.escape_whitespaces or trainer.treat_whitespace_as_suffix or trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
+        raise ValueError("it is neither Unigram nor BPE, or treats spaces in another way than most")
+    tokenizer = Tokenizer(_model(proto))
+    prefix = normalizer.add_dummy_prefix
+    steps: list[Any] = [normalizers.Precompiled(normalizer.precompiled_charsmap)] if normalizer.precompiled_charsmap else []
+    if normalizer.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    # Where no piece goes over a space, words can be looked up one by one, which is faster.
+    cuts = [pre_tokenizers.Split(SPACE, "merged_with_next")] if all(SPACE not in piece.piece[1:] for piece in proto.pieces) else []
+    cuts += [pre_tokenizers.Split(Regex(numbers), "isolated")] if numbers else []
+    if cuts:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    after = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after])
+    added = {piece.piece: piece.type for piece in proto.pieces if piece.type in (kinds.CONTROL, kinds.USER_DEFINED)}
+    tokenizer.add_tokens([AddedToken(piece, normalized=False, special=kind == kinds.CONTROL) for piece, kind in added.items()])
+    return tokenizer
+
+
+def _model(proto: Any) -> models.Model:
+    """The pieces and their scores, or the merges that they imply."""
+    spec, pieces, kinds = proto.trainer_spec, proto.pieces, proto.SentencePiece
+    if spec.model_type == spec.UNIGRAM:
+        vocab = [(piece.piece, piece.score if piece.type == kinds.NORMAL else NEVER) for piece in pieces]
+        unknown = next(number for number, piece in enumerate(pieces) if piece.type == kinds.UNKNOWN)
+        return models.Unigram(vocab, unk_id=unknown, byte_fallback=spec.byte_fallback)
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    ids = {piece.piece: number for number, piece in enumerate(pieces)}
+    others = [piece.piece for piece in pieces if piece.type != kinds.NORMAL]
+    merges = generate_merges(ids, [(piece.piece, piece.score) for piece in pieces], skip_tokens=others)
+    return models.BPE(ids, merges, unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback)

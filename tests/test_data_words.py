@@ -1,0 +1,77 @@
+"""Words and lines of many texts at once, held against doing it one by one."""
+
+import re
+import unicodedata
+from collections import Counter
+
+import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipeline.data.words import Lookup, Words, ngrams
+
+TEXTS = st.lists(st.text(st.sampled_from("aäAÄbß1٣. \n\t-_'漢字ไ😀e\u0301\u00a0"), max_size=40), min_size=1, max_size=5)
+NO_SPACES = re.compile("[\u0e00-\u0eff\u4e00-\u9fff]")
+
+
+def words_of(text: str) -> list[str]:
+    """The same by a walk over the characters."""
+    found, open_word = [], False
+    for character in text:
+        if unicodedata.category(character)[0] not in "LMN":
+            open_word = False
+        elif NO_SPACES.match(character):
+            found.append(character)
+            open_word = False
+        else:
+            found = [*found[:-1], found[-1] + character] if open_word else [*found, character]
+            open_word = True
+    return found
+
+
+def cut(words: Words, spans) -> list[list[str]]:
+    """What the spans are of every text."""
+    joined = words.codes.tobytes().decode("utf-32-le")
+    parts = [joined[start:end] for start, end in zip(spans.starts, spans.ends, strict=True)]
+    return [parts[a:b] for a, b in zip(spans.offsets[:-1], spans.offsets[1:], strict=True)]
+
+
+@given(TEXTS)
+@example(["", "", ""])
+@example(["word", "", "漢字 and kanji"])
+def test_words_are_those_of_a_walk_over_the_characters(texts):
+    words = Words(texts)
+    assert cut(words, words.spans) == [words_of(text) for text in texts]
+    flat = [word.lower() for text in texts for word in words_of(text)]
+    # Two words have one hash exactly if they are the same but for case.
+    assert len(set(words.hashes.tolist())) == len(set(flat))
+    assert len(set(zip(words.hashes.tolist(), flat, strict=True))) == len(set(flat))
+
+
+@given(TEXTS)
+def test_a_hash_does_not_depend_on_the_neighbours(texts):
+    together = Words(texts)
+    for text, first, stop in zip(texts, together.offsets[:-1], together.offsets[1:], strict=True):
+        assert np.array_equal(Words([text]).hashes, together.hashes[first:stop])
+
+
+@given(TEXTS)
+def test_lines_are_those_with_anything_in_them_without_space_around(texts):
+    words = Words(texts)
+    assert cut(words, words.lines) == [[line.strip() for line in text.split("\n") if line.strip()] for text in texts]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 5))
+def test_ngrams_are_equal_where_their_members_are(values, length):
+    hashes = ngrams(Words([" ".join(map(str, values))]).hashes, length).tolist()
+    grams = [tuple(values[i : i + length]) for i in range(len(values) - length + 1)]
+    assert sorted(Counter(hashes).values()) == sorted(Counter(grams).values())
+    assert len(hashes) == len(grams)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1), st.lists(st.integers(0, 100)))
+def test_lookup_finds_what_is_known(known, asked):
+    lookup = Lookup(np.array(known, dtype=np.uint64), bits=4)
+    places, which = lookup.find(np.array(asked, dtype=np.uint64))
+    assert [asked[place] for place in places] == [value for value in asked if value in known]
+    assert lookup.known[which].tolist() == [asked[place] for place in places]
