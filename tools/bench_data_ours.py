@@ -21,7 +21,7 @@ TRILLION, SHARDS = 10**12, 250
 MEAN_DOCUMENT = 1000
 """Tokens of a document in the loaders' data, on average: about DOCUMENT_BYTES of text."""
 
-MADE_WITH = {"vocab_size": 1 << 15, "end_of_document": 0}
+MADE_WITH = {"vocab_size": 1 << 15, "end_of_document": 0, "tokenizer": ""}
 
 
 def resident_bytes(field: str) -> int:
@@ -35,7 +35,9 @@ def ids(job: Job) -> Job:
     from pipeline import artifact
 
     folder = Path(job["output"])
-    entries = [(name, entry) for name, entry in artifact.read(folder, "data.tokens", "tokenize").files.items() if "split" in entry]
+    entries = [
+        (name, entry) for name, entry in artifact.read(folder, key="data.tokens", stage="tokenize").files.items() if "split" in entry
+    ]
 
     def documents() -> Iterator[np.ndarray]:
         for name, entry in entries:

