@@ -66,7 +66,7 @@ def minhash(documents: Path, output: Path, job: Job) -> None:
 
 
 def shard(job: Job) -> Job:
-    """The steps of stage=shard that datatrove has blocks for, in as few passes as it can: it has no shuffle for text."""
+    """What stage=shard does with clean=default and dedup=default, as far as datatrove has blocks for it, in as few passes as it can."""
     from datatrove.data import Document
     from datatrove.pipeline import filters, formatters
     from datatrove.pipeline.dedup import ExactDedupFilter, ExactDedupSignature, ExactFindDedups, MinhashDedupSignature
@@ -78,19 +78,17 @@ def shard(job: Job) -> Job:
     def content(document: Document) -> str:
         return document.text
 
-    language = filters.LanguageFilter(languages=["de", "en"])
+    language = filters.LanguageFilter(label_only=True)
     language.model.MODEL_URL = language_model()
     output, workers = Path(job["output"]), job["workers"]
     clean, hashes, repeated, unique = (str(output / name) for name in ("clean", "hashes", "repeated", "unique"))
     exact = ExactDedupConfig(content_getter=content)
     cleaning = [
         formatters.FTFYFormatter(),
+        formatters.PIIFormatter(),
         language,
         filters.GopherQualityFilter(stop_words=[*STOP_WORDS, *GERMAN_STOP_WORDS]),
-        filters.C4QualityFilter(filter_no_terminal_punct=False, filter_curly_bracket=False),
-        filters.FineWebQualityFilter(),
         filters.GopherRepetitionFilter(),
-        formatters.PIIFormatter(),
     ]
     reader = JsonlReader(job["input"])
     run([reader, *cleaning, JsonlWriter(clean, compression=None), ExactDedupSignature(hashes, exact, workers)], workers, job)
