@@ -27,7 +27,9 @@ def shards(corpus) -> Path:
 def tokenizer(shards) -> Path:
     """A tokenizer of 300 entries, learned from the shards."""
     folder = shards.parent / "tokenizer"
-    pipeline("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", "tokenizer.vocab_size=300")
+    pipeline(
+        "stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", "tokenizer.vocab_size=300", "tokenizer.report=false"
+    )
     return folder
 
 

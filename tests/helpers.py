@@ -35,10 +35,24 @@ def words(seed: int, count: int) -> str:
 RAW = ("clean=none", "dedup=none")
 """Settings of stage=shard that keep every document as it is."""
 
-NAMES = "keeper captain sailor widow teacher farmer stranger child painter doctor".split()
-DEEDS = "watched crossed remembered painted described feared loved visited forgot measured".split()
-THINGS = "harbour island lighthouse village forest bridge garden winter letter mountain river market mirror".split()
-KINDS = "old silent distant narrow golden empty crowded frozen gentle curious wooden hidden".split()
+NAMES = ["keeper", "captain", "sailor", "widow", "teacher", "farmer", "stranger", "child", "painter", "doctor"]
+DEEDS = ["watched", "crossed", "remembered", "painted", "described", "feared", "loved", "visited", "forgot", "measured"]
+THINGS = [
+    "harbour",
+    "island",
+    "lighthouse",
+    "village",
+    "forest",
+    "bridge",
+    "garden",
+    "winter",
+    "letter",
+    "mountain",
+    "river",
+    "market",
+    "mirror",
+]
+KINDS = ["old", "silent", "distant", "narrow", "golden", "empty", "crowded", "frozen", "gentle", "curious", "wooden", "hidden"]
 
 
 def prose(seed: int, sentences: int = 12) -> str:

@@ -99,6 +99,12 @@ def test_phases_begin_at_their_tokens_and_keep_what_came_before(corpora):
     assert not np.array_equal(first.samples(numbers + 100), longer.samples(numbers + 100))
 
 
+def test_weights_may_compare_epochs(corpora):
+    samples = blend.open_training(config_of(corpora, "++data.blend={en:{weight:1},de:{weight:3}}", "data.blend_weights=epochs"))
+    de, en = samples.mixture.counts(2000) / samples.counts
+    assert de == pytest.approx(3 * en, rel=0.01)
+
+
 def test_validation_takes_every_corpus_straight_through(corpora, tokens):
     plain = TokenDataset(tokens, "validation", LENGTH, 0)
     ours = blend.open_validation(config_of(corpora, f"++data.blend={{en:{{}},more:{{tokens:{corpora}/more,corpus:en}}}}"))
@@ -139,8 +145,12 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides, said", REFUSED, ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_refused_before_work(corpora, overrides, said):
+    def start():
+        config = config_of(corpora, *overrides)
+        blend.check_epochs(config, blend.open_training(config))
+
     with pytest.raises(UserError) as refused:
-        blend.open_training(config_of(corpora, *overrides))
+        start()
     for text in said:
         assert text in str(refused.value)
 

@@ -328,6 +328,17 @@ def test_what_another_corpus_holds_is_dropped(tmp_path, ranks):
     ]
 
 
+def test_signatures_are_saved_as_they_are_also_out_of_larger_rows(tmp_path):
+    kind = np.dtype([("other", "<u4"), ("keys", "<u8", 2), ("signatures", "<u4", 128)])
+    rows = np.frombuffer(np.random.default_rng(0).bytes(9 * kind.itemsize), dtype=kind)
+    name = f"{signatures.PREFIX}00000.safetensors"
+    entry = signatures.write(tmp_path / name, rows["keys"], rows["signatures"], DedupConfig())
+    artifact.write(tmp_path, artifact.Manifest("shard", {}, {name: entry}))
+    known = signatures.load(Alone(), DedupConfig(against=[str(tmp_path)]))
+    assert np.array_equal(known.keys, rows["keys"])
+    assert np.array_equal(known.signatures, rows["signatures"])
+
+
 def test_signatures_that_cannot_be_compared_are_refused(tmp_path):
     folder = against_folder(tmp_path / "a", ["ein Text"], DedupConfig(), 1)
     with pytest.raises(UserError, match=r"holds signatures made as .* 128 permutations .* wanted are .* 120 permutations"):

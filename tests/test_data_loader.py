@@ -16,6 +16,7 @@ from pipeline.data import stream as streams
 from pipeline.data.loader import Corpus, TokenDataset
 from pipeline.data.permutation import permute
 from pipeline.data.stream import TokenStream
+from pipeline.data.token_shards import Shard
 from pipeline.errors import UserError
 
 
@@ -191,6 +192,23 @@ def test_a_corrupt_shard_is_found_while_others_are_read(tokens, tmp_path):
         mine.read(starts[[0]], 5)
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any), st.sampled_from(["uint16", "uint32"]), st.data())
+def test_runs_are_slices_of_the_stream_however_it_is_cut_into_shards(tmp_path_factory, counts, dtype, data):
+    offsets = data.draw(st.permutations(range(8)))
+    folder, shards, total = tmp_path_factory.mktemp("cut"), [], sum(counts)
+    text = (np.arange(total) * 7919 + 65000).astype(dtype)
+    for number, (part, offset) in enumerate(zip(np.split(text, np.cumsum(counts)[:-1]), offsets, strict=False)):
+        path = folder / f"{number}"
+        path.write_bytes(bytes(offset) + part.tobytes() + bytes(3))
+        shards.append(Shard(path, {"bytes": path.stat().st_size, "dtype": dtype, "tokens": len(part), "offset": offset}))
+    stream = TokenStream(shards)
+    assert stream.dtype == dtype
+    length = data.draw(st.integers(1, total))
+    positions = np.array(data.draw(st.lists(st.integers(0, total - length), max_size=6)), dtype=np.int64)
+    assert stream.read(positions, length).tolist() == [text[p : p + length].tolist() for p in positions]
+
+
 def test_a_shard_that_changes_its_length_is_named_when_it_is_read(tokens, tmp_path):
     folder = tmp_path / "tokens"
     shutil.copytree(tokens, folder)
@@ -215,6 +233,16 @@ def test_files_without_a_split_are_no_shards(tokens, tmp_path):
     manifest["files"]["train-report.html"] = {"bytes": 1, "xxh3": ""}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     assert TokenDataset(folder, "train", 8, seed=0).windows == TokenDataset(tokens, "train", 8, seed=0).windows
+
+
+def test_a_folder_of_an_earlier_version_is_refused(tokens, tmp_path):
+    shutil.copytree(tokens, tmp_path / "tokens")
+    manifest = json.loads((tokens / MANIFEST).read_text())
+    for entry in manifest["files"].values():
+        del entry["split"]
+    (tmp_path / "tokens" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="earlier version"):
+        TokenDataset(tmp_path / "tokens", "train", 8, seed=0)
 
 
 def test_a_trillion_tokens_are_opened_without_looking_at_them(tmp_path):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -67,7 +66,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
         assert same_files(cleaned, tmp_path / str(ranks)), ranks
 
 
-def test_cleaning_and_deduplication_leave_what_they_should(library, cleaned):
+def test_cleaning_and_deduplication_leave_what_they_should(cleaned):
     texts = sorted(sample["txt"] for sample in samples(cleaned))
     expected = {prose(100 * part + n) for part in range(3) for n in range(60)} | {"Märchen. " + prose(900 + part) for part in range(3)}
     near = [text for text in texts if "Printed for the" in text]
@@ -164,7 +163,7 @@ def test_corpora_keep_their_names_and_are_deduplicated_together(library, tmp_pat
 def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_path):
     line = "Subscribe to our letter from the harbour, and read of it first."
     pages = [json_line(prose(n) + "\n" + line, url=f"https://example.org/{n}/") for n in range(20)]
-    pages += [json_line(prose(30) + " And a longer text, which is the better one.", url="http://www.example.org/7")]
+    pages += [json_line(prose(30, 20) + " And a longer text, which is the better one.", url="http://www.example.org/7")]
     (tmp_path / "pages.jsonl").write_text("".join(pages))
     settings = ("stage=shard", f"data.input=[{tmp_path}/pages.jsonl]", "clean=none", "dedup.url=true", "dedup.paragraphs=true")
     for ranks in (0, 2):
@@ -209,7 +208,7 @@ def test_few_documents_still_make_both_splits(tmp_path, documents):
         assert len(samples(folder, "train")) == documents - validation
 
 
-GROUP = st.dictionaries(st.integers(0, (1 << 12) - 1), st.integers(0, 5000), max_size=30)
+GROUP = st.dictionaries(st.integers(0, (1 << 12) - 1), st.integers(1, 5000), max_size=30)
 
 
 @given(st.lists(st.tuples(GROUP, GROUP), min_size=1, max_size=3), st.booleans(), st.floats(0.001, 1.0))
@@ -332,7 +331,8 @@ def test_killed_runs_leave_nothing_final_and_the_rerun_equals_an_undisturbed_one
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
         assert not (folder / "manifest.json").exists()
-    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar")}
+    noted = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
+    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in noted}
     assert done
     pipeline(*settings, ranks=2)
     assert same_files(cleaned, folder)
@@ -391,4 +391,3 @@ def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
     (folder / "manifest.json").unlink()
     pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}")
     assert sorted(path.name for path in folder.glob("*.tar")) == ["train-00000.tar", "validation-00000.tar"]
-    assert os.listdir(folder).count("manifest.json") == 1

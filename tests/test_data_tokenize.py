@@ -1,4 +1,4 @@
-"""Tokenizer and token shards, at the command line."""
+"""Token shards, at the command line."""
 
 import io
 import json
@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from helpers import pipeline, same_files
+from helpers import RAW, pipeline, same_files
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from pipeline.artifact import MANIFEST
+from pipeline.data.tokens import share
 
 EOD = "<|endoftext|>"
 QUOTED = 'tokenizer.end_of_document="</s>"'  # < is Hydra's own character
@@ -28,45 +31,6 @@ def shard_of(folder: Path, name: str) -> tuple[dict, np.ndarray, np.ndarray]:
         parts = {member.name.partition(".")[2]: archive.extractfile(member).read() for member in archive}
     assert set(parts) == {"json", "lengths.npy", "tokens.npy"}
     return json.loads(parts["json"]), np.load(io.BytesIO(parts["lengths.npy"])), np.load(io.BytesIO(parts["tokens.npy"]))
-
-
-def test_stock_transformers_load_the_tokenizer(tokenizer):
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    text = "Ein  Tännchen — 漢字 🎄\n\tüber 1234"
-    assert loaded.decode(loaded(text)["input_ids"]) == text
-    assert (loaded.eos_token, loaded.bos_token, len(loaded)) == (EOD, EOD, 300)
-    assert loaded("Tännchen")["input_ids"][-1] != loaded.eos_token_id
-
-
-def test_the_tokenizer_is_learned_from_the_training_split_only_and_again_the_same(shards, tokenizer, tmp_path):
-    changed = tmp_path / "shards"
-    changed.mkdir()
-    manifest = json.loads((shards / MANIFEST).read_text())
-    for name in manifest["files"]:  # without its validation split, the folder must teach the same
-        if name.startswith("train-"):
-            (changed / name).write_bytes((shards / name).read_bytes())
-        else:
-            (changed / name).write_bytes(b"")
-    (changed / MANIFEST).write_text(json.dumps(manifest))
-    pipeline("stage=train_tokenizer", f"data.shards={changed}", f"tokenizer.path={tmp_path}/t", "tokenizer.vocab_size=300")
-    assert same_files(tokenizer, tmp_path / "t")
-
-
-def test_training_a_tokenizer_twice(shards, tokenizer, tmp_path):
-    settings = ["stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={tokenizer}"]
-    assert "nothing to do" in pipeline(*settings, "tokenizer.vocab_size=300")
-    assert "was made with tokenizer.vocab_size=300" in pipeline(*settings, "tokenizer.vocab_size=400", expect=2)
-    (tmp_path / "precious.txt").write_text("mine")
-    taken = pipeline("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={tmp_path}", expect=2)
-    assert "did not write" in taken
-    assert (tmp_path / "precious.txt").read_text() == "mine"
-
-
-def test_a_small_text_yields_a_smaller_vocabulary_and_says_so(shards, tmp_path):
-    printed = pipeline("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={tmp_path}/t", "tokenizer.train_megabytes=0.001")
-    totals = json.loads((tmp_path / "t" / MANIFEST).read_text())["totals"]
-    assert 257 <= totals["vocab_size"] < 8192
-    assert f"yield only {totals['vocab_size']} of 8192 entries" in printed
 
 
 def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer, tokens):
@@ -85,6 +49,8 @@ def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer
         # By the offset in the manifest the tokens are read without any knowledge of tar.
         raw = np.fromfile(tokens / name, dtype=noted["dtype"], count=noted["tokens"], offset=noted["offset"])
         assert np.array_equal(raw, ids)
+        assert np.fromfile(tokens / name, "<u4", len(texts), offset=noted["lengths_offset"]).tolist() == lengths.tolist()
+        assert (noted["split"], noted["corpus"]) == (about["split"], about["corpus"]) == (name.partition("-")[0], "default")
         counts = {"tokens": len(ids), "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts)}
         assert {key: noted[key] for key in counts} == {key: about[key] for key in counts} == counts
     for split in ("train", "validation"):
@@ -92,6 +58,7 @@ def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer
         total = manifest["totals"][split]
         assert total["tokens"] == sum(entry["tokens"] for entry in entries) > 0
         assert total["bytes"] == sum(entry["text_bytes"] for entry in entries)
+        assert manifest["totals"]["corpora"] == {"default": {split: manifest["totals"][split] for split in ("train", "validation")}}
 
 
 def test_any_number_of_ranks_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path):
@@ -105,7 +72,7 @@ def test_text_that_spells_the_end_token_stays_text(tokenizer, tmp_path):
     texts = [f"before {EOD} after", EOD, f"{EOD}{EOD}\n"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    pipeline("stage=shard", f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
     pipeline("stage=tokenize", f"data.shards={tmp_path}/s", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
     _, lengths, ids = shard_of(tmp_path / "t", "train-00000.tar")
     end = AutoTokenizer.from_pretrained(tokenizer).eos_token_id
@@ -156,6 +123,44 @@ def test_an_end_token_that_cannot_be_one_is_refused(shards, tokenizer, tmp_path)
     assert not (tmp_path / "t").exists()
 
 
+def test_every_engine_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path):
+    for engine in ("fastokens", "huggingface"):
+        folder, settings = tmp_path / engine, (f"data.shards={shards}", f"tokenizer.path={tokenizer}")
+        pipeline("stage=tokenize", *settings, f"data.tokens={folder}", f"tokenizer.engine={engine}")
+        assert same_files(tokens, folder), engine
+
+
+def test_corpora_are_counted_apart_and_files_that_are_no_shards_are_left_alone(shards, tokenizer, tokens, tmp_path):
+    manifest = json.loads((shards / MANIFEST).read_text())
+    folder, other = tmp_path / "shards", "train-de-00000.tar"
+    folder.mkdir()
+    manifest["files"][other] = manifest["files"].pop("train-00001.tar") | {"corpus": "de"}
+    manifest["files"]["report.json"] = {"bytes": 2, "xxh3": "0"}
+    for name in manifest["files"]:
+        if name.endswith(".tar"):
+            (folder / name).write_bytes((shards / ("train-00001.tar" if name == other else name)).read_bytes())
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    pipeline("stage=tokenize", f"data.shards={folder}", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
+    made, before = (json.loads((place / MANIFEST).read_text()) for place in (tmp_path / "t", tokens))
+    assert other in made["files"]
+    assert "report.json" not in made["files"]
+    entry = before["files"]["train-00001.tar"]
+    counts = {"shards": 1, "documents": entry["documents"], "bytes": entry["text_bytes"], "tokens": entry["tokens"]}
+    empty = dict.fromkeys(counts, 0)
+    assert made["totals"]["corpora"]["de"] == {"train": counts, "validation": empty}
+    rest = {key: before["totals"]["train"][key] - counts[key] for key in counts}
+    assert made["totals"]["corpora"]["default"] == {"train": rest, "validation": before["totals"]["validation"]}
+    assert made["totals"]["train"] == before["totals"]["train"]
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_every_shard_has_one_rank_and_no_rank_has_much_more_than_its_part(sizes, ranks):
+    shares = [share(sizes, rank, ranks) for rank in range(ranks)]
+    assert sorted(name for names in shares for name in names) == sorted(sizes)
+    loads = [sum(sizes[name] for name in names) for names in shares]
+    assert max(loads) <= sum(loads) / ranks + max(sizes.values(), default=0)
+
+
 def test_missing_artifacts_name_the_stage_that_makes_them(shards, tokenizer, tmp_path):
     nothing = f"{tmp_path}/nothing"
     assert "run stage=shard" in pipeline("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
@@ -195,9 +200,15 @@ def test_a_corrupt_text_shard_is_named_and_the_rerun_does_only_what_is_missing(s
 def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokenizer, tokens, tmp_path, key):
     other = tmp_path / "other"
     if key == "tokenizer.path":
-        pipeline("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={other}", "tokenizer.vocab_size=280")
+        pipeline(
+            "stage=train_tokenizer",
+            f"data.shards={shards}",
+            f"tokenizer.path={other}",
+            "tokenizer.vocab_size=280",
+            "tokenizer.report=false",
+        )
     else:
-        pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={other}")
+        pipeline("stage=shard", *RAW, f"data.input=[{corpus}]", f"data.shards={other}")
     wanted = {"data.shards": shards, "tokenizer.path": tokenizer, "data.tokens": tokens, key: other}
     printed = pipeline("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
     assert f"was made with {key}=" in printed

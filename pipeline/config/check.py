@@ -13,6 +13,9 @@ from pipeline.errors import UserError, Violation
 #: Stages that start a process group and a layout.
 PARALLEL_STAGES = ("pretrain", "evaluate")
 
+#: Groups whose keys occur in rules across keys.
+_CROSSED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
+
 
 def check(config: RunConfig, world_size: int) -> None:
     """Refuse an impossible combination before any work starts.
@@ -31,7 +34,7 @@ def check(config: RunConfig, world_size: int) -> None:
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Every broken rule. Rules across sizes wait until each size is legal by itself."""
     found = knobs.range_violations(config)
-    if any(violation.key.partition(".")[0] in ("data", "model", "parallel", "training") for violation in found):
+    if any(violation.key.partition(".")[0] in _CROSSED for violation in found):
         return found
     found += config.model.violations()
     if config.stage.name in PARALLEL_STAGES:

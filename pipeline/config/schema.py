@@ -81,6 +81,9 @@ class DataConfig:
     blend: dict[str, CorpusConfig] = knob(
         {}, "name -> corpus that training samples come from; empty takes all of data.tokens, each window once an epoch", item=CorpusConfig
     )
+    blend_weights: str = knob(
+        "samples", "what weights compare: shares of the samples, or epochs of the corpora", choices=("samples", "epochs")
+    )
     phases: list[PhaseConfig] = knob([], "weights of the blend by tokens seen; empty keeps data.blend's own throughout", item=PhaseConfig)
     packing: str = knob(
         "windows",

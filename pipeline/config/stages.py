@@ -31,11 +31,29 @@ class Convert(CheckpointReader):
     shard_gigabytes: float = knob(5.0, "largest safetensors file", unit="GB", above=0)
 
 
+@dataclass
+class ConvertTokens(StageConfig):
+    """Token shards in other tools' formats, and from them."""
+
+    to: str = knob(
+        "megatron",
+        "what to write: Megatron's indexed datasets (.bin and .idx), Parquet, or token shards out of indexed datasets",
+        choices=("megatron", "parquet", "shards"),
+    )
+    output: str | None = knob(None, "folder to write for megatron and parquet; data.tokens with -megatron or -parquet when unset")
+    input: list[str] = knob(
+        [],
+        "indexed datasets to read for shards, without .bin and .idx; a name that begins with train- or validation- tells the split, "
+        "the rest is the corpus",
+    )
+
+
 #: stage name -> (its knobs, what it does in one line)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "shard": (StageConfig, "documents -> shuffled WebDataset text shards (mpirun or srun for many ranks)"),
-    "train_tokenizer": (StageConfig, "text shards -> byte-level BPE tokenizer, a Hugging Face folder"),
+    "train_tokenizer": (StageConfig, "text shards -> BPE, Unigram or WordPiece tokenizer, a Hugging Face folder with a report"),
     "tokenize": (StageConfig, "text shards -> token shards (mpirun or srun for many ranks)"),
+    "convert_tokens": (ConvertTokens, "token shards -> Megatron's .bin and .idx, or Parquet; or back from Megatron's"),
     "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (torchrun or srun for many ranks)"),
     "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
     "convert": (Convert, "checkpoint -> Hugging Face folder; no GPU, no process group"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from pipeline import artifact
@@ -32,7 +32,7 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples
         share: (rank, ranks) of the job, to share what every rank would else do: checksums, and file sizes, which the first rank looks at.
 
     Raises:
-        UserError: a folder is not finished, a shard missing or damaged, a corpus unknown, too short or read more often than it may be.
+        UserError: a folder is not finished, a shard missing or damaged, a corpus unknown or too short.
     """
     data, training = config.data, config.training
     corpora = _corpora(config, "train")
@@ -46,10 +46,29 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples
     for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
         if count < 1:
             raise too_short("train", corpus.name or data.tokens, training.sequence_length, corpus.total("tokens"))
-    mixture = Mixture(phases(config)) if data.blend else None
-    if mixture is not None:
-        _check_epochs(config, mixture, sequences.counts)
+    mixture = Mixture(phases(config, sequences.counts.tolist())) if data.blend else None
     return Samples(corpora, stream, sequences, training.seed, mixture, _infill(config, corpora[0]))
+
+
+def check_epochs(config: RunConfig, samples: Samples) -> None:
+    """Tell how often a run reads each corpus of its blend.
+
+    Raises:
+        UserError: one is read more often than it may be. To go on with other weights in silence would be another blend.
+    """
+    if samples.mixture is None:
+        return
+    training, total = config.training, warmup.samples(config.training, config.training.steps)
+    problems = []
+    for name, taken, count in zip(sorted(config.data.blend), samples.mixture.counts(total).tolist(), samples.counts.tolist(), strict=True):
+        most = config.data.blend[name].max_epochs
+        log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
+        if most is not None and taken > most * count:
+            rule = f"the run's {total:,} samples take {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
+            fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
+            problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
+    if problems:
+        raise UserError(problems)
 
 
 def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples | None:
@@ -83,7 +102,7 @@ def fingerprint(config: RunConfig, samples: Samples, consumed: int) -> str:
     fingerprints = {corpus.name: corpus.fingerprint for corpus in samples.corpora}
     begun: list[tuple[dict[str, int], int]] = []
     start = 0
-    for phase in phases(config):
+    for phase in phases(config, samples.counts.tolist()):
         end = consumed if phase.end is None else min(phase.end, consumed)
         if start < consumed or not begun:
             begun.append(({name: unit for name, unit in zip(fingerprints, units(phase.weights), strict=True) if unit}, end))
@@ -96,17 +115,27 @@ def _hash(content: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def phases(config: RunConfig) -> list[Phase]:
-    """The phases of the blend, their ends in samples; corpora in the order of their names."""
-    names = sorted(config.data.blend)
-    if not config.data.phases:
-        weights = [config.data.blend[name].weight for name in names]
-        return [Phase([1.0 if weight is None else weight for weight in weights])]
+def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]:
+    """The phases of the blend, their ends in samples; corpora in the order of their names.
+
+    Args:
+        config: of the run.
+        epoch: samples of each corpus; needed when data.blend_weights compares epochs.
+    """
+    data, names = config.data, sorted(config.data.blend)
+    worth = dict.fromkeys(names, 1)
+    if data.blend_weights == "epochs":
+        assert epoch is not None
+        worth = dict(zip(names, epoch, strict=True))
+    if not data.phases:
+        own = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in data.blend.items()}
+        return [Phase([own[name] * worth[name] for name in names])]
     return [
         Phase(
-            [phase.weights.get(name, 0.0) for name in names], phase.until_tokens and phase.until_tokens // config.training.sequence_length
+            [phase.weights.get(name, 0.0) * worth[name] for name in names],
+            phase.until_tokens and phase.until_tokens // config.training.sequence_length,
         )
-        for phase in config.data.phases
+        for phase in data.phases
     ]
 
 
@@ -170,18 +199,3 @@ def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
     prefix, middle, suffix = sentinel_ids(Path(config.tokenizer.path), corpus.totals["tokenizer"], names)
     end = int(corpus.totals["end_of_document"])
     return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed)
-
-
-def _check_epochs(config: RunConfig, mixture: Mixture, epoch: np.ndarray) -> None:
-    """Tell how often each corpus is read. More often than it may be is refused: other weights in silence would be another blend."""
-    training, total = config.training, warmup.samples(config.training, config.training.steps)
-    problems = []
-    for name, taken, count in zip(sorted(config.data.blend), mixture.counts(total).tolist(), epoch.tolist(), strict=True):
-        most = config.data.blend[name].max_epochs
-        log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
-        if most is not None and taken > most * count:
-            rule = f"the run's {total:,} samples take {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
-            fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
-            problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
-    if problems:
-        raise UserError(problems)

@@ -17,8 +17,8 @@ class Document:
 
     Attributes:
         source: name of the input file.
-        offset: where the document begins in that file; with `corpus` and `source` its identity. Bytes of the decompressed file;
-            of a WARC file the byte of the record in the file as it lies there; of a Parquet file the row, counted from 0.
+        offset: where the document begins in that file, in bytes of what it decompresses to, or for Parquet the row, counted from 0;
+            with `corpus` and `source` the document's identity.
         text: the document. It can be written as UTF-8.
         meta: the small fields of its record besides the text; plain JSON.
         corpus: name of the corpus it belongs to.

@@ -44,7 +44,14 @@ class Corpus:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest, split: str, *, name: str = "", corpus: str | None = None) -> Corpus:
-        """The shards of a split in a folder that stage=tokenize wrote: of all its corpora, or of one."""
+        """The shards of a split in a folder that stage=tokenize wrote: of all its corpora, or of one.
+
+        Raises:
+            UserError: the manifest does not tell shards from other files.
+        """
+        if not any("split" in entry for entry in manifest.files.values()):
+            rule, fix = "was written by an earlier version: its manifest names no splits", "remove it and run stage=tokenize again"
+            raise UserError.of("data.tokens", folder, rule, fix)
         files = {
             file: entry
             for file, entry in sorted(manifest.files.items())

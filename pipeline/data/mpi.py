@@ -80,6 +80,12 @@ class Alone:
         """Nobody to wait for."""
 
 
+def share_cores(ranks: Ranks) -> None:
+    """Let the threads of libraries (tokenizers, rensa) use this rank's part of the machine. They read it when they first work."""
+    cores = min(len(os.sched_getaffinity(0)), max(1, (os.cpu_count() or 1) // ranks.local_size))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(cores))
+
+
 @contextmanager
 def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
     """The communicator of all ranks. An error on one rank inside the block ends the whole job instead of leaving the others waiting.

@@ -57,7 +57,9 @@ def write(path: Path, keys: np.ndarray, signatures: np.ndarray, settings: DedupC
     Returns:
         The manifest's entry.
     """
-    content = save({"keys": keys, "signatures": signatures}, {"made": _made(settings)})
+    # safetensors takes the bytes of an array as they lie, gaps between the rows included.
+    columns = {"keys": np.ascontiguousarray(keys), "signatures": np.ascontiguousarray(signatures)}
+    content = save(columns, {"made": _made(settings)})
     with atomic_file(path) as handle:
         handle.write(content)
     return artifact.entry(path, documents=len(keys))

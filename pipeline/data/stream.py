@@ -102,7 +102,7 @@ class TokenStream:
         starts = self._offsets[shards] + (positions - self._starts[shards]) * self.dtype.itemsize
         sizes = lengths * self.dtype.itemsize
         needed, which = np.unique(shards, return_inverse=True)
-        files = [self._file(shard) for shard in needed.tolist()]
+        files = [self._file(shard) for shard in needed.tolist()]  # held while they are read, so that they stay open
         descriptors = np.array([file.fd for file in files], dtype=np.int64)[which]
         # One call a run and no line of Python in between: at 2,048 tokens a run is read in about a microsecond.
         runs = list(map(os.pread, descriptors.tolist(), sizes.tolist(), starts.tolist()))
@@ -119,7 +119,8 @@ class TokenStream:
         while size > 0:
             entry = self.shards[shard].entry
             left = entry["offset"] + entry["tokens"] * self.dtype.itemsize - start
-            parts.append(os.pread(self._file(shard).fd, min(size, left), start))
+            file = self._file(shard)  # held while it is read, so that it stays open
+            parts.append(os.pread(file.fd, min(size, left), start))
             size -= left
             shard += 1
             start = int(self._offsets[shard]) if size > 0 else 0

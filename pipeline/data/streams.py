@@ -57,6 +57,30 @@ def decompressed(name: str, handle: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(_Decompressed(handle, compression), BUFFER_BYTES)
 
 
+class UntilDamage:
+    """A stream for a library that drops what it has buffered when reading raises: it ends at the damage.
+
+    Attributes:
+        damage: what was met; None if nothing.
+    """
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._handle = handle
+        self.damage: DamageError | None = None
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes."""
+        try:
+            return self._handle.read1(size) if isinstance(self._handle, io.BufferedReader) else self._handle.read(size)
+        except DamageError as error:
+            self.damage = error
+            return b""
+
+    def tell(self) -> int:
+        """Bytes read so far."""
+        return self._handle.tell()
+
+
 class _Decompressed(io.RawIOBase):
     """A compressed stream of any number of members or frames.
 
@@ -81,6 +105,9 @@ class _Decompressed(io.RawIOBase):
         buffer[:count], self._pending = self._pending[:count], self._pending[count:]
         self._position += count
         return count
+
+    def tell(self) -> int:
+        return self._position
 
     def close(self) -> None:
         self._handle.close()

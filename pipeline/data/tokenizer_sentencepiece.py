@@ -21,8 +21,11 @@ SentencePiece keeps bytes, control symbols and the unknown piece out of its sear
 the model knows the characters of their names.
 """
 
-_CUT = "\0"
-"""Put between digits that no piece may join."""
+ALWAYS = 1000.0
+"""Score of the user-defined symbols, which text becomes wherever it spells them."""
+
+_CUT = "\x1f"
+"""Put around digits in the text to learn from: no piece goes over it."""
 
 _THREADS = 16
 """The trainer's sums, and so its pieces, depend on it: not on the machine."""
@@ -50,6 +53,7 @@ def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_s
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
         allow_whitespace_only_pieces=True,
         split_digits=digits == "single",
         pretokenization_delimiter=_CUT if digits == "groups_of_three" else "",
@@ -69,8 +73,7 @@ def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_s
 
 def _with_cuts(texts: Iterable[str], digits: str) -> Iterator[str]:
     for text in texts:
-        clean = text.replace(_CUT, " ")  # the trainer's strings end at a zero
-        yield re.sub(r"\d{1,3}(?=\d)", rf"\g<0>{_CUT}", clean) if digits == "groups_of_three" else clean
+        yield re.sub(r"\d{1,3}", rf"{_CUT}\g<0>{_CUT}", text.replace(_CUT, " ")) if digits == "groups_of_three" else text
 
 
 def convert(proto: Any, numbers: str | None = None) -> Tokenizer:
@@ -100,8 +103,10 @@ def convert(proto: Any, numbers: str | None = None) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     after = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after])
-    added = {piece.piece: piece.type for piece in proto.pieces if piece.type in (kinds.CONTROL, kinds.USER_DEFINED)}
-    tokenizer.add_tokens([AddedToken(piece, normalized=False, special=kind == kinds.CONTROL) for piece, kind in added.items()])
+    tokenizer.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == kinds.CONTROL])
+    if trainer.model_type == trainer.BPE:
+        users = [piece.piece for piece in proto.pieces if piece.type == kinds.USER_DEFINED]
+        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in users])
     return tokenizer
 
 
@@ -109,7 +114,8 @@ def _model(proto: Any) -> models.Model:
     """The pieces and their scores, or the merges that they imply."""
     spec, pieces, kinds = proto.trainer_spec, proto.pieces, proto.SentencePiece
     if spec.model_type == spec.UNIGRAM:
-        vocab = [(piece.piece, piece.score if piece.type == kinds.NORMAL else NEVER) for piece in pieces]
+        fixed = {kinds.USER_DEFINED: ALWAYS} | dict.fromkeys((kinds.UNKNOWN, kinds.CONTROL, kinds.UNUSED, kinds.BYTE), NEVER)
+        vocab = [(piece.piece, fixed.get(piece.type, piece.score)) for piece in pieces]
         unknown = next(number for number, piece in enumerate(pieces) if piece.type == kinds.UNKNOWN)
         return models.Unigram(vocab, unk_id=unknown, byte_fallback=spec.byte_fallback)
     from transformers.convert_slow_tokenizer import generate_merges

@@ -144,6 +144,24 @@ def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> lis
     return found
 
 
+def ids(path: Path, entry: dict[str, Any]) -> np.ndarray:
+    """All tokens of a shard, (tokens,), mapped.
+
+    Args:
+        path: the shard.
+        entry: what the manifest says of it.
+    """
+    dtype = np.dtype(entry["dtype"]).newbyteorder("<")
+    if not entry["tokens"]:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", entry["offset"], (entry["tokens"],)).view(np.ndarray)
+
+
+def lengths(path: Path, entry: dict[str, Any]) -> np.ndarray:
+    """The tokens of every document of a shard, (documents,) uint32."""
+    return np.fromfile(path, "<u4", entry["documents"], offset=entry["lengths_offset"])
+
+
 def totals(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Shards, documents, bytes of text and tokens: of each split, and under "corpora" of each split of each corpus."""
     shards = [entry for entry in files.values() if "split" in entry]

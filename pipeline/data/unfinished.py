@@ -12,11 +12,13 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from pipeline import artifact
+from pipeline.data.mpi import Comm
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, make_folder
 
@@ -36,10 +38,14 @@ class Unfinished:
         self.folder = folder / ".unfinished"
         self.settings = json.loads(json.dumps(settings))
 
-    def take_over(self) -> None:
-        """Keep an interrupted run's parts if they fit, remove what does not. One rank calls this before the others go on."""
+    def take_over(self, alone: bool = True) -> None:
+        """Keep an interrupted run's parts if they fit, remove what does not. One rank calls this before the others go on.
+
+        Args:
+            alone: nobody else is at work here, so that files half written are an interrupted run's.
+        """
         make_folder(self.output)
-        for partial in self.output.glob(".*.partial"):
+        for partial in self.output.glob(".*.partial") if alone else ():
             partial.unlink()
         if self.note("settings") != self.settings:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -58,6 +64,43 @@ class Unfinished:
     def clear(self) -> None:
         """The stage is finished: forget the notes."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def work(
+    comm: Comm,
+    folder: Path,
+    made_as: tuple[str, str],
+    settings: dict[str, Any],
+    summary: Callable[[dict[str, Any]], str],
+    array: str | None = None,
+) -> Iterator[Unfinished | None]:
+    """The frame of a stage that writes a folder: one job at a time, only what is missing, nothing when all is there.
+
+    Args:
+        made_as: the key that names the folder, and the stage that its manifest names.
+        settings: all that determines the content.
+        summary: the totals of a finished folder, for people.
+        array: the job array whose tasks share the work.
+
+    Yields:
+        The notes of finished parts; None when the folder is complete.
+
+    Raises:
+        UserError: it was made with other settings, or another job is writing it.
+    """
+    unfinished, (key, stage) = Unfinished(folder, settings), made_as
+    done = artifact.finished(folder, key=key, stage=stage, settings=settings) if comm.rank == 0 else None
+    if done:
+        log.info("%s=%s is complete, nothing to do (%s)", key, folder, summary(done.totals))
+    if comm.bcast(done is not None):
+        yield None
+        return
+    with claimed(folder, key, array) if comm.rank == 0 else nullcontext():
+        if comm.rank == 0:
+            unfinished.take_over(alone=array is None)
+        comm.barrier()
+        yield unfinished
 
 
 @contextmanager
@@ -88,9 +131,18 @@ def claimed(folder: Path, key: str, array: str | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        if not array:
+        if _alone(handle):
             path.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _alone(handle: int) -> bool:
+    """Whether no other task of the job array holds the lock too."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _shared(path: Path, name: str) -> int | None:

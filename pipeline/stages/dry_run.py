@@ -107,7 +107,7 @@ def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
     if training.token_budget:
         steps = warmup.steps_for(training, training.token_budget)
         yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
-    if config.data.blend:
+    if config.data.blend and config.data.blend_weights == "samples":  # epochs would need the corpora's sizes
         yield "the blend"
         for name, count in zip(sorted(config.data.blend), Mixture(phases(config)).counts(samples).tolist(), strict=True):
             yield f"  {name:<14}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"

@@ -37,6 +37,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         UserError: before any work: no token shards, a vocabulary that does not fit, a run directory of another model.
     """
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
+    blend.check_epochs(config, training_data)
     start = starting_point(config)
     device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:

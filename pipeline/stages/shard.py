@@ -23,7 +23,7 @@ from pipeline.data.pool import Pool
 from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.sources import Part
-from pipeline.data.unfinished import Unfinished, claimed
+from pipeline.data.unfinished import Unfinished, claimed, work
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.launch import ranks as launch_ranks
@@ -35,13 +35,13 @@ log = logging.getLogger("pipeline")
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Write the folder `data.shards` from the documents of `data.input` and `data.corpora`."""
     folder, array = Path(config.data.shards), launch_ranks.array_task()
+    mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
         # One rank looks around and tells the others: a parallel file system should not answer the same questions a thousand times.
         parts, bad, settings = comm.bcast(_look(config) if comm.rank == 0 else None)
         cleaner = Cleaner(config.clean)
-        unfinished = Unfinished(folder, settings)
-        with claimed(folder, "data.shards", array.job if array else None) if comm.rank == 0 else contextlib.nullcontext():
-            if comm.bcast(_finished(folder, settings, unfinished) if comm.rank == 0 else None):
+        with work(comm, folder, ("data.shards", "shard"), settings, _summary, array.job if array else None) as unfinished:
+            if not unfinished:
                 return
             job = _Job(config, comm, folder, parts, unfinished)
             job.read(cleaner, *((array.index, array.size) if array else (comm.rank, comm.size)))
@@ -167,17 +167,6 @@ def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
             "dedup.against": against,
         },
     )
-
-
-def _finished(folder: Path, settings: dict[str, Any], unfinished: Unfinished) -> bool:
-    """Whether there is nothing to do; if there is, make the folder ready for it."""
-    done = artifact.finished(folder, key="data.shards", stage="shard", settings=settings)
-    if done:
-        unfinished.clear()
-        log.info("shard: %s is complete, nothing to do (%s)", folder, _summary(done.totals))
-    else:
-        unfinished.take_over()
-    return done is not None
 
 
 def _check_quarantine(counts: PartCounts, config: RunConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -13,11 +12,11 @@ from pipeline import artifact
 from pipeline.artifact import Manifest
 from pipeline.config.schema import RunConfig
 from pipeline.data import engines, mpi, tokens
+from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.tokenizer import TextEncoder
-from pipeline.data.unfinished import Unfinished, remove_strangers
+from pipeline.data.unfinished import Unfinished, remove_strangers, work
 from pipeline.errors import UserError, together
 from pipeline.launch.ranks import Ranks
-from pipeline.progress import Progress
 
 log = logging.getLogger("pipeline")
 
@@ -26,24 +25,26 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Write the folder `data.tokens` from the text shards of `data.shards` with the tokenizer of `tokenizer.path`."""
     shards, folder = Path(config.data.shards), Path(config.data.tokens)
     brought = Path(config.tokenizer.path), config.tokenizer.end_of_document
-    _share_cores(ranks)
+    mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
         with suppress(UserError):  # all ranks load it at once; if they cannot, rank 0 says so in _look
             _encoder(*brought)
         text, settings = comm.bcast(_look(shards, *brought) if comm.rank == 0 else None)
-        encoder, unfinished = _encoder(*brought), Unfinished(folder, settings)
-        if comm.bcast(_finished(folder, settings, unfinished) if comm.rank == 0 else None):
-            return
-        sizes = {name: entry["text_bytes"] for name, entry in text.files.items() if "split" in entry}
-        mine = [name for name in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(name) is None]
-        engine = engines.choose(config.tokenizer.engine, encoder, lambda: tokens.excerpts(shards, text, mine))
-        with Progress(sum(sizes[name] for name in mine), "tokenize", "B", comm.rank) as progress:
-            for name in mine:
-                entry = tokens.write(shards, text, name, folder / name, encoder, engine, progress.advance)
-                unfinished.write(name, entry)
-        comm.barrier()
-        if comm.rank == 0:
-            _publish(folder, settings, encoder, {name: unfinished.note(name) for name in sizes}, unfinished)
+        encoder = _encoder(*brought)
+        with work(comm, folder, ("data.tokens", "tokenize"), settings, _summary) as unfinished:
+            if not unfinished:
+                return
+            sizes = {name: entry["text_bytes"] for name, entry in text.files.items() if "split" in entry}
+            mine = [name for name in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(name) is None]
+            engine = engines.choose(config.tokenizer.engine, encoder, lambda: tokens.excerpts(shards, text, mine))
+            total = sum(comm.allgather(sum(sizes[name] for name in mine)))
+            with SharedProgress(comm, total, "tokenize", "B") as progress:
+                for name in mine:
+                    entry = tokens.write(shards, text, name, folder / name, encoder, engine, progress.advance)
+                    unfinished.write(name, entry)
+            comm.barrier()
+            if comm.rank == 0:
+                _publish(folder, settings, encoder, {name: unfinished.note(name) for name in sizes}, unfinished)
 
 
 _encoder = cache(TextEncoder)
@@ -60,23 +61,6 @@ def _look(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest
         "tokenizer.path": encoder.fingerprint,
         "tokenizer.end_of_document": end_of_document,
     }
-
-
-def _share_cores(ranks: Ranks) -> None:
-    """Let the tokenizer's threads use this rank's part of the machine. Read by `tokenizers` when it first encodes."""
-    cores = min(len(os.sched_getaffinity(0)), max(1, (os.cpu_count() or 1) // ranks.local_size))
-    os.environ.setdefault("RAYON_NUM_THREADS", str(cores))
-
-
-def _finished(folder: Path, settings: dict[str, Any], unfinished: Unfinished) -> bool:
-    """Whether there is nothing to do; if there is, make the folder ready for it."""
-    done = artifact.finished(folder, key="data.tokens", stage="tokenize", settings=settings)
-    if done:
-        unfinished.clear()
-        log.info("tokenize: %s is complete, nothing to do (%s)", folder, _summary(done.totals))
-    else:
-        unfinished.take_over()
-    return done is not None
 
 
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:

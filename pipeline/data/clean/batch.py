@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.data.clean import language
+from pipeline.data import language
 from pipeline.data.documents import Document
 from pipeline.data.words import Words
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from resiliparse.extract.html2text import extract_plain_text
-from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 from resiliparse.parse.html import HTMLTree
 
 from pipeline.data import streams
 from pipeline.data.documents import Bad, Document, ReadOptions
 from pipeline.data.formats.checks import UnusableError, small, too_large
 from pipeline.data.sources import Span
+
+_DEPTH = 1000
+_NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
@@ -34,12 +38,15 @@ def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, st
         charset: the encoding that came with it; None leaves it to the page's own word and, failing that, to a guess.
 
     Raises:
-        UnusableError: it is too large, or no HTML at all.
+        UnusableError: it is too large or too deep, or no HTML at all.
     """
     if len(raw) > options.document_bytes:
         raise UnusableError(too_large(options))
+    content = _decoded(raw, charset)
+    if options.main_content and _depth(content) > _DEPTH:
+        raise UnusableError(f"nests more than {_DEPTH} elements")
     try:
-        tree = HTMLTree.parse(_decoded(raw, charset))
+        tree = HTMLTree.parse(content)
         text = extract_plain_text(tree, preserve_formatting=True, main_content=options.main_content)
         return text, (tree.title or "").strip()
     except Exception as error:  # the parser's exceptions have no common base
@@ -47,8 +54,19 @@ def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, st
 
 
 def _decoded(raw: bytes, charset: str | None) -> str:
-    """The page as Unicode. Like a browser: what does not decode becomes U+FFFD."""
+    """The page as Unicode: in the encoding that is declared, or where that does not fit, in the one that fits best."""
+    declared = charset and map_encoding_to_html5(charset, fallback_utf8=False)
     try:
-        return bytes_to_str(raw, charset or detect_encoding(raw, from_html_meta=True) or "utf-8")
-    except LookupError:  # a charset that nobody knows
-        return bytes_to_str(raw, detect_encoding(raw) or "utf-8")
+        content = raw.decode(declared or detect_encoding(raw, from_html_meta=True) or "utf-8")
+    except UnicodeDecodeError:
+        content = raw.decode(detect_encoding(raw) or "utf-8", "replace")
+    return content.removeprefix("\ufeff")
+
+
+def _depth(content: str) -> int:
+    """How deep a page nests what may be its main content. Looking for that takes quadratic time: hours in a page made for it."""
+    depth = deepest = 0
+    for tag in _NESTING.finditer(content):
+        depth = max(0, depth - 1) if tag[1] else depth + 1
+        deepest = max(deepest, depth)
+    return deepest

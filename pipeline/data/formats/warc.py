@@ -18,22 +18,28 @@ _PAGES = ("text/html", "application/xhtml+xml")
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """The documents of the archive; records that hold no page (images, redirections, errors of the server) are passed over."""
-    source, position = span.source, 0
-    with streams.open_raw(source.path) as handle:
+    source, position = span.source, None
+    with streams.open_bytes(source.path) as handle:
+        stream = streams.UntilDamage(handle)
         try:
-            for record in ArchiveIterator(handle, record_types=_WANTED, parse_http=False):
+            for record in ArchiveIterator(stream, record_types=_WANTED, parse_http=False, stream_detect=False):
                 position = record.stream_pos
                 try:
                     found = _document(record, options)
                 except UnusableError as error:
-                    yield Bad(source.label, f"byte {position}", str(error))
+                    if stream.damage is None:  # else this is where it shows
+                        yield Bad(source.label, f"byte {position}", str(error))
                     continue
                 if found is not None:
                     text, title = found
                     about = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
                     yield Document(source.name, position, text, small((k, v) for k, v in about.items() if v), source.corpus)
         except OSError as error:
-            yield Bad(source.label, f"byte {position}", f"is the last record before damage: {error}")
+            if stream.damage is None:
+                where = "" if position is None else f"after the record at byte {position}"
+                yield Bad(source.label, where, f"is no WARC that can be read: {error}")
+    if stream.damage is not None:
+        raise stream.damage
 
 
 def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | None:
