@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from helpers import pipeline, words
+from helpers import RAW, pipeline, words
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 def read(*named: Path | str, suffixes: tuple[str, ...] = (), **options: object) -> tuple[list[Document], list[Bad]]:
     """Every document below the inputs, and every complaint."""
     found, bad = sources.find({"default": [str(name) for name in named]}, suffixes, [".*"])
-    results = [each for part in sources.parts(found) for span in part.spans for each in reader.read(span, ReadOptions(**options))]
+    results = [each for part in sources.parts(found, 64 << 20) for span in part.spans for each in reader.read(span, ReadOptions(**options))]
     documents = [each for each in results if isinstance(each, Document)]
     assert len({document.id for document in documents}) == len(documents)
     return documents, bad + [each for each in results if isinstance(each, Bad)]
@@ -318,8 +318,8 @@ def test_a_file_without_permission_is_told(tmp_path):
 def test_the_stage_quarantines_what_is_bad(tmp_path):
     (tmp_path / "good.jsonl").write_bytes(GOOD * 200)
     (tmp_path / "bad one.jsonl.gz").write_bytes(gzip.compress(GOOD * 3)[:-1])
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
-    assert "train" in printed
+    printed = pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
+    assert "1 not readable" in printed
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
     assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 203
 
@@ -351,7 +351,9 @@ def test_corpora_are_named_by_the_user_and_kept_apart(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
     found, _ = sources.find({"web": [f"{tmp_path}/a", f"{tmp_path}/a/x.txt"], "default": [f"{tmp_path}/b"]}, [], [])
-    documents = [document for part in sources.parts(found) for span in part.spans for document in reader.read(span, ReadOptions())]
+    documents = [
+        document for part in sources.parts(found, 64 << 20) for span in part.spans for document in reader.read(span, ReadOptions())
+    ]
     assert [(d.id, d.text, d.corpus) for d in documents] == [("x.txt:0", "b", "default"), ("web/x.txt:0", "a", "web")]
     refused = pipeline("stage=shard", "data.corpora={Web:[x],default:[x]}", "data.corpora.web=[x]", f"data.shards={tmp_path}/s", expect=2)
     assert "2 problems" in refused
@@ -421,10 +423,9 @@ NAMES = st.sampled_from(["x.jsonl", "x.txt", "x.parquet", "x.jsonl.gz"])
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(NAMES, st.integers(0, 1_000_000)), max_size=30), st.integers(1, 7))
-def test_parts_cover_the_input_once_and_every_rank_gets_its_share(monkeypatch, files, ranks):
-    monkeypatch.setattr(sources, "PART_BYTES", 100_000)
+def test_parts_cover_the_input_once_and_every_rank_gets_its_share(files, ranks):
     found = [sources.Source(f"{n}/{name}", f"{n}/{name}", size) for n, (name, size) in enumerate(files)]
-    parts = sources.parts(found)
+    parts = sources.parts(found, 100_000)
     assert [part.number for part in parts] == list(range(len(parts)))
     covered: dict[str, list] = {source.name: [] for source in found}
     for span in (span for part in parts for span in part.spans):
@@ -444,4 +445,4 @@ def test_parts_cover_the_input_once_and_every_rank_gets_its_share(monkeypatch, f
 
 def test_many_small_files_are_one_part() -> None:
     found = [sources.Source(f"{n}.txt", f"{n}.txt", 1000) for n in range(1000)]
-    assert len(sources.parts(found)) == 1
+    assert len(sources.parts(found, 64 << 20)) == 1

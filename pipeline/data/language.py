@@ -7,8 +7,8 @@ import re
 import pycld2
 
 SAMPLE_CHARACTERS = (600, 10_000)
-"""What is looked at, from the middle of a text: its edges are headings and imprints. CLD2's time grows with the length; the larger sample is
-for the few texts, such as tables, of whose smaller one less than CLEAR is in one language."""
+"""What is looked at, from the middle of a text: its edges are headings and imprints. CLD2's time grows with the length; the larger sample
+is for the few texts, such as tables, of whose smaller one less than CLEAR is in one language."""
 
 CLEAR = 0.8
 UNKNOWN = ("un", 0.0)

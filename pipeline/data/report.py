@@ -168,9 +168,8 @@ def _step_section(step: dict[str, Any]) -> str:
             + (f"becomes<pre>{html.escape(example['after'])}</pre>" if example["after"] is not None else "")
             for example in step["examples"].get(reason, [])
         )
-        sections.append(
-            f"<details><summary>{html.escape(reason)}: {number:,} {'document' if number == 1 else 'documents'}, {what}</summary>{shown}</details>"
-        )
+        documents = "1 document" if number == 1 else f"{number:,} documents"
+        sections.append(f"<details><summary>{html.escape(reason)}: {documents}, {what}</summary>{shown}</details>")
     return "\n".join(sections)
 
 
