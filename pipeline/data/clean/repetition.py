@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -54,41 +54,45 @@ def _repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
 
 def _again(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """Positions of what has an equal before it in the same text."""
-    keys = hashes ^ mix(texts.astype(np.uint64))
-    order = np.argsort(keys)
-    ordered = keys[order]
-    bounds = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(keys) else order
-    first = np.minimum.reduceat(order, bounds) if len(keys) else order
-    again = np.ones(len(keys), dtype=bool)
-    again[first] = False
+    order, bounds = _groups(hashes, texts)
+    again = np.ones(len(order), dtype=bool)
+    if len(order):
+        again[np.minimum.reduceat(order, bounds)] = False
     return np.flatnonzero(again)
 
 
+def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(an order in which equal hashes of one text stand together, where each such group begins in it)."""
+    keys = hashes ^ mix(texts.astype(np.uint64))
+    order = np.argsort(keys)
+    ordered = keys[order]
+    begins = np.ones(len(keys), dtype=bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    return order, np.flatnonzero(begins)
+
+
 def _ngrams(batch: Batch, knobs: RepetitionStep) -> Faults:
-    """The rules of n-grams. What cannot break any of them is found out cheaply; only the suspects are measured."""
-    words, characters = batch.words, batch.characters
-    limits = [*zip((2, 3, 4), knobs.top_ngrams, strict=True)]
-    shortest = min(knobs.long_ngrams)
-    suspect = np.zeros(len(batch.texts), dtype=bool)
-    longest = _longest_ngram(words, 5)
-    for length, share in [*limits, (5, shortest)]:
-        most, repeated = _repeats(words, length)
-        # Whoever repeats 6 words repeats 5, so the repeated 5-grams bound all the longer ones.
-        suspect |= (repeated if length == 5 else most) * longest > share * characters
-    chosen = np.flatnonzero(suspect)
-    if not len(chosen):
-        return []
-    words, characters = Words([batch.texts[index] for index in chosen]), characters[chosen]
-    faults = [(_top_ngram(words, length) > share * characters, f"one frequent {length}-gram") for length, share in limits]
+    """The rules of n-grams. What cannot break a rule is found out cheaply; only the suspects are measured."""
+    characters, longest = batch.characters, _longest_ngram(batch.words, 5)
+    faults: Faults = []
+    for length, share in zip((2, 3, 4), knobs.top_ngrams, strict=True):
+        most, _ = _repeats(batch.words, length)
+        chosen = np.flatnonzero(most * longest > share * characters)
+        faults.append((_above(batch, chosen, _top_ngram, length, share), f"one frequent {length}-gram"))
+    # Whoever repeats 6 words repeats 5: what 5-grams cover bounds all the longer ones.
+    _, repeated = _repeats(batch.words, 5)
+    chosen = np.flatnonzero(repeated * longest > min(knobs.long_ngrams) * characters)
+    chosen = np.flatnonzero(_above(batch, chosen, _covered, 5, min(knobs.long_ngrams)))
     for length, share in enumerate(knobs.long_ngrams, start=5):
-        faults.append((_covered(words, length) > share * characters, f"repeated {length}-grams"))
-    return [(_spread(mask, chosen, len(suspect)), reason) for mask, reason in faults]
+        faults.append((_above(batch, chosen, _covered, length, share), f"repeated {length}-grams"))
+    return faults
 
 
-def _spread(mask: np.ndarray, chosen: np.ndarray, count: int) -> np.ndarray:
-    """A mask over chosen texts as one over all."""
-    whole = np.zeros(count, dtype=bool)
-    whole[chosen] = mask
+def _above(batch: Batch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: float) -> np.ndarray:
+    """(texts,) which of the chosen texts have a measure above a share of their characters."""
+    whole = np.zeros(len(batch.texts), dtype=bool)
+    if len(chosen):
+        whole[chosen] = measure(Words([batch.texts[index] for index in chosen]), length) > share * batch.characters[chosen]
     return whole
 
 
@@ -138,9 +142,10 @@ def _top_ngram(words: Words, length: int) -> np.ndarray:
     """Characters in the occurrences of every text's n-gram that covers most; an n-gram that stands there once does not count."""
     starts, hashes, texts = _grams(words, length)
     most = np.zeros(len(words.offsets) - 1, dtype=np.int64)
-    _, first, counts = np.unique(hashes ^ mix(texts.astype(np.uint64)), return_index=True, return_counts=True)
-    first, counts = starts[first[counts > 1]], counts[counts > 1]
-    np.maximum.at(most, words.spans.texts[first], counts * (words.spans.ends[first + length - 1] - words.spans.starts[first]))
+    order, bounds = _groups(hashes, texts)
+    counts = np.diff(bounds, append=len(order))
+    first = starts[order[bounds[counts > 1]]]
+    np.maximum.at(most, words.spans.texts[first], counts[counts > 1] * (words.spans.ends[first + length - 1] - words.spans.starts[first]))
     return most
 
 
