@@ -70,6 +70,8 @@ def _tokenizer(config: RunConfig) -> Iterator[Violation]:
         yield Violation(key, wanted.vocab_sizes, "names a size twice", "name each once")
     if wanted.split != "gpt2" and wanted.kind != "bpe":
         yield Violation("tokenizer.split", wanted.split, f"is BPE's; {wanted.kind} has a split of its own", "leave it out, or train bpe")
+    if wanted.digits == "groups_of_three" and wanted.kind == "unigram":
+        yield Violation("tokenizer.digits", wanted.digits, "SentencePiece's Unigram learns no such groups", "use single, or train bpe")
     if wanted.whitespace == "runs" and wanted.kind == "wordpiece":
         yield Violation("tokenizer.whitespace", "runs", "wordpiece drops whitespace", "leave it out, or train bpe or unigram")
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import re
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from sentencepiece import SentencePieceTrainer, sentencepiece_model_pb2
@@ -24,14 +23,11 @@ the model knows the characters of their names.
 ALWAYS = 1000.0
 """Score of the user-defined symbols, which text becomes wherever it spells them."""
 
-_CUT = "\x1f"
-"""Put around digits in the text to learn from: no piece goes over it."""
-
 _THREADS = 16
 """The trainer's sums, and so its pieces, depend on it: not on the machine."""
 
 
-def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_size: int) -> Tokenizer:
+def train_unigram(texts: Iterable[str], special: list[str], split_digits: bool, vocab_size: int) -> Tokenizer:
     """Learn a unigram language model over pieces (Kudo 2018; Kudo & Richardson 2018). Lossless but for texts that hold U+2581.
 
     ASCII and the commonest characters that make up 99.95 % of the text get entries, any other becomes its UTF-8 bytes. Text is not
@@ -40,12 +36,12 @@ def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_s
     Args:
         texts: to learn from.
         special: special tokens, which come first.
-        digits: keep, single or groups_of_three.
+        split_digits: whether no piece holds two digits.
         vocab_size: entries at most.
     """
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=_with_cuts(texts, digits),
+        sentence_iterator=iter(texts),
         model_writer=model,
         model_type="unigram",
         vocab_size=vocab_size,
@@ -55,8 +51,7 @@ def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_s
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
         allow_whitespace_only_pieces=True,
-        split_digits=digits == "single",
-        pretokenization_delimiter=_CUT if digits == "groups_of_three" else "",
+        split_digits=split_digits,
         max_sentence_length=1 << 30,
         num_threads=_THREADS,
         unk_id=0,
@@ -68,20 +63,14 @@ def train_unigram(texts: Iterable[str], special: list[str], digits: str, vocab_s
     )
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(model.getvalue())
-    return convert(proto, {"single": r"\p{N}", "groups_of_three": r"\p{N}{1,3}"}.get(digits))
+    return convert(proto)
 
 
-def _with_cuts(texts: Iterable[str], digits: str) -> Iterator[str]:
-    for text in texts:
-        yield re.sub(r"\d{1,3}", rf"{_CUT}\g<0>{_CUT}", text.replace(_CUT, " ")) if digits == "groups_of_three" else text
-
-
-def convert(proto: Any, numbers: str | None = None) -> Tokenizer:
+def convert(proto: Any) -> Tokenizer:
     """A SentencePiece model as a Hugging Face tokenizer. Control symbols become special tokens, user-defined ones ordinary entries.
 
     Args:
         proto: its ModelProto.
-        numbers: pattern of the numbers that no piece goes beyond.
 
     Raises:
         ValueError: it is neither Unigram nor BPE, or treats spaces in another way than most.
@@ -97,10 +86,8 @@ def convert(proto: Any, numbers: str | None = None) -> Tokenizer:
     steps += [normalizers.Prepend(SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     # Where no piece goes over a space, words can be looked up one by one, which is faster.
-    cuts = [pre_tokenizers.Split(SPACE, "merged_with_next")] if all(SPACE not in piece.piece[1:] for piece in proto.pieces) else []
-    cuts += [pre_tokenizers.Split(Regex(numbers), "isolated")] if numbers else []
-    if cuts:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    if all(SPACE not in piece.piece[1:] for piece in proto.pieces):
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACE, "merged_with_next")
     after = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after])
     tokenizer.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == kinds.CONTROL])

@@ -107,7 +107,7 @@ def _train_unigram(texts: Texts, wanted: TokenizerConfig, special: list[str], vo
     """SentencePiece's Unigram."""
     from pipeline.data.tokenizer_sentencepiece import train_unigram
 
-    return train_unigram(texts(), special, wanted.digits, vocab_size)
+    return train_unigram(texts(), special, wanted.digits == "single", vocab_size)
 
 
 def _train_wordpiece(texts: Texts, wanted: TokenizerConfig, special: list[str], vocab_size: int) -> Tokenizer:
