@@ -88,7 +88,7 @@ def loader(job: Job) -> Job:
             dataset.samples(next(batches))
         return BATCH
 
-    return {"rate": rate(read)}
+    return {"rate": rate(job, read)}
 
 
 def trillion(job: Job) -> Job:

@@ -26,20 +26,17 @@ Job = dict[str, Any]
 BATCH = 1000
 """Documents that are handed to a tokenizer at once where the peer does not say."""
 
-SECONDS = 2.0
-"""How long a loader is read."""
-
 
 def digest(documents: Iterable[np.ndarray]) -> str:
     """A checksum of the ids of all documents, each with its end token, whatever their order."""
     return f"{sum(xxhash.xxh3_64_intdigest(ids.astype('<u4').tobytes()) for ids in documents) % (1 << 64):016x}"
 
 
-def rate(read: Callable[[], int]) -> float:
-    """Samples a second over SECONDS, the first call apart. `read` returns how many it read."""
+def rate(job: Job, read: Callable[[], int]) -> float:
+    """Samples a second over job["seconds"], the first call apart. `read` returns how many it read."""
     read()
     samples, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < SECONDS:
+    while (passed := time.perf_counter() - start) < job["seconds"]:
         samples += read()
     return samples / passed
 
@@ -163,7 +160,7 @@ def megatron_loader(job: Job) -> Job:
             one(next(numbers))
         return 256
 
-    return {"rate": rate(read)}
+    return {"rate": rate(job, read)}
 
 
 def stored(job: Job) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +220,7 @@ def mosaic_loader(job: Job) -> Job:
     streaming = import_streaming()
     streaming.base.util.clean_stale_shared_memory()
     dataset = streaming.StreamingDataset(local=job["output"], shuffle=True, batch_size=8)
-    return {"rate": rate(counted(dataset))}
+    return {"rate": rate(job, counted(dataset))}
 
 
 # webdataset
@@ -245,7 +242,7 @@ def webdataset_loader(job: Job) -> Job:
 
     tars = [str(file) for file in sorted(Path(job["output"]).glob("*.tar"))]
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), empty_check=False).shuffle(1000)
-    return {"rate": rate(counted(dataset.map(lambda sample: np.frombuffer(sample["tokens.bin"], np.uint16))))}
+    return {"rate": rate(job, counted(dataset.map(lambda sample: np.frombuffer(sample["tokens.bin"], np.uint16))))}
 
 
 def counted(dataset: Iterable[Any]) -> Callable[[], int]:

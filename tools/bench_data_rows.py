@@ -173,7 +173,7 @@ def kept(shards: Path) -> int:
     return artifact.read(shards, key="data.shards", stage="shard").totals["train"]["documents"]
 
 
-def loader(setting: Setting, tokens: int, sequence: int) -> Section:
+def loader(setting: Setting, tokens: int, sequence: int, seconds: float) -> Section:
     """Samples of a shuffled epoch, in one process on one core, without its imports and its first batch."""
     where = setting.folder / "loader"
     core = max(os.sched_getaffinity(0))
@@ -189,13 +189,14 @@ def loader(setting: Setting, tokens: int, sequence: int) -> Section:
     def prepared(peer: str) -> Path:
         arrays, output = stored(), where / peer
         if peer != "ours":
-            output.mkdir()
+            output.mkdir(exist_ok=True)
             run_job(setting, peer, "prepare", input=str(arrays), output=str(output), sequence=sequence)
         return output
 
     def measure(_: Path, *, peer: str, variant: str) -> Result:
-        job: dict[str, Any] = {"output": str(prepared(peer)), "sequence": sequence, "core": core, "vocab_size": VOCABULARY, "end_id": 0}
-        return Result(run_job(setting, peer, "loader", variant=variant, **job)[1]["rate"])
+        job: dict[str, Any] = {"output": str(prepared(peer)), "sequence": sequence, "core": core, "seconds": seconds}
+        made_with = {"vocab_size": VOCABULARY, "end_id": 0}  # as bench_data_ours.MADE_WITH
+        return Result(run_job(setting, peer, "loader", variant=variant, **job, **made_with)[1]["rate"])
 
     rows = {
         "ours, tokens": ("ours", "tokens"),

@@ -77,7 +77,8 @@ def run_job(setting: Setting, peer: str, task: str, **job: Any) -> tuple[float, 
 
 def _timed(command: list[str], folder: Path) -> tuple[float, str]:
     """The seconds that a command took in a folder, and what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/huggingface"}
+    environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     start = time.perf_counter()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
     seconds = time.perf_counter() - start
@@ -109,7 +110,8 @@ def install() -> dict[str, str]:
 
 
 def _pip(*arguments: str) -> str:
-    """`pip install`; returns the last error line, or nothing."""
+    """`pip install`; returns its last error, or nothing."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", *arguments]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return (done.stderr.strip().splitlines() or ["pip failed"])[-1] if done.returncode else ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return (errors or ["pip failed"])[-1] if done.returncode else ""

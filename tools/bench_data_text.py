@@ -17,11 +17,12 @@ DOCUMENT_BYTES = 4000
 FILES = 8
 """Files of equal size that the text is written to, so that two workers of any peer have as much to do as each other."""
 
-REPLACED, MISSPELT = 0.2, 0.01
+REPLACED, MISSPELT = 0.2, 0.02
 """Shares of the words that another word of the document replaces in a further copy of it, and that become a new word.
 
-The first leaves a third of its runs of five words, a Jaccard similarity of 0.2: no near duplicate. The second makes the vocabulary grow
-as that of more text would, so that no cache of words profits: 14 copies of 28 MB of books have 3 to 4 times as many different words.
+Measured on 28 MB of English and German books and laws grown to 400 MB: runs of five words have a Jaccard similarity of 0.17 to those of the
+original (0.34 at most of 300 copies), so there are no near duplicates, and there are 3.6 times as many different words, about as in that
+much more text (Heaps' law), so that caches of words gain nothing. Without the second share the words would stay the same.
 """
 
 PROSE_BYTES = 20_000_000
