@@ -13,7 +13,7 @@ import sys
 def main() -> None:
     """Run the command line."""
     gc.disable()  # start-up makes objects that stay; looking for garbage among them costs a tenth of it
-    arguments = ["dry_run.enabled=" + a.partition("=")[2] if a.startswith("dry_run=") else a for a in sys.argv[1:]]
+    arguments = sys.argv[1:]
     if not arguments or any(a in ("-h", "--help") for a in arguments):
         from pipeline.config.usage import print_usage
 
@@ -38,8 +38,7 @@ def run_hydra(arguments: list[str]) -> None:
 
     compose.register()
     hydra_launcher.register()
-    arguments = [compose.with_new_names(argument) for argument in arguments]
-    sys.argv[1:] = arguments
+    sys.argv[1:] = arguments = compose.spelled_out(arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions; ours are printed without a traceback
     application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)
     try:

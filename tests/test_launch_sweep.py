@@ -39,7 +39,8 @@ def test_values_that_do_not_compose_are_named_one_by_one(tmp_path: Path) -> None
 
 def test_points_run_here_one_after_the_other(corpus: Path, tmp_path: Path) -> None:
     pipeline(
-        "-m", "stage=shard", *RAW, f"data.input=[{corpus}]", "data.seed=1,2", "data.shards=${run_dir}/shards", f"run_dir={tmp_path / 'sweep'}",
+        "-m", "stage=shard", *RAW, f"data.input=[{corpus}]", "data.seed=1,2",
+        "data.shards=${run_dir}/shards", f"run_dir={tmp_path / 'sweep'}",
     )  # fmt: skip
     manifests = [json.loads((tmp_path / "sweep" / point / "shards" / "manifest.json").read_text()) for point in "01"]
     assert [m["settings"]["data.seed"] for m in manifests] == [1, 2]

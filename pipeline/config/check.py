@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pipeline import knobs
@@ -36,13 +37,21 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found = knobs.range_violations(config)
     if any(violation.key.partition(".")[0] in _CROSSED for violation in found):
         return found
-    found += config.model.violations()
+    found += [*config.model.violations(), *_corpora(config)]
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
     return [*found, *check_data.violations(config)]
+
+
+def _corpora(config: RunConfig) -> Iterator[Violation]:
+    """The names of corpora become parts of file names and identities."""
+    for name in config.data.corpora:
+        if name == "default" or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
+            rule = "is what data.input is called" if name == "default" else "must consist of a-z, 0-9, '_', '.' and '-'"
+            yield Violation("data.corpora", name, rule, "give the corpus another name")
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:

@@ -38,11 +38,11 @@ def register() -> None:
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
 
-def with_new_names(argument: str) -> str:
-    """An override of a whole dictionary whose keys are the user's own, such as data.blend, in the form in which Hydra takes new keys."""
-    key = argument.partition("=")[0]
-    own = {name for name, _, default in knobs.walk(RunConfig()) if isinstance(default, dict)}
-    return f"++{argument}" if key in own else argument
+def spelled_out(arguments: list[str]) -> list[str]:
+    """The command line as Hydra wants it: dry_run=true in full, and a plus before what adds to a table, whose names are the user's own."""
+    tables = tuple(f"{key}{mark}" for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict) for mark in "=.")
+    full = [re.sub("^dry_run=", "dry_run.enabled=", argument) for argument in arguments]
+    return [f"++{argument}" if argument.startswith(tables) else argument for argument in full]
 
 
 def typed(config: DictConfig) -> RunConfig:
@@ -104,6 +104,8 @@ def _violation(override: str, error: Exception, composed: DictConfig) -> Violati
         return Violation(key, value, "holds several values", f"add -m to sweep over them, or quote one value: {key}='...'")
     if key not in known:
         return Violation(key, value, "no such key", _nearest("", key, known))
+    if "ListConfig" in reason and value.startswith("["):
+        return Violation(key, value, "must be a table", f"write {key}={{NAME: {value}}}")
     if "ListConfig" in reason:
         return Violation(key, value, "must be a list", f"write {key}=[{value}]")
     return Violation(key, value, reason, f"give {key} a value of its type")

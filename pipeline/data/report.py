@@ -6,6 +6,7 @@ Neither depends on the number of ranks or on the time.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from pipeline.data.shuffle import SPLITS
 EXCERPT = 300
 LISTED_BAD = 100
 SHOWN_CLUSTERS = 20
+"""Clusters on the page, of each kind; report.json has more."""
+
 _BAD = ("file", "position", "reason")
 
 
@@ -165,7 +168,8 @@ def _step_section(step: dict[str, Any]) -> str:
             + (f"becomes<pre>{html.escape(example['after'])}</pre>" if example["after"] is not None else "")
             for example in step["examples"].get(reason, [])
         )
-        sections.append(f"<details><summary>{html.escape(reason)}: {number:,} documents, {what}</summary>{shown}</details>")
+        documents = "1 document" if number == 1 else f"{number:,} documents"
+        sections.append(f"<details><summary>{html.escape(reason)}: {documents}, {what}</summary>{shown}</details>")
     return "\n".join(sections)
 
 
@@ -174,9 +178,14 @@ def _duplicates(found: dict[str, Any]) -> str:
     parts = [f"<p>{found['exact']:,} exact, {found['near']:,} near duplicates were left out.</p>"]
     if found["cluster_sizes"]:
         parts.append(_table(["documents in a cluster", "clusters"], [[int(size), n] for size, n in found["cluster_sizes"].items()]))
-    for cluster in found["clusters"][:SHOWN_CLUSTERS]:
+    shown = [[cluster for cluster in found["clusters"] if cluster["kind"] == kind][:SHOWN_CLUSTERS] for kind in ("near", "exact")]
+    for cluster in itertools.chain(*shown):
         kept = cluster["kept"] or {"id": "a document of another corpus", "begins": ""}
-        likeness = "" if cluster["kind"] == "exact" else f", Jaccard index {cluster['jaccard'][0]:.2f} to {cluster['jaccard'][-1]:.2f}"
+        likeness = (
+            ""
+            if cluster["kind"] == "exact"
+            else ", Jaccard index " + " to ".join(f"{j:.2f}" for j in sorted({cluster["jaccard"][0], cluster["jaccard"][-1]}))
+        )
         texts = "".join(
             f"<div class=id>{word} {html.escape(document['id'])}</div><pre>{html.escape(document['begins'])}</pre>"
             for word, document in [("kept", kept), *(("left out", document) for document in cluster["dropped"])]
@@ -223,10 +232,14 @@ class _Raw(str):
 def _table(head: list[str], rows: list[list[Any]]) -> str:
     """A table; numbers stand to the right."""
 
-    def cell(value: Any, tag: str) -> str:
-        number = isinstance(value, int) or (isinstance(value, str) and value.replace(",", "").replace(".", "").isdigit())
-        text = value if isinstance(value, _Raw) else html.escape(f"{value:,}" if isinstance(value, int) else str(value))
-        return f"<{tag} class=n>{text}</{tag}>" if number else f"<{tag}>{text}</{tag}>"
+    def number(value: Any) -> bool:
+        return isinstance(value, int) or value.replace(",", "").replace(".", "").isdigit()
 
-    lines = ["<tr>" + "".join(cell(value, "td") for value in row) + "</tr>" for row in rows]
-    return "<table><tr>" + "".join(cell(title, "th") for title in head) + "</tr>" + "\n".join(lines) + "</table>"
+    def cell(value: Any, tag: str, right: bool) -> str:
+        text = value if isinstance(value, _Raw) else html.escape(f"{value:,}" if isinstance(value, int) else str(value))
+        return f"<{tag} class=n>{text}</{tag}>" if right else f"<{tag}>{text}</{tag}>"
+
+    right = [any(number(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["<tr>" + "".join(cell(value, "td", side) for value, side in zip(row, right, strict=True)) + "</tr>" for row in rows]
+    titles = "".join(cell(title, "th", side) for title, side in zip(head, right, strict=True))
+    return f"<table><tr>{titles}</tr>" + "\n".join(lines) + "</table>"

@@ -57,7 +57,7 @@ def decompressed(name: str, handle: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(_Decompressed(handle, compression), BUFFER_BYTES)
 
 
-class UntilDamage:
+class UntilDamage(io.RawIOBase):
     """A stream for a library that drops what it has buffered when reading raises: it ends at the damage.
 
     Attributes:
@@ -65,20 +65,28 @@ class UntilDamage:
     """
 
     def __init__(self, handle: IO[bytes]) -> None:
-        self._handle = handle
+        # One read of what is below: more would lose what the first of them brought.
+        self._readinto = handle.readinto1 if isinstance(handle, io.BufferedReader) else handle.readinto  # type: ignore[attr-defined]
+        self._position = 0
         self.damage: DamageError | None = None
 
-    def read(self, size: int) -> bytes:
-        """Up to `size` bytes."""
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; returns how many bytes."""
         try:
-            return self._handle.read1(size) if isinstance(self._handle, io.BufferedReader) else self._handle.read(size)
+            count = self._readinto(buffer)
         except DamageError as error:
             self.damage = error
-            return b""
+            return 0
+        self._position += count
+        return count
 
     def tell(self) -> int:
         """Bytes read so far."""
-        return self._handle.tell()
+        return self._position
 
 
 class _Decompressed(io.RawIOBase):

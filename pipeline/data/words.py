@@ -14,8 +14,10 @@ from functools import cache, cached_property
 
 import numpy as np
 
-LETTER, DIGIT, SPACE, IDEOGRAPH, UPPER, SENTENCE_END = (np.uint8(1 << bit) for bit in range(6))
-"""Kinds of characters. A word is a run of letters (marks too) and digits; a letter of a script without spaces is a word by itself."""
+LETTER, DIGIT, SPACE, IDEOGRAPH, UPPER, SENTENCE_END, HIDDEN, LEAD = (np.uint8(1 << bit) for bit in range(8))
+"""Kinds of characters. A word is a run of letters (marks too) and digits; a letter of a script without spaces is a word by itself.
+HIDDEN is what no text needs: control characters but tab and newline, soft hyphen, zero-width space, word joiner, byte-order mark, and
+newlines other than the plain one. LEAD is what the first byte of a UTF-8 character looks like when it is read as Latin-1."""
 
 WORD = LETTER | DIGIT
 
@@ -62,8 +64,7 @@ class Words:
         self.text_starts = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
         joined = "".join([f"{text}\n" for text in texts])
         self.codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
-        self._entries = np.minimum(self.codes, _TABLE)  # into the tables
-        self.kinds = _kinds()[self._entries]
+        self.kinds = _kinds().take(self.codes, mode="clip")
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Words:
@@ -74,13 +75,25 @@ class Words:
     def spans(self) -> Spans:
         """The words of all texts, in order."""
         word = self.kinds & WORD != 0
-        alone = self.kinds & IDEOGRAPH != 0
-        before = np.empty_like(word)
-        before[0], before[1:] = False, word[:-1] & ~alone[:-1]
-        starts = np.flatnonzero(word & (~before | alone))
-        after = np.empty_like(word)
-        after[-1], after[:-1] = False, word[1:] & ~alone[1:]
-        ends = np.flatnonzero(word & (~after | alone)) + 1
+        before, after = word.copy(), word.copy()  # whether a word goes on before and after each character
+        before[1:], after[:-1] = word[:-1], word[1:]
+        before[0] = after[-1] = False
+        alone = np.flatnonzero(self.kinds & IDEOGRAPH)
+        if len(alone):
+            before[alone], before[alone[alone < len(word) - 1] + 1] = False, False
+            after[alone], after[alone[alone > 0] - 1] = False, False
+        return self._cut(np.flatnonzero(word & ~before), np.flatnonzero(word & ~after) + 1)
+
+    @cached_property
+    def tokens(self) -> Spans:
+        """The pieces between spaces."""
+        ink = self.kinds & SPACE == 0
+        step = np.flatnonzero(ink[1:] != ink[:-1]) + 1
+        if ink[0]:
+            step = np.concatenate([[0], step])
+        return self._cut(step[0::2], step[1::2])  # the last character is a newline, so every piece ends
+
+    def _cut(self, starts: np.ndarray, ends: np.ndarray) -> Spans:
         return Spans(starts, ends, np.searchsorted(starts, self.text_starts))
 
     @property
@@ -94,16 +107,23 @@ class Words:
         return self.hash_spans(self.spans)
 
     @cached_property
+    def newlines(self) -> np.ndarray:
+        """Positions of all newlines, those after the texts included."""
+        return np.flatnonzero(self.codes == ord("\n"))
+
+    @cached_property
+    def digits(self) -> np.ndarray:
+        """Positions of all digits."""
+        return np.flatnonzero(self.kinds & DIGIT)
+
+    @cached_property
     def lines(self) -> Spans:
         """The lines that hold more than space, without the space around them."""
-        ink = self.kinds & SPACE == 0
-        newline = np.flatnonzero(self.codes == ord("\n"))
-        filled = np.flatnonzero(ink)
-        bounds = np.searchsorted(filled, newline)  # ink before each newline
+        tokens = self.tokens
+        bounds = np.searchsorted(tokens.starts, self.newlines)  # pieces before each newline
         first = np.concatenate([[0], bounds[:-1]])
         some = bounds > first
-        starts, ends = filled[first[some]], filled[bounds[some] - 1] + 1
-        return Spans(starts, ends, np.searchsorted(starts, self.text_starts))
+        return self._cut(tokens.starts[first[some]], tokens.ends[bounds[some] - 1])
 
     def hash_spans(self, spans: Spans) -> np.ndarray:
         """A hash of the lower-cased characters of every span: a polynomial in _BASE modulo 2**64, read off prefix sums, and mixed.
@@ -126,7 +146,7 @@ class Words:
     def _prefix_sums(self) -> np.ndarray:
         """sums[k] is the polynomial of the first k characters."""
         sums = np.zeros(len(self.codes) + 1, dtype=np.uint64)
-        np.cumsum(_lower_mixed()[self._entries] * _powers(_BASE, len(self.codes)), out=sums[1:])
+        np.cumsum(_lower_mixed().take(self.codes, mode="clip") * _powers(_BASE, len(self.codes)), out=sums[1:])
         return sums
 
 
@@ -138,11 +158,19 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def ngrams(hashes: np.ndarray, length: int) -> np.ndarray:
-    """A hash of every `length` neighbours: (n - length + 1,) uint64, those that reach from one text into the next included."""
+    """A hash of every `length` neighbours, those that reach from one text into the next included.
+
+    Args:
+        hashes: (n,) uint64 or uint32.
+
+    Returns:
+        (n - length + 1,) of the same type.
+    """
     count = max(0, len(hashes) - length + 1)
-    combined = np.zeros(count, dtype=np.uint64)
-    for offset in range(length):
-        combined *= np.uint64(_BASE)
+    combined = hashes[:count].copy()
+    base = hashes.dtype.type(_BASE & int(np.iinfo(hashes.dtype).max))
+    for offset in range(1, length):
+        combined *= base
         combined += hashes[offset : offset + count]
     return combined
 
@@ -197,6 +225,8 @@ def _kinds() -> np.ndarray:
     kinds[_TABLE] = LETTER | IDEOGRAPH
     for character in ".!?。！？…\"'”’»“":
         kinds[ord(character)] |= SENTENCE_END
+    kinds[[*range(9), *range(11, 32), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2028, 0x2060, 0xFEFF]] |= HIDDEN
+    kinds[0xC2 : 0xF4 + 1] |= LEAD
     return kinds
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.config.cleaning import PersonalStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, where
-from pipeline.data.words import DIGIT, UPPER, Words
+from pipeline.data.words import UPPER, Words
 
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@(?:[a-zA-Z0-9-]{1,63}\.)+[a-zA-Z]{2,24}\b")
 _IP = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
@@ -46,24 +46,28 @@ def personal(knobs: PersonalStep) -> Step:
 
 
 def _email_possible(words: Words) -> np.ndarray:
-    return words.count(words.codes == ord("@")) > 0
+    return words.sum_texts(np.flatnonzero(words.codes == ord("@"))) > 0
 
 
 def _ip_possible(words: Words) -> np.ndarray:
-    digit = words.kinds & DIGIT != 0
-    dots = np.flatnonzero((words.codes[1:-1] == ord(".")) & digit[:-2] & digit[2:])
-    return words.sum_texts(dots + 1) >= 3
+    """Three full stops between digits."""
+    digits = words.digits
+    dots = digits[:-1][digits[1:] - digits[:-1] == 2] + 1
+    return words.sum_texts(dots[words.codes[dots] == ord(".")]) >= 3
 
 
 def _phone_possible(words: Words) -> np.ndarray:
     """Seven digits within fifteen characters."""
-    digits = np.flatnonzero(words.kinds & DIGIT)
+    digits = words.digits
     return words.sum_texts(digits[:-6][digits[6:] - digits[:-6] <= 15]) > 0
 
 
 def _iban_possible(words: Words) -> np.ndarray:
-    upper, digit = words.kinds & UPPER != 0, words.kinds & DIGIT != 0
-    return words.sum_texts(np.flatnonzero(upper[:-3] & upper[1:-2] & digit[2:-1] & digit[3:])) > 0
+    """Two capitals before two digits."""
+    digits = words.digits
+    pairs = digits[:-1][digits[1:] - digits[:-1] == 1]
+    pairs = pairs[pairs >= 2]
+    return words.sum_texts(pairs[(words.kinds[pairs - 1] & words.kinds[pairs - 2] & UPPER) != 0]) > 0
 
 
 def _mask_emails(text: str) -> str:

@@ -39,10 +39,11 @@ def gopher(knobs: GopherStep) -> Step:
         mean_length = _per_text(words.spans.lengths, words.offsets) / some
         line_count = np.maximum(np.diff(lines.offsets), 1)
         bullets = _per_text(np.isin(words.codes[lines.starts], _BULLETS), lines.offsets) / line_count
-        ellipses = _per_text(_ends_with_ellipsis(words), lines.offsets) / line_count
+        ellipsis = _ellipses(words)
+        open_lines = _per_text(np.isin(lines.ends - 1, ellipsis), lines.offsets) / line_count
         hashes = words.count(words.codes == ord("#")) / some
-        dots = words.sum_texts(_ellipses(words)) / some
-        tokens, alphabetic = _tokens(words)
+        dots = words.sum_texts(ellipsis) / some
+        tokens, alphabetic = np.diff(words.tokens.offsets), _with_letter(words)
         missing, asked = _stop_words_missing(batch, knobs.stop_words)
         return drop(
             batch,
@@ -52,7 +53,7 @@ def gopher(knobs: GopherStep) -> Step:
                 ((mean_length < knobs.least_word_length) | (mean_length > knobs.most_word_length), "mean word length"),
                 ((hashes > knobs.symbols) | (dots > knobs.symbols), "too many symbols"),
                 (bullets > knobs.bullet_lines, "mostly bullet points"),
-                (ellipses > knobs.ellipsis_lines, "many lines end in an ellipsis"),
+                (open_lines > knobs.ellipsis_lines, "many lines end in an ellipsis"),
                 (alphabetic < knobs.alphabetic * tokens, "too few words with letters"),
                 (asked & missing, "too few stop words"),
             ],
@@ -117,20 +118,11 @@ def _ellipses(words: Words) -> np.ndarray:
     return np.sort(np.concatenate([three, single])) if len(three) and len(single) else (three if len(three) else single)
 
 
-def _ends_with_ellipsis(words: Words) -> np.ndarray:
-    """(lines,) whether each ends in an ellipsis."""
-    return np.isin(words.lines.ends - 1, _ellipses(words))
-
-
-def _tokens(words: Words) -> tuple[np.ndarray, np.ndarray]:
-    """How many pieces between spaces every text has, and how many of them hold a letter."""
-    ink = words.kinds & SPACE == 0
-    begins = ink.copy()
-    begins[1:] &= ~ink[:-1]
-    starts = np.flatnonzero(begins)
-    offsets = np.searchsorted(starts, words.text_starts)
-    with_letter = np.bitwise_or.reduceat(words.kinds, starts) & LETTER != 0 if len(starts) else starts
-    return np.diff(offsets), _per_text(with_letter, offsets)
+def _with_letter(words: Words) -> np.ndarray:
+    """(texts,) how many pieces between spaces hold a letter."""
+    tokens = words.tokens
+    held = np.bitwise_or.reduceat(words.kinds, tokens.starts) & LETTER != 0 if len(tokens) else tokens.starts
+    return _per_text(held, tokens.offsets)
 
 
 def _sentence_ends(words: Words) -> np.ndarray:

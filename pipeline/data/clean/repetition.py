@@ -34,10 +34,9 @@ def repetition(knobs: RepetitionStep) -> Step:
 def _paragraphs(words: Words) -> Spans:
     """Runs of lines without a blank line between them."""
     lines = words.lines
-    newlines = np.flatnonzero(words.codes == ord("\n"))
-    passed = np.searchsorted(newlines, lines.starts)
+    passed = np.searchsorted(words.newlines, lines.starts)
     first = np.ones(len(lines), dtype=bool)
-    first[1:] = (passed[1:] - np.searchsorted(newlines, lines.ends[:-1]) > 1) | (np.diff(lines.texts) > 0)
+    first[1:] = (passed[1:] - np.searchsorted(words.newlines, lines.ends[:-1]) > 1) | (np.diff(lines.texts) > 0)
     starts = np.flatnonzero(first)
     ends = np.concatenate([starts[1:], [len(lines)]]) - 1
     if not len(lines):
@@ -103,15 +102,17 @@ def _grams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Upper bounds for every text: occurrences of its most frequent n-gram (0 if none comes twice), occurrences that repeat another.
 
-    N-grams that reach into the next text are counted too; they are few.
+    N-grams that reach into the next text are counted too, and some hashes, of 32 bits less those of the text's number, are equal by chance.
+    Both are few, and count too much at worst.
     """
-    hashes, count = ngrams(words.hashes, length), len(words.offsets) - 1
+    count = len(words.offsets) - 1
     most, repeated = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    hashes = ngrams((words.hashes >> np.uint64(32)).astype(np.uint32), length)
     if not len(hashes):
         return most, repeated
-    bits = np.uint64(max(1, (count - 1).bit_length()))
-    above = np.uint64(64) - bits
-    keys = np.sort((words.spans.texts[: len(hashes)].astype(np.uint64) << above) | (hashes >> bits))
+    bits = max(1, (count - 1).bit_length())
+    above = np.uint32(32 - bits)
+    keys = np.sort((words.spans.texts[: len(hashes)].astype(np.uint32) << above) | (hashes >> np.uint32(bits)))
     last = np.flatnonzero(np.concatenate([keys[1:] != keys[:-1], [True]]))
     runs = np.diff(last, prepend=-1)
     often = np.flatnonzero(runs > 1)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
-from functools import cache
 
 import ftfy
 import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, where
-from pipeline.data.words import Words
+from pipeline.data.words import HIDDEN, LEAD, Words
 
-# UTF-8 that was read as Latin-1 or Windows-1252 is a letter of C2..F4 followed by one of the characters that stand for 80..BF there.
-_LEAD = (0xC2, 0xF4)
+# UTF-8 that was read as Latin-1 or Windows-1252 is a LEAD followed by one of the characters that stand for 80..BF there.
 _CONTINUATIONS = np.array(sorted({*range(0x80, 0xC0), *(ord(bytes([b]).decode("cp1252", "ignore") or "\x80") for b in range(0x80, 0xA0))}))
 _ENTITY = re.compile(r"&(?:#[0-9]{2,6}|#x[0-9a-fA-F]{2,5}|[a-zA-Z]{2,8}[0-9]{0,2});")
 _FTFY = ftfy.TextFixerConfig(
@@ -39,7 +37,7 @@ def repair(_: RepairStep) -> Step:
 
     def step(batch: Batch) -> Iterable[Verdict]:
         garbled = batch.mark(_garbled)
-        for index in where(batch, garbled | batch.mark(lambda words: words.count(words.codes == ord("&")) > 0)):
+        for index in where(batch, garbled | np.array(["&" in text for text in batch.texts])):
             text = batch.texts[index]
             if garbled[index] or _ENTITY.search(text):
                 mended = ftfy.fix_text(text, _FTFY)
@@ -51,15 +49,12 @@ def repair(_: RepairStep) -> Step:
 
 def _garbled(words: Words) -> np.ndarray:
     """Which texts hold two neighbours that look like UTF-8 read as something else."""
-    codes = words.codes
-    lead = np.flatnonzero((codes >= _LEAD[0]) & (codes <= _LEAD[1]))
-    return words.sum_texts(lead[np.isin(codes[np.minimum(lead + 1, len(codes) - 1)], _CONTINUATIONS)]) > 0
+    lead = np.flatnonzero(words.kinds & LEAD)
+    following = words.codes[np.minimum(lead + 1, len(words.codes) - 1)]
+    return words.sum_texts(lead[np.isin(following, _CONTINUATIONS)]) > 0
 
 
-# Control characters but tab and newline, soft hyphen, zero-width space, word joiner, byte-order mark. The other joiners stay: some scripts
-# and emoji need them.
-_REMOVED = [*range(9), 11, 12, *range(14, 32), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2060, 0xFEFF]
-_REMOVAL = re.compile("[" + "".join(map(re.escape, map(chr, _REMOVED))) + "]")
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff]")
 _BLANK_LINES = re.compile(r"\n{4,}")
 
 
@@ -72,7 +67,7 @@ def normalise(_: NormaliseStep) -> Step:
         for index in where(batch, hidden | open_ends | blank | decomposed):
             before = text = batch.texts[index]
             if hidden[index]:
-                text = _REMOVAL.sub("", text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n"))
+                text = _HIDDEN.sub("", text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n"))
             text = unicodedata.normalize("NFC", text)
             if hidden[index] or open_ends[index]:
                 text = "\n".join([line.rstrip(" \t\u00a0") for line in text.split("\n")])
@@ -85,27 +80,20 @@ def normalise(_: NormaliseStep) -> Step:
 
 def _hidden(words: Words) -> np.ndarray:
     """Which texts hold characters that go, or newlines other than the plain one."""
-    return words.count(_odd()[np.minimum(words.codes, 0xFFFF)]) > 0
-
-
-@cache
-def _odd() -> np.ndarray:
-    odd = np.zeros(0x10000, dtype=bool)
-    odd[[*_REMOVED, ord("\r"), 0x2028]] = True
-    return odd
+    return words.sum_texts(np.flatnonzero(words.kinds & HIDDEN)) > 0
 
 
 def _open_ends(words: Words) -> np.ndarray:
     """Which texts have space before a newline."""
-    codes = words.codes
-    space = (codes == ord(" ")) | (codes == ord("\t")) | (codes == 0xA0)
-    return words.count(space[:-1] & (codes[1:] == ord("\n"))) > 0
+    ends = words.newlines[words.newlines > 0]
+    before = words.codes[ends - 1]
+    return words.sum_texts(ends[(before == ord(" ")) | (before == ord("\t")) | (before == 0xA0)]) > 0
 
 
 def _blank_lines(words: Words) -> np.ndarray:
     """Which texts have three blank lines in a row."""
-    newline = words.codes == ord("\n")
-    return words.count(newline[:-3] & newline[1:-2] & newline[2:-1] & newline[3:]) > 0
+    newlines = words.newlines
+    return words.sum_texts(newlines[:-3][newlines[3:] - newlines[:-3] == 3]) > 0
 
 
 _TAG = re.compile(

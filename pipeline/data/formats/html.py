@@ -25,7 +25,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         raw = handle.read(options.document_bytes + 1)
     try:
         text, title = page(raw, None, options)
-        yield Document(source.name, 0, text, small([("title", title)]), source.corpus)
+        yield Document(source.name, 0, text, small([("title", title)] if title else []), source.corpus)
     except UnusableError as error:
         yield Bad(source.label, "", str(error))
 

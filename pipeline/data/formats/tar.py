@@ -24,15 +24,19 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     with streams.open_bytes(source.path) as handle:
         archive = tar.Archive(handle)
         sample = _Sample("")
-        for member in archive:
-            key, ending = _split(member.name)
-            if key != sample.key:
-                yield from sample.document(span, options)
-                sample = _Sample(key)
-            if ending in _PIECES:
-                sample.add(ending, member, archive.read(options.document_bytes + 1))
-            elif ending == "jsonl":
-                yield from _lines(span, member, archive.content(), options)
+        try:
+            for member in archive:
+                key, ending = _split(member.name)
+                if key != sample.key:
+                    yield from sample.document(span, options)
+                    sample = _Sample(key)
+                if ending in _PIECES:
+                    sample.add(ending, member, archive.read(options.document_bytes + 1))
+                elif ending == "jsonl":
+                    yield from _lines(span, member, archive.content(), options)
+        except streams.DamageError:
+            yield from sample.document(span, options)  # its text is whole
+            raise
         yield from sample.document(span, options)
 
 
@@ -66,7 +70,8 @@ class _Sample:
             elif ending == "json":
                 text = text_of(fields, options.text_field)
             else:
-                text, fields["title"] = html.page(raw, None, options)
+                text, title = html.page(raw, None, options)
+                fields |= {"title": title} if title else {}
             yield Document(source.name, member.offset, text, small(fields.items()), source.corpus)
         except UnusableError as error:
             yield Bad(source.label, f"member {printable(member.name)}", str(error))

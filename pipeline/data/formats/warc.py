@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
@@ -22,7 +23,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
         try:
-            for record in ArchiveIterator(stream, record_types=_WANTED, parse_http=False, stream_detect=False):
+            for record in ArchiveIterator(io.BufferedReader(stream), record_types=_WANTED, parse_http=False, stream_detect=False):
                 position = record.stream_pos
                 try:
                     found = _document(record, options)
@@ -37,7 +38,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         except OSError as error:
             if stream.damage is None:
                 where = "" if position is None else f"after the record at byte {position}"
-                yield Bad(source.label, where, f"is no WARC that can be read: {error}")
+                yield Bad(source.label, where, f"holds no WARC record that can be read: {error}")
     if stream.damage is not None:
         raise stream.damage
 
