@@ -295,6 +295,8 @@ def test_files_that_cannot_be_imported(tmp_path):
     assert "must end in .tiktoken or .model" in refused("x.json", b"{}")
     assert "cannot be read" in refused("x.model", b"no model")
     assert "cannot be read" in refused("x.tiktoken", b"no ranks")
+    unread = pipeline("stage=tokenize", f"tokenizer.path={tmp_path}/x.model", f"data.shards={tmp_path}/s", expect=2)
+    assert f"stage=train_tokenizer tokenizer.source={tmp_path}/x.model" in unread
     assert not (tmp_path / "t").exists()
 
 

@@ -29,6 +29,8 @@ def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         fix = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name a Hugging Face tokenizer folder"
+        if folder.is_file():
+            fix = f"import the file into a folder: stage=train_tokenizer tokenizer.source={folder} tokenizer.path=FOLDER"
         raise UserError.of(key, folder, "holds no tokenizer.json", fix)
     try:
         tokenizer = Tokenizer.from_file(str(path))

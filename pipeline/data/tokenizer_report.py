@@ -133,4 +133,4 @@ def _table(head: list[str], rows: list[list[Any]]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if value >= 1e6 else f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

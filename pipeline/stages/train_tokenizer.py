@@ -63,7 +63,7 @@ def _train(config: RunConfig) -> None:
     for size, model in models.items():
         totals = {"train_bytes": sum(sample.languages.values()), "train_languages": dict(sorted(sample.languages.items()))}
         rows = sorted(measured.values(), key=lambda row: row["name"] != str(folders[size]))  # its own first
-        _publish(model, folders[size], {**settings, "tokenizer.vocab_size": size}, wanted, totals, rows)
+        _publish(model, folders[size], {**settings, "tokenizer.vocab_size": size}, config, totals, rows)
 
 
 def _import(config: RunConfig) -> None:
@@ -74,7 +74,7 @@ def _import(config: RunConfig) -> None:
         raise UserError.of("tokenizer.source", source, "is no file", "name a .tiktoken file, or a .model file of SentencePiece")
     settings = {"tokenizer.source": digest(source), **_settings(wanted, _IMPORTED_BY)}
     if not _finished(folder, settings):
-        _publish(tokenizer_import.read(source, wanted), folder, settings, wanted, {}, [])
+        _publish(tokenizer_import.read(source, wanted), folder, settings, config, {}, [])
 
 
 def _settings(wanted: TokenizerConfig, names: tuple[str, ...]) -> dict[str, Any]:
@@ -133,21 +133,24 @@ def _publish(
     model: Tokenizer,
     folder: Path,
     settings: dict[str, Any],
-    wanted: TokenizerConfig,
+    config: RunConfig,
     totals: dict[str, Any],
     report: list[tokenizer_report.Row],
 ) -> None:
     """Write the folder under another name and rename it: a tokenizer.json alone would pass for a tokenizer brought along."""
+    end_of_document = config.tokenizer.end_of_document
     make_folder(folder.parent)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     with disk_full_named(folder):
         partial.mkdir()
-        written = tokenizer_training.save(model, partial, wanted.end_of_document)
+        written = tokenizer_training.save(model, partial, end_of_document)
         if report:
-            written += tokenizer_report.write(partial, report, {"trained on": settings})
+            cost = f"{config.model.family}, {config.model.layers} layers, hidden {config.model.hidden}"
+            about = {**settings, "operations are of": f"{cost}, sequences of {config.training.sequence_length} tokens"}
+            written += tokenizer_report.write(partial, report, about)
         files = {path.name: artifact.entry(path) for path in written}
-        counts = {"vocab_size": model.get_vocab_size(), "end_of_document": model.token_to_id(wanted.end_of_document)}
+        counts = {"vocab_size": model.get_vocab_size(), "end_of_document": model.token_to_id(end_of_document)}
         artifact.write(partial, artifact.Manifest("train_tokenizer", settings, files, {**counts, **totals}))
     publish_folder(partial, folder)
     log.info("train_tokenizer: wrote %s (%s entries)", folder, f"{model.get_vocab_size():,}")
