@@ -134,6 +134,15 @@ def test_every_form_is_read(tmp_path, ending, packing):
     assert {document.source for document in documents} == {f"x{ending}{packing}"}
 
 
+@pytest.mark.parametrize("ending, padding", [(".gz", b""), (".gz", bytes(700)), (".zst", b"")])
+def test_files_of_many_compressed_pieces_are_read_whole(tmp_path, ending, padding):
+    lines = [json_line(words(n, 2000)) for n in range(30)]
+    (tmp_path / f"x.jsonl{ending}").write_bytes(b"".join(PACKED[ending](line.encode()) for line in [*lines, ""]) + padding)
+    documents, bad = read(tmp_path)
+    assert not bad
+    assert texts(documents) == [words(n, 2000) for n in range(30)]
+
+
 def test_the_whole_page_is_kept_where_that_is_asked_for(tmp_path):
     (tmp_path / "x.html").write_bytes(page(LONG))
     documents, _ = read(tmp_path, main_content=False)
@@ -199,6 +208,8 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "empty lines file": ("x.jsonl", b"", 0, [("", "is an empty file")]),
     "empty gzip file": ("x.jsonl.gz", b"", 0, [("", "is an empty file")]),
     "empty Parquet file": ("x.parquet", b"", 0, [("", "is an empty file")]),
+    "blank lines": ("x.jsonl", b"\n \n", 0, [("", "holds no document")]),
+    "tar of images": ("x.tar", tar_of({"1.jpg": b"\xff\xd8"}), 0, [("", "holds no document")]),
     "cut gzip": ("x.jsonl.gz", gzip.compress(GOOD * 500 + INCOMPRESSIBLE)[:-2000], 500, [("byte ", "ends within its gzip data")]),
     "cut gzip trailer": ("x.jsonl.gz", gzip.compress(GOOD * 500)[:-3], 500, [("byte 8500", "ends within its gzip data")]),
     "second member cut": ("x.jsonl.gz", gzip.compress(GOOD) + gzip.compress(INCOMPRESSIBLE)[:-99], 1, [("byte ", "ends within")]),

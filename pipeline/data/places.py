@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import itertools
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,23 +98,27 @@ def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _matches(name, exclude))
-        yield from (_file(Path(parent, name), root) for name in sorted(files) if not _matches(name, exclude))
+        yield from (_file(Path(parent, name), root, real) for name in sorted(files) if not _matches(name, exclude))
     for error in refused:
         where = str(error.filename)
         yield Entry(where, printable(os.path.relpath(where, root)), where, problem=f"cannot be listed: {error.strerror}", folder=True)
 
 
-def _file(path: Path, root: Path) -> Entry:
-    """A file and what is known of it."""
-    name = printable(path.relative_to(root).as_posix())
-    real = os.path.realpath(path)
+def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
+    """A file and what is known of it, with few questions to the file system.
+
+    Args:
+        real_folder: its folder with every link resolved, where that is known.
+    """
+    place, name = str(path), printable(path.relative_to(root).as_posix())
+    real = os.path.realpath(path) if not real_folder or path.is_symlink() else f"{real_folder}/{path.name}"
     try:
-        size = path.stat().st_size
+        info = path.stat()
     except OSError as error:
-        return Entry(str(path), name, real, problem=f"is a broken link: {error.strerror}")
-    if not path.is_file():
-        return Entry(str(path), name, real, problem="is no regular file")
-    return Entry(str(path), name, real, size, "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it")
+        return Entry(place, name, real, problem=f"is a broken link: {error.strerror}")
+    if not stat.S_ISREG(info.st_mode):
+        return Entry(place, name, real, problem="is no regular file")
+    return Entry(place, name, real, info.st_size, "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -126,8 +131,8 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
     except ImportError as error:
         raise NoPlaceError("a URL needs fsspec", "pip install 'tannschen[remote]'") from error
     try:
-        system, path = url_to_fs(given)
-        root, found = _listed(system, path)
+        system, given_path = url_to_fs(given)
+        root, found = _listed(system, given_path)
     except ImportError as error:
         raise NoPlaceError(f"its protocol needs a package: {error}", "install that package beside fsspec") from error
     except Exception as error:  # every protocol raises errors of its own
@@ -136,7 +141,7 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         raise NoPlaceError("no such file, folder or match", "mend the URL")
     for path in sorted(found):
         name = path.removeprefix(root).lstrip("/")
-        if found[path]["type"] == "file" and not any(_matches(part, exclude) for part in name.split("/")):
+        if found[path]["type"] == "file" and (path == given_path or not any(_matches(part, exclude) for part in name.split("/"))):
             url = system.unstrip_protocol(path)
             yield Entry(url, printable(name), url, found[path]["size"] or 0)
 

@@ -22,7 +22,13 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         return
     try:
         # Loaded on demand: each brings its library.
-        yield from import_module(f"pipeline.data.formats.{form}").read(span, options)
+        found = import_module(f"pipeline.data.formats.{form}").read(span, options)
+        first = next(found, None)
+        if first is not None:
+            yield first
+            yield from found
+        elif span.whole:
+            yield Bad(span.source.label, "", "holds no document")
     except DamageError as error:
         yield Bad(span.source.label, f"byte {error.position}", f"is damaged or cut short: {error}")
     except OSError as error:

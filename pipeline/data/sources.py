@@ -60,6 +60,11 @@ class Span:
     end: int | None = None
 
     @property
+    def whole(self) -> bool:
+        """Whether it is all of its file."""
+        return self.start == 0 and self.end is None
+
+    @property
     def size(self) -> int:
         """Bytes to read."""
         return (self.source.size if self.end is None else self.end) - self.start
@@ -119,11 +124,11 @@ def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
     """The parts that one of `size` ranks reads, balanced by their cost: the dearest first, each to the rank that has least."""
     loads = [(0, r) for r in range(size)]
     mine = []
-    for part in sorted(parts, key=lambda part: (-part.cost, part.number)):
+    for cost, number in sorted((-part.cost, number) for number, part in enumerate(parts)):
         load, owner = loads[0]
-        heapq.heapreplace(loads, (load + part.cost, owner))
+        heapq.heapreplace(loads, (load - cost, owner))
         if owner == rank:
-            mine.append(part)
+            mine.append(parts[number])
     return mine
 
 

@@ -11,7 +11,7 @@ import zstandard
 from pipeline.data.suffixes import split_compression
 
 BUFFER_BYTES = 1 << 20
-_COMPRESSED_BYTES = 1 << 14  # decompressed at once; what comes out of them is held
+_COMPRESSED_BYTES = 1 << 12  # decompressed at once; what comes out of them is held, and may be ten thousand times as much
 _GZIP = 31  # zlib's window bits: a gzip header, the largest window
 
 

@@ -35,12 +35,11 @@ SEARCHED = tuple(
 def form(name: str) -> str:
     """The form of a file; a name that is not in the table is a text."""
     name, _ = split_compression(name)
-    return next((form for ending, form in FORMS.items() if name.endswith(ending)), "text")
+    return FORMS.get("." + name.rpartition(".")[2], "text")
 
 
 def split_compression(name: str) -> tuple[str, str]:
     """(the name without the ending of its compression, the compression or "")."""
-    for ending, compression in COMPRESSIONS.items():
-        if name.endswith(ending):
-            return name.removesuffix(ending), compression
-    return name, ""
+    stem, dot, ending = name.rpartition(".")
+    compression = COMPRESSIONS.get(dot + ending, "")
+    return (stem, compression) if compression else (name, "")
