@@ -71,8 +71,11 @@ class DataConfig:
     shards: str = knob("work/shards", "folder of the text shards (written by shard)")
     tokens: str = knob("work/tokens", "folder of the token shards (written by tokenize)")
     seed: int = knob(0, "seed of the one document shuffle and of the train/validation split", at_least=0)
-    part_megabytes: float = knob(
-        64.0, "input that a rank reads, cleans and notes as done at a time; large files are cut, small ones share", unit="MB", above=0
+    part_megabytes: float | None = knob(
+        None,
+        "input that a rank reads, cleans and notes as done at a time; a thousandth of all, from 4 to 256, when unset",
+        unit="MB",
+        above=0,
     )
     shard_megabytes: float = knob(128.0, "text per shard, about; a rank holds one in memory", unit="MB", above=0, at_most=2000)
     validation_fraction: float = knob(0.005, "share of the documents kept for validation", at_least=0, at_most=0.5)

@@ -98,6 +98,13 @@ class Part:
         return sum(span.cost for span in self.spans)
 
 
+def part_bytes(sources: Sequence[Source], megabytes: float | None) -> int:
+    """The size of a part: as asked for, or else a thousandth of the input, from 4 to 256 MB. Nothing of it depends on the ranks."""
+    if megabytes is not None:
+        return round(megabytes * 1e6)
+    return min(max(sum(source.size for source in sources) // 1000, 4_000_000), 256_000_000)
+
+
 def parts(sources: Sequence[Source], part_bytes: int) -> list[Part]:
     """All of the input in units of about `part_bytes`, whatever the number of ranks: many small files in one, large ones cut."""
     found: list[Part] = []

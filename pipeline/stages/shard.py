@@ -155,7 +155,7 @@ def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in config.dedup.against]
     fields = ("seed", "part_megabytes", "shard_megabytes", "validation_fraction", "documents_per_member")
     return (
-        sources.parts(found, round(data.part_megabytes * 1e6)),
+        sources.parts(found, sources.part_bytes(found, data.part_megabytes)),
         bad,
         {
             "data.input": sources.fingerprint(found),
