@@ -14,7 +14,7 @@ from pipeline.config.schema import DedupConfig
 from pipeline.data import exact, minhash
 from pipeline.data.clean.batch import Batch, batches
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
-from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.documents import Bad, Document, ReadOptions, utf8_length
 from pipeline.data.reader import read
 from pipeline.data.shuffle import Order
 from pipeline.data.sources import Part
@@ -97,7 +97,7 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
                 counts.empty += 1
             else:
                 have[0] += 1
-                have[1] += len(found.text.encode("utf-8"))
+                have[1] += utf8_length(found.text)
                 yield found
         advance(span.size)
     counts.documents = sum(documents for documents, _ in counts.read.values())

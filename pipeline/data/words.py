@@ -226,7 +226,7 @@ def _kinds() -> np.ndarray:
     for character in ".!?。！？…\"'”’»“":
         kinds[ord(character)] |= SENTENCE_END
     kinds[[*range(9), *range(11, 32), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2028, 0x2060, 0xFEFF]] |= HIDDEN
-    kinds[0xC2 : 0xF4 + 1] |= LEAD
+    kinds[[*range(0xC2, 0xDF), *range(0xE0, 0xF5)]] |= LEAD  # without DF, which would make N'Ko out of a German ß before a quotation mark
     return kinds
 
 

@@ -11,6 +11,7 @@ import xxhash
 from pipeline.config.cleaning import CleanConfig
 from pipeline.data.clean import language, origin, personal, quality, repetition, text
 from pipeline.data.clean.batch import Batch, Step, Verdict
+from pipeline.data.documents import utf8_length
 
 _MAKERS: dict[str, Callable[[Any], Step]] = {
     "allow": origin.allow,
@@ -87,7 +88,7 @@ class Cleaner:
 
     def clean(self, batch: Batch, counts: dict[str, StepCounts]) -> Batch:
         """The batch after all steps; `counts` (step -> numbers) is added to."""
-        sizes = [len(text.encode("utf-8")) for text in batch.texts]
+        sizes = list(map(utf8_length, batch.texts))
         for name, step in self._steps:
             noted = counts.setdefault(name, StepCounts())
             noted.documents += int(batch.alive.sum())
@@ -100,7 +101,7 @@ class Cleaner:
                     noted.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
                 else:
                     noted.changed[verdict.reason] = noted.changed.get(verdict.reason, 0) + 1
-                    sizes[verdict.document] = len(verdict.text.encode("utf-8"))
+                    sizes[verdict.document] = utf8_length(verdict.text)
             batch = batch.after(verdicts)
         return batch
 

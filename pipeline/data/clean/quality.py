@@ -121,8 +121,9 @@ def _ellipses(words: Words) -> np.ndarray:
 def _with_letter(words: Words) -> np.ndarray:
     """(texts,) how many pieces between spaces hold a letter."""
     tokens = words.tokens
-    held = np.bitwise_or.reduceat(words.kinds, tokens.starts) & LETTER != 0 if len(tokens) else tokens.starts
-    return _per_text(held, tokens.offsets)
+    letters = np.zeros(len(words.kinds) + 1, dtype=np.uint32)
+    np.cumsum(words.kinds & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
+    return _per_text(letters[tokens.ends] > letters[tokens.starts], tokens.offsets)
 
 
 def _sentence_ends(words: Words) -> np.ndarray:

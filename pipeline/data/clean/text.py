@@ -13,7 +13,7 @@ from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, where
 from pipeline.data.words import HIDDEN, LEAD, Words
 
-# UTF-8 that was read as Latin-1 or Windows-1252 is a LEAD followed by one of the characters that stand for 80..BF there.
+# UTF-8 that was read as Latin-1 or Windows-1252 is a LEAD followed by characters that stand for 80..BF there.
 _CONTINUATIONS = np.array(sorted({*range(0x80, 0xC0), *(ord(bytes([b]).decode("cp1252", "ignore") or "\x80") for b in range(0x80, 0xA0))}))
 _ENTITY = re.compile(r"&(?:#[0-9]{2,6}|#x[0-9a-fA-F]{2,5}|[a-zA-Z]{2,8}[0-9]{0,2});")
 _FTFY = ftfy.TextFixerConfig(
@@ -48,10 +48,14 @@ def repair(_: RepairStep) -> Step:
 
 
 def _garbled(words: Words) -> np.ndarray:
-    """Which texts hold two neighbours that look like UTF-8 read as something else."""
+    """Which texts hold neighbours that look like UTF-8 read as something else."""
+    codes = words.codes
     lead = np.flatnonzero(words.kinds & LEAD)
-    following = words.codes[np.minimum(lead + 1, len(words.codes) - 1)]
-    return words.sum_texts(lead[np.isin(following, _CONTINUATIONS)]) > 0
+    # As in UTF-8, the first byte tells how many follow: 1, 2 from E0 on, 3 from F0 on.
+    for number, first in enumerate((0xC2, 0xE0, 0xF0), start=1):
+        following = codes[np.minimum(lead + number, len(codes) - 1)]
+        lead = lead[np.isin(following, _CONTINUATIONS) | (codes[lead] < first)]
+    return words.sum_texts(lead) > 0
 
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff]")
@@ -113,7 +117,7 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
 
     def without_phrases(text: str) -> str:
         lower = text.lower()
-        if not any(phrase in lower for phrase in phrases):
+        if not any(map(lower.__contains__, phrases)):
             return text
         return "\n".join(line for line in text.split("\n") if not any(phrase in line.lower() for phrase in phrases))
 
