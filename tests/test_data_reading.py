@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "other schema": ("x.parquet", parquet_of([{"body": "x"}]), 0, [("", "has no column 'text' (data.text_field), only 'body'")]),
     "other type": ("x.parquet", parquet_of([{"text": 7}]), 0, [("", "has int64 instead of text in column 'text'")]),
     "null row": ("x.parquet", parquet_of([{"text": "good"}, {"text": None}, {"text": "good"}]), 2, [("row 1", "null instead of text")]),
-    "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "is not UTF-8")]),
+    "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "no UTF-8")]),
     "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 3, [("byte 3586", "the archive ends too early")]),
     "tar without end": ("x.tar", TAR[: 4 * 1024], 4, [("byte 4096", "the archive ends too early")]),
     "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1, [("byte 1024", "no header of a tar member")]),
