@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "other schema": ("x.parquet", parquet_of([{"body": "x"}]), 0, [("", "has no column 'text' (data.text_field), only 'body'")]),
     "other type": ("x.parquet", parquet_of([{"text": 7}]), 0, [("", "has int64 instead of text in column 'text'")]),
     "null row": ("x.parquet", parquet_of([{"text": "good"}, {"text": None}, {"text": "good"}]), 2, [("row 1", "null instead of text")]),
-    "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "is not UTF-8")]),
+    "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "no UTF-8")]),
     "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 3, [("byte 3586", "the archive ends too early")]),
     "tar without end": ("x.tar", TAR[: 4 * 1024], 4, [("byte 4096", "the archive ends too early")]),
     "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1, [("byte 1024", "no header of a tar member")]),
@@ -427,6 +427,27 @@ def test_byte_ranges_of_a_parquet_file_hold_each_row_once(tmp_path_factory, rows
     path.write_bytes(parquet_of([{"n": n, "text": text} for n, text in enumerate(rows)], row_group_size=group))
     found = all_of(spans_of(path, size))
     assert [(d.offset, d.meta["n"], d.text) for d in found] == [(n, n, text) for n, text in enumerate(rows)]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.sampled_from(list(FORMS)), st.sampled_from(list(PACKED)), st.data())
+def test_damage_of_any_kind_never_ends_the_reading(tmp_path_factory, ending, packing, data):
+    packing = "" if ending == ".parquet" else packing
+    content = FORMS[ending][0]
+    for step in (PACKED[packing], bytes):  # damage within, damage without
+        for _ in range(data.draw(st.integers(0, 2))):
+            first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
+            content = content[:first] + data.draw(st.binary(max_size=9)) + content[data.draw(st.sampled_from([first, first + 1, last])) :]
+        content = step(content)
+    path = tmp_path_factory.mktemp("damage") / f"x{ending}{packing}"
+    path.write_bytes(content)
+    for found in all_of(spans_of(path, 1 << 30)):
+        if isinstance(found, Document):
+            found.text.encode()
+            json.dumps([found.id, found.meta], allow_nan=False)
+        else:
+            assert found.source == path.name
+            assert found.reason
 
 
 NAMES = st.sampled_from(["x.jsonl", "x.txt", "x.parquet", "x.jsonl.gz"])

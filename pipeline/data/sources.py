@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The documents (for Parquet: the row groups) of a file that begin in the bytes start <= offset < end; end None is all the rest."""
+    """The lines, or for Parquet the row groups, of a file that begin in its bytes start <= offset < end; end None is all the rest."""
 
     source: Source
     start: int = 0

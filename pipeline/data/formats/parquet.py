@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data import streams
 from pipeline.data.documents import Bad, Document, ReadOptions
-from pipeline.data.formats.checks import META_BYTES, UnusableError, fitting, small, text_of
+from pipeline.data.formats.checks import UnusableError, fitting, small, text_of
 from pipeline.data.sources import Span
 
 _BATCH_ROWS = 64
@@ -26,19 +26,19 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                 if span.start == 0:  # said once a file
                     yield Bad(source.label, "", reason)
                 return
+            columns = _columns(file.schema_arrow, options.text_field)
             for group, row in _groups(file.metadata, span):
-                columns = [options.text_field, *_small_columns(file, group, options.text_field)]
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
                     for record in _records(batch):
                         try:
                             if record is None:
-                                raise UnusableError("is not UTF-8")
+                                raise UnusableError("holds bytes that are no UTF-8, or a date that there is not")
                             text = fitting(text_of(record, options.text_field), options)
                             yield Document(source.name, row, text, small(record.items()), source.corpus)
                         except UnusableError as error:
                             yield Bad(source.label, f"row {row}", str(error))
                         row += 1
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of names in a damaged schema
             yield Bad(source.label, f"row {row}" if row else "", f"is damaged or cut short: {error}")
 
 
@@ -53,40 +53,37 @@ def _mismatch(schema: pa.Schema, field: str) -> str:
     return ""
 
 
-def _groups(metadata: Any, span: Span) -> Iterator[tuple[int, int]]:
-    """(number, first row) of every row group that begins in the span: where the first page of its first column lies."""
-    row = 0
-    for group in range(metadata.num_row_groups):
-        column = metadata.row_group(group).column(0)
-        begin = column.dictionary_page_offset or column.data_page_offset
+def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int]]:
+    """(number, first row) of every row group that begins in the span, going by its share of the file's data.
+
+    The metadata of its columns would tell the very byte, but looking at them ends the process where they are damaged.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    total = max(1, sum(group.total_byte_size for group in groups))
+    row = before = 0
+    for number, group in enumerate(groups):
+        begin = span.source.size * before // total
         if span.start <= begin and (span.end is None or begin < span.end):
-            yield group, row
-        row += metadata.row_group(group).num_rows
+            yield number, row
+        row += group.num_rows
+        before += group.total_byte_size
 
 
-def _small_columns(file: pq.ParquetFile, group: int, text_field: str) -> list[str]:
-    """The columns whose values may be small enough to travel along; raw pages and embeddings are not even read."""
-    row_group = file.metadata.row_group(group)
-    sizes: dict[str, int] = {}
-    for number in range(row_group.num_columns):
-        column = row_group.column(number)
-        name = column.path_in_schema.partition(".")[0]
-        sizes[name] = sizes.get(name, 0) + column.total_uncompressed_size
-    return [
-        field.name
-        for field in file.schema_arrow
-        if field.name != text_field
-        and not pa.types.is_binary(field.type)
-        and not pa.types.is_large_binary(field.type)
-        and sizes.get(field.name, 0) <= META_BYTES * row_group.num_rows
-    ]
+def _columns(schema: pa.Schema, text_field: str) -> list[str]:
+    """The columns to read: not those that are never small text or numbers, such as raw pages and embeddings."""
+    return [field.name for field in schema if field.name == text_field or not _is_bulk(field.type)]
+
+
+def _is_bulk(kind: pa.DataType) -> bool:
+    nested = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) else None
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or (nested is not None and pa.types.is_floating(nested))
 
 
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | None]:
-    """The rows of a batch; None for one with bytes that are no UTF-8, which Parquet's writers need not check."""
+    """The rows of a batch; None for one whose values Python does not take, which those who write Parquet need not check."""
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         if batch.num_rows == 1:
             return [None]
         return [record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))]
