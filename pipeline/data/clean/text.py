@@ -75,7 +75,8 @@ def normalise(_: NormaliseStep) -> Step:
             text = unicodedata.normalize("NFC", text)
             if hidden[index] or open_ends[index]:
                 text = "\n".join([line.rstrip(" \t\u00a0") for line in text.split("\n")])
-            text = _BLANK_LINES.sub("\n\n\n", text)
+            if "\n\n\n\n" in text:
+                text = _BLANK_LINES.sub("\n\n\n", text)
             if text != before:
                 yield Verdict(index, "characters and space normalised", text)
 
