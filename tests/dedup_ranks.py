@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from pipeline.config.schema import DedupConfig
-from pipeline.data import duplicates, exact, minhash, mpi, paragraphs, signatures
+from pipeline.config.data import DedupConfig
+from pipeline.data import mpi
+from pipeline.data.dedup import duplicates, exact, minhash, paragraphs, signatures
 from pipeline.data.words import Words
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint import huggingface
-from pipeline.data.tokenizer import TextEncoder
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
 from pipeline.models import registry
 from pipeline.models.gpt.config import GPTConfig

@@ -18,10 +18,10 @@ from pipeline import artifact
 from pipeline.artifact import MANIFEST
 from pipeline.config import check, warmup
 from pipeline.config.layout import Layout
-from pipeline.data import blend
-from pipeline.data.loader import Corpus, Samples, TokenDataset, Windows
-from pipeline.data.mixture import Mixture, Phase
-from pipeline.data.stream import TokenStream
+from pipeline.data.load import blend
+from pipeline.data.load.loader import Corpus, Samples, TokenDataset, Windows
+from pipeline.data.load.mixture import Mixture, Phase
+from pipeline.data.load.stream import TokenStream
 from pipeline.errors import UserError
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batches import Batches

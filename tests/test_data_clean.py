@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean.batch import Batch, batches
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.documents import Document
 from pipeline.data.language import identify
+from pipeline.data.read.documents import Document
 from pipeline.errors import UserError
 
 PROSE = (

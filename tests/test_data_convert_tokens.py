@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.data import megatron
-from pipeline.data.loader import TokenDataset
-from pipeline.data.tokens import ids, lengths
+from pipeline.data.load.loader import TokenDataset
+from pipeline.data.tokenize import megatron
+from pipeline.data.tokenize.tokens import ids, lengths
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import artifact
-from pipeline.config.schema import DedupConfig
-from pipeline.data import clusters, duplicates, exact, minhash, signatures
-from pipeline.data.exact import EDGE
+from pipeline.config.data import DedupConfig
+from pipeline.data.dedup import clusters, duplicates, exact, minhash, signatures
+from pipeline.data.dedup.exact import EDGE
 from pipeline.data.mpi import Alone
 from pipeline.data.words import Words
 from pipeline.errors import UserError

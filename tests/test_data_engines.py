@@ -9,9 +9,9 @@ from helpers import pipeline, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.schema import TokenizerConfig
-from pipeline.data import engines, tokenizer_training
-from pipeline.data.tokenizer import TextEncoder
+from pipeline.config.data import TokenizerConfig
+from pipeline.data.tokenize import engines, tokenizer_training
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
 
 EOD = "<|endoftext|>"

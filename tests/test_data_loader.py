@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.data import stream as streams
-from pipeline.data.loader import Corpus, TokenDataset
-from pipeline.data.permutation import permute
-from pipeline.data.stream import TokenStream
-from pipeline.data.token_shards import Shard
+from pipeline.data.load import stream as streams
+from pipeline.data.load.loader import Corpus, TokenDataset
+from pipeline.data.load.permutation import permute
+from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.token_shards import Shard
 from pipeline.errors import UserError
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.mixture import UNITS, Mixture, Phase, units
+from pipeline.data.load.mixture import UNITS, Mixture, Phase, units
 
 weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-7, 1e6)), min_size=1, max_size=12).filter(any)
 

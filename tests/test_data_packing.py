@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from test_data_loader import stream
 
 from pipeline import artifact
-from pipeline.data.boundaries import cumulative_lengths, document_ids, positions
-from pipeline.data.infill import Infill
-from pipeline.data.loader import Corpus, Samples
-from pipeline.data.packing import BestFit, best_fit, split_long
-from pipeline.data.stream import TokenStream
+from pipeline.data.load.boundaries import cumulative_lengths, document_ids, positions
+from pipeline.data.load.infill import Infill
+from pipeline.data.load.loader import Corpus, Samples
+from pipeline.data.load.packing import BestFit, best_fit, split_long
+from pipeline.data.load.stream import TokenStream
 
 PREFIX, MIDDLE, SUFFIX = 101, 102, 103
 

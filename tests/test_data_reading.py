@@ -19,8 +19,8 @@ from helpers import RAW, pipeline, words
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import reader, sources, suffixes
-from pipeline.data.documents import Bad, Document, ReadOptions
+from pipeline.data.read import reader, sources, suffixes
+from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.errors import UserError
 
 

@@ -17,8 +17,8 @@ from helpers import RAW, ROOT, pipeline, prose, same_files, words, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import shuffle, text_shards
-from pipeline.data.shuffle import Order, Tally
+from pipeline.data.shard import shuffle, text_shards
+from pipeline.data.shard.shuffle import Order, Tally
 
 
 def samples(folder: Path, split: str = "*") -> list[dict]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from pipeline.artifact import MANIFEST
-from pipeline.data.tokens import share
+from pipeline.data.tokenize.tokens import share
 
 EOD = "<|endoftext|>"
 QUOTED = 'tokenizer.end_of_document="</s>"'  # < is Hydra's own character

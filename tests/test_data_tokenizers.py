@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.config.schema import TokenizerConfig
-from pipeline.data import tokenizer_report, tokenizer_training
-from pipeline.data.tokenizer import TextEncoder, encode, load
-from pipeline.data.tokenizer_sample import Sample, held_out
+from pipeline.config.data import TokenizerConfig
+from pipeline.data.tokenize import tokenizer_report, tokenizer_training
+from pipeline.data.tokenize.tokenizer import TextEncoder, encode, load
+from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
 from pipeline.errors import UserError
 
 EOD = "<|endoftext|>"

@@ -30,7 +30,7 @@ from pipeline.config import check, compose
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
-from pipeline.data.loader import TokenDataset
+from pipeline.data.load.loader import TokenDataset
 from pipeline.errors import UserError
 from pipeline.layers.decoder import Decoder
 from pipeline.models import registry

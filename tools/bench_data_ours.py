@@ -52,7 +52,7 @@ def ids(job: Job) -> Job:
 def store(job: Job) -> Job:
     """The loaders' data: random tokens in documents, as arrays for the peers and as token shards in `output`."""
     from pipeline import artifact
-    from pipeline.data import tokens as token_shards
+    from pipeline.data.tokenize import tokens as token_shards
 
     random = np.random.default_rng(0)
     lengths = random.integers(1, 2 * MEAN_DOCUMENT, max(1, job["tokens"] // MEAN_DOCUMENT))
@@ -74,7 +74,7 @@ def store(job: Job) -> Job:
 
 def loader(job: Job) -> Job:
     """The training loader in its shuffled order, over and over the data."""
-    from pipeline.data.loader import TokenDataset
+    from pipeline.data.load.loader import TokenDataset
 
     dataset = TokenDataset(Path(job["output"]), "train", job["sequence"], seed=0)
     batches = (np.arange(first, first + BATCH) for first in itertools.count(step=BATCH))
@@ -112,7 +112,7 @@ def trillion(job: Job) -> Job:
 def first_batch(job: Job) -> Job:
     """The seconds to the first batch of 1,024 samples out of a blend of `trillion`'s folders, and the memory that they took."""
     from pipeline.config.schema import CorpusConfig, RunConfig
-    from pipeline.data import blend
+    from pipeline.data.load import blend
 
     config = RunConfig()
     config.training.sequence_length = job["sequence"]

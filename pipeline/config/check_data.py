@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pipeline.config.cleaning import PERSONAL_KINDS, STEPS
-from pipeline.config.schema import RunConfig, WarmupConfig
+from pipeline.config.data import WarmupConfig
+from pipeline.config.schema import RunConfig
 from pipeline.errors import Violation
 
 #: Stages that read training samples.

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from pipeline.config.schema import TrainingConfig, WarmupConfig
+from pipeline.config.data import WarmupConfig
+from pipeline.config.schema import TrainingConfig
 
 
 def at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:

@@ -1,1 +1,1 @@
-"""Documents -> text shards -> token shards -> batches. The loader needs numpy only; nothing here loads torch."""
+"""Documents -> text shards -> token shards -> batches. Nothing here loads torch; what trains needs numpy only."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.data.streams import BUFFER_BYTES, DamageError
+from pipeline.data.read.streams import BUFFER_BYTES, DamageError
 
 BLOCK = 512
 MAX_MEMBER_BYTES = 8**11 - 1  # eleven octal digits: 8 GiB

@@ -11,7 +11,7 @@ from pipeline.checkpoint import huggingface, reader
 from pipeline.checkpoint.format import INDEX
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.data.tokenizer import TextEncoder
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError, together
 from pipeline.files import digest, publish_folder
 from pipeline.launch.ranks import Ranks

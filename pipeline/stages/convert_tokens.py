@@ -11,9 +11,10 @@ from pipeline import artifact
 from pipeline.artifact import Manifest
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ConvertTokens
-from pipeline.data import megatron, mpi, parquet_tokens, tokens
+from pipeline.data import mpi
 from pipeline.data.mpi import Comm
-from pipeline.data.tokenizer import TextEncoder
+from pipeline.data.tokenize import megatron, parquet_tokens, tokens
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import remove_strangers, work
 from pipeline.errors import UserError, together
 from pipeline.files import digest

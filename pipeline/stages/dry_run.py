@@ -12,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
-from pipeline.data.blend import phases
-from pipeline.data.mixture import Mixture
+from pipeline.data.load.blend import phases
+from pipeline.data.load.mixture import Mixture
 from pipeline.errors import UserError
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks

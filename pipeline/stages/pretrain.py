@@ -16,8 +16,8 @@ from pipeline import artifact
 from pipeline.checkpoint import format as checkpoints
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.data import blend
-from pipeline.data.loader import Samples
+from pipeline.data.load import blend
+from pipeline.data.load.loader import Samples
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, disk_full_named, make_folder
 from pipeline.launch.ranks import Ranks

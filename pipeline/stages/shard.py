@@ -13,16 +13,19 @@ import numpy as np
 
 from pipeline import artifact, knobs
 from pipeline.config.schema import RunConfig
-from pipeline.data import clusters, duplicates, mpi, shards, signatures, sources
+from pipeline.data import mpi
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.clusters import Clusters
-from pipeline.data.documents import DEFAULT_CORPUS, Bad, ReadOptions
+from pipeline.data.dedup import clusters, duplicates, signatures
+from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.mpi import Comm
-from pipeline.data.part import PartCounts, process
-from pipeline.data.pool import Pool
+from pipeline.data.read import sources
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
+from pipeline.data.read.sources import Part
+from pipeline.data.shard import shards
+from pipeline.data.shard.part import PartCounts, process
+from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shared_progress import SharedProgress
-from pipeline.data.shuffle import Order, ShardPlan, plan_shards
-from pipeline.data.sources import Part
 from pipeline.data.unfinished import Unfinished, claimed, work
 from pipeline.errors import UserError
 from pipeline.files import atomic_file

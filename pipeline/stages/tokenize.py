@@ -11,9 +11,10 @@ from typing import Any
 from pipeline import artifact
 from pipeline.artifact import Manifest
 from pipeline.config.schema import RunConfig
-from pipeline.data import engines, mpi, tokens
+from pipeline.data import mpi
 from pipeline.data.shared_progress import SharedProgress
-from pipeline.data.tokenizer import TextEncoder
+from pipeline.data.tokenize import engines, tokens
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import Unfinished, remove_strangers, work
 from pipeline.errors import UserError, together
 from pipeline.launch.ranks import Ranks

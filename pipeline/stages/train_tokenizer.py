@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 
 from pipeline import artifact
 from pipeline.artifact import Manifest
-from pipeline.config.schema import RunConfig, TokenizerConfig
-from pipeline.data import tokenizer_import, tokenizer_report, tokenizer_training
-from pipeline.data.tokenizer import load
-from pipeline.data.tokenizer_sample import Sample, held_out
+from pipeline.config.data import TokenizerConfig
+from pipeline.config.schema import RunConfig
+from pipeline.data.tokenize import tokenizer_import, tokenizer_report, tokenizer_training
+from pipeline.data.tokenize.tokenizer import load
+from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
 from pipeline.errors import UserError, together
 from pipeline.files import digest, disk_full_named, make_folder, publish_folder
 from pipeline.launch.ranks import Ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.data.boundaries import document_ids
-from pipeline.data.loader import Samples
+from pipeline.data.load.boundaries import document_ids
+from pipeline.data.load.loader import Samples
 from pipeline.parallel.mesh import Mesh
 
 Batch = tuple[Tensor, Tensor | None]

@@ -16,8 +16,8 @@ from pipeline.checkpoint.format import Index, Progress
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.data import blend
-from pipeline.data.loader import Samples
+from pipeline.data.load import blend
+from pipeline.data.load.loader import Samples
 from pipeline.progress import Progress as Bar
 from pipeline.training.batches import Batches
 from pipeline.training.metrics import Metrics

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.data import language
-from pipeline.data.documents import Document
+from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
 BATCH_CHARACTERS = 1 << 18

@@ -11,7 +11,7 @@ import xxhash
 from pipeline.config.cleaning import CleanConfig
 from pipeline.data.clean import language, origin, personal, quality, repetition, text
 from pipeline.data.clean.batch import Batch, Step, Verdict
-from pipeline.data.documents import utf8_length
+from pipeline.data.read.documents import utf8_length
 
 _MAKERS: dict[str, Callable[[Any], Step]] = {
     "allow": origin.allow,

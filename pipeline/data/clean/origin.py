@@ -10,9 +10,9 @@ import numpy as np
 
 from pipeline.config.cleaning import AllowStep, ContaminationStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, drop
-from pipeline.data.documents import Bad, Document, ReadOptions
-from pipeline.data.reader import read
-from pipeline.data.sources import Source, Span
+from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.reader import read
+from pipeline.data.read.sources import Source, Span
 from pipeline.data.words import Lookup, Words, ngrams
 from pipeline.errors import UserError
 

@@ -1,0 +1,68 @@
+"""Lines that were there before: exact deduplication of paragraphs over the whole corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from pipeline.data.dedup.exact import same_as_before
+from pipeline.data.mpi import Comm, exchange
+
+SLICE_ROWS = 1 << 22
+"""Paragraphs of a rank that travel at a time, about: 28 bytes each."""
+
+_ROW = np.dtype([("hash", "<u8"), ("number", "<i8"), ("place", "<i8"), ("holder", "<i4")])
+
+
+def hashes(texts: Iterable[str], characters: int) -> tuple[np.ndarray, np.ndarray]:
+    """xxh3_64 of every line of at least `characters` characters, space around it not counted.
+
+    Returns:
+        flat: (lines,) uint64.
+        offsets: (texts + 1,) int64: text i has flat[offsets[i]:offsets[i + 1]].
+    """
+    of_texts = [[xxhash.xxh3_64_intdigest(line.encode()) for line in _long_lines(text, characters) if line] for text in texts]
+    offsets = np.cumsum([0, *map(len, of_texts)], dtype=np.int64)
+    return np.array([value for values in of_texts for value in values], dtype=np.uint64), offsets
+
+
+def without(text: str, repeated: Sequence[bool], characters: int) -> str:
+    """The text without the lines that are repeated: a flag for each that `hashes` counts, in order."""
+    flags = iter(repeated)
+    lines = zip(text.split("\n"), _long_lines(text, characters), strict=True)
+    return "\n".join(line for line, long in lines if not (long and next(flags)))
+
+
+def _long_lines(text: str, characters: int) -> Iterator[str]:
+    """Every line without the space around it, as nothing where it is shorter than that."""
+    for line in text.split("\n"):
+        stripped = line.strip()
+        yield stripped if len(stripped) >= characters else ""
+
+
+def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """The paragraphs that occurred before: in a document of lower number, or further up in their own. All ranks call this.
+
+    Args:
+        numbers: (n,) int64 numbers of the documents that this rank holds, any part of the corpus in any order.
+        flat: (paragraphs,) uint64 hashes of their paragraphs.
+        offsets: (n + 1,) int64: document i has flat[offsets[i]:offsets[i + 1]].
+
+    Returns:
+        (paragraphs,) bool.
+    """
+    owners = np.repeat(numbers, np.diff(offsets))
+    slices = max(comm.allgather(-(-len(flat) // SLICE_ROWS)))
+    slice_of = (flat >> np.uint64(32)) * np.uint64(slices) >> np.uint64(32)
+    repeated = np.zeros(len(flat), dtype=bool)
+    for part in range(slices):
+        places = np.flatnonzero(slice_of == part)
+        rows = np.empty(len(places), dtype=_ROW)
+        rows["hash"], rows["number"], rows["place"], rows["holder"] = flat[places], owners[places], places, comm.rank
+        rows = exchange(comm, rows, (rows["hash"] % np.uint64(comm.size)).astype(np.int64))
+        rows = rows[np.lexsort((rows["number"], rows["hash"]))]  # those of one document have come in the order of their places
+        again, _ = same_as_before(rows["hash"])
+        repeated[exchange(comm, rows["place"][again], rows["holder"][again])] = True
+    return repeated

@@ -1,0 +1,109 @@
+"""Signatures of a corpus in files beside its shards, so that a later corpus can be deduplicated against it without its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from pipeline import artifact
+from pipeline.artifact import Manifest
+from pipeline.config.data import DedupConfig
+from pipeline.data.dedup import minhash
+from pipeline.data.mpi import Comm
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+
+PREFIX = "signatures-"
+"""What the names of such files begin with; they end in .safetensors."""
+
+# Document d of file f has the number _FIRST + f * 2**_FILE_BITS + d: below every number of the corpus itself.
+_FIRST, _FILE_BITS = -(1 << 62), 32
+
+
+@dataclass(frozen=True)
+class Known:
+    """One rank's part of the documents in dedup.against.
+
+    Attributes:
+        numbers: (n,) int64 below 0, sorted, the same for a document whatever the number of ranks.
+        keys: (n, 2) uint64, exact.keys of the texts.
+        signatures: (n, permutations) uint32.
+    """
+
+    numbers: np.ndarray
+    keys: np.ndarray
+    signatures: np.ndarray
+
+    @classmethod
+    def nothing(cls, permutations: int) -> Known:
+        """No documents."""
+        return cls(np.empty(0, np.int64), np.empty((0, 2), np.uint64), np.empty((0, permutations), np.uint32))
+
+
+def write(path: Path, keys: np.ndarray, signatures: np.ndarray, settings: DedupConfig) -> dict[str, Any]:
+    """Save the documents of a shard: 16 + 4 x permutations bytes each (528 for 128).
+
+    Args:
+        path: PREFIX...safetensors, in the folder of the shards.
+        keys: (n, 2) uint64, exact.keys of the texts.
+        signatures: (n, permutations) uint32.
+
+    Returns:
+        The manifest's entry.
+    """
+    # safetensors takes the bytes of an array as they lie, gaps between the rows included.
+    columns = {"keys": np.ascontiguousarray(keys), "signatures": np.ascontiguousarray(signatures)}
+    content = save(columns, {"made": _made(settings)})
+    with atomic_file(path) as handle:
+        handle.write(content)
+    return artifact.entry(path, documents=len(keys))
+
+
+def load(comm: Comm, settings: DedupConfig) -> Known:
+    """This rank's part of the signatures in the folders of dedup.against: each file is read by one rank. All ranks call this.
+
+    Raises:
+        UserError: a folder holds no signatures, or they were made in another way, or a file is damaged.
+    """
+    files = comm.bcast(_look(settings.against) if comm.rank == 0 else None)
+    parts = [Known.nothing(settings.permutations)]
+    for number, (folder, manifest, name) in list(enumerate(files))[comm.rank :: comm.size]:
+        artifact.verify_files(folder, manifest, [name])
+        keys, signatures = _read(folder / name, settings)
+        parts.append(Known(_FIRST + (number << _FILE_BITS) + np.arange(len(keys)), keys, signatures))
+    columns = [[vars(part)[name] for part in parts] for name in ("numbers", "keys", "signatures")]
+    return Known(*map(np.concatenate, columns))
+
+
+def _look(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
+    """All files of signatures."""
+    found = []
+    for folder in map(Path, folders):
+        manifest = artifact.read(folder, key="dedup.against", stage="shard")
+        names = sorted(name for name in manifest.files if name.startswith(PREFIX))
+        if not names:
+            fix = "shard it with dedup.save_signatures=true, or leave it out"
+            raise UserError.of("dedup.against", folder, "holds no signatures", fix)
+        found += [(folder, manifest, name) for name in names]
+    return found
+
+
+def _read(path: Path, settings: DedupConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and signatures of a file."""
+    with safe_open(path, "numpy") as content:
+        made = content.metadata()["made"]
+        if made != _made(settings):
+            fix = f"shard {path.parent} again with these settings, or set dedup.shingle, dedup.bands and dedup.rows to its own"
+            raise UserError.of("dedup.against", path, f"holds signatures made as {made}, wanted are {_made(settings)}", fix)
+        return content.get_tensor("keys"), content.get_tensor("signatures")
+
+
+def _made(settings: DedupConfig) -> str:
+    """All that two signatures must share to be compared."""
+    return f"{minhash.ALGORITHM}, {settings.permutations} permutations (dedup.bands x dedup.rows), {settings.shingle} words (dedup.shingle)"

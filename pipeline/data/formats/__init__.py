@@ -1,1 +1,0 @@
-"""One module a form of file: read(span, options) gives its documents. pipeline.data.suffixes says which file has which form."""

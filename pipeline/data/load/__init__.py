@@ -1,0 +1,1 @@
+"""Token shards -> training samples: numpy only, no torch."""

@@ -1,0 +1,202 @@
+"""From the configuration to samples: which corpora, in which mixture, how often each is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from pipeline import artifact
+from pipeline.config import warmup
+from pipeline.config.data import CorpusConfig
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.infill import Infill, sentinel_ids
+from pipeline.data.load.loader import Corpus, Samples, Sequences, Windows, too_short
+from pipeline.data.load.mixture import Mixture, Phase, units
+from pipeline.data.load.packing import BestFit
+from pipeline.data.load.stream import TokenStream
+from pipeline.errors import UserError, Violation
+
+log = logging.getLogger("pipeline")
+
+
+def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples:
+    """The samples that a run trains on. Opening reads manifests alone, however many tokens there are.
+
+    Args:
+        config: of the run.
+        share: (rank, ranks) of the job, to share what every rank would else do: checksums, and file sizes, which the first rank looks at.
+
+    Raises:
+        UserError: a folder is not finished, a shard missing or damaged, a corpus unknown or too short.
+    """
+    data, training = config.data, config.training
+    corpora = _corpora(config, "train")
+    stream = _stream(config, corpora, share)
+    sequences: Sequences
+    if data.packing == "best_fit":
+        sequences = BestFit(stream, [c.shards for c in corpora], training.sequence_length, corpora[0].totals["end_of_document"])
+        log.info("best-fit packing: %s sequences, %.2f %% padding", f"{sequences.counts.sum():,}", 100 * sequences.padding)
+    else:
+        sequences = Windows(stream, corpora, training.sequence_length)
+    for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
+        if count < 1:
+            raise too_short("train", corpus.name or data.tokens, training.sequence_length, corpus.total("tokens"))
+    mixture = Mixture(phases(config, sequences.counts.tolist())) if data.blend else None
+    return Samples(corpora, stream, sequences, training.seed, mixture, _infill(config, corpora[0]))
+
+
+def check_epochs(config: RunConfig, samples: Samples) -> None:
+    """Tell how often a run reads each corpus of its blend.
+
+    Raises:
+        UserError: one is read more often than it may be. To go on with other weights in silence would be another blend.
+    """
+    if samples.mixture is None:
+        return
+    training, total = config.training, warmup.samples(config.training, config.training.steps)
+    problems = []
+    for name, taken, count in zip(sorted(config.data.blend), samples.mixture.counts(total).tolist(), samples.counts.tolist(), strict=True):
+        most = config.data.blend[name].max_epochs
+        log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
+        if most is not None and taken > most * count:
+            rule = f"the run's {total:,} samples take {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
+            fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
+            problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
+    if problems:
+        raise UserError(problems)
+
+
+def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples | None:
+    """The validation splits of all corpora of the run, one after the other; None if they hold no window.
+
+    Raises:
+        UserError: as open_training.
+    """
+    parts = _corpora(config, "validation")
+    shards = [shard for part in parts for shard in part.shards]
+    whole = Corpus("", shards, parts[0].totals, "")
+    stream = _stream(config, [whole], share)
+    windows = Windows(stream, [whole], config.training.sequence_length)
+    return Samples([whole], stream, windows, None) if windows.counts[0] > 0 else None
+
+
+def fingerprint(config: RunConfig, samples: Samples, consumed: int) -> str:
+    """What determines the first `consumed` samples, as a short text: a run that has seen them may go on where it is the same.
+
+    Phases that begin later do not count, nor do corpora that have had no weight until then: they may still be changed or added.
+    """
+    data = config.data
+    content: dict[str, Any] = {}
+    if data.packing != "windows":
+        content["packing"] = data.packing
+    if data.infill.rate > 0:
+        content["infill"] = vars(data.infill)
+    if not data.blend:
+        alone = samples.corpora[0].fingerprint
+        return _hash([alone, content]) if content else alone
+    fingerprints = {corpus.name: corpus.fingerprint for corpus in samples.corpora}
+    begun: list[tuple[dict[str, int], int]] = []
+    start = 0
+    for phase in phases(config, samples.counts.tolist()):
+        end = consumed if phase.end is None else min(phase.end, consumed)
+        if start < consumed or not begun:
+            begun.append(({name: unit for name, unit in zip(fingerprints, units(phase.weights), strict=True) if unit}, end))
+        start = end
+    weighed = {name for weights, _ in begun for name in weights}
+    return _hash([content, begun, {name: fingerprints[name] for name in sorted(weighed)}])
+
+
+def _hash(content: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]:
+    """The phases of the blend, their ends in samples; corpora in the order of their names.
+
+    Args:
+        config: of the run.
+        epoch: samples of each corpus; needed when data.blend_weights compares epochs.
+    """
+    data, names = config.data, sorted(config.data.blend)
+    worth = dict.fromkeys(names, 1)
+    if data.blend_weights == "epochs":
+        assert epoch is not None
+        worth = dict(zip(names, epoch, strict=True))
+    if not data.phases:
+        own = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in data.blend.items()}
+        return [Phase([own[name] * worth[name] for name in names])]
+    return [
+        Phase(
+            [phase.weights.get(name, 0.0) * worth[name] for name in names],
+            phase.until_tokens and phase.until_tokens // config.training.sequence_length,
+        )
+        for phase in data.phases
+    ]
+
+
+def _corpora(config: RunConfig, split: str) -> list[Corpus]:
+    """The corpora of the run, all made with one tokenizer."""
+    data = config.data
+    if not data.blend:
+        folder = Path(data.tokens)
+        return [Corpus.of(folder, artifact.read(folder, key="data.tokens", stage="tokenize"), split)]
+    manifests: dict[Path, artifact.Manifest] = {}
+    corpora: list[Corpus] = []
+    problems: list[Violation] = []
+    for name in sorted(data.blend):
+        chosen = data.blend[name]
+        folder = Path(chosen.tokens or data.tokens)
+        try:
+            if folder not in manifests:
+                key = f"data.blend.{name}.tokens" if chosen.tokens else "data.tokens"
+                manifests[folder] = artifact.read(folder, key=key, stage="tokenize")
+            corpora.append(_corpus(name, chosen, folder, manifests[folder], split))
+        except UserError as error:
+            problems.extend(error.violations)
+    for corpus in corpora:
+        if corpus.totals["tokenizer"] != corpora[0].totals["tokenizer"]:
+            rule = f"was made with another tokenizer than {corpora[0].name}"
+            problems.append(
+                Violation(f"data.blend.{corpus.name}", data.blend[corpus.name].tokens or data.tokens, rule, "tokenize both with one")
+            )
+    if problems:
+        raise UserError(list(dict.fromkeys(problems)))
+    return corpora
+
+
+def _corpus(name: str, chosen: CorpusConfig, folder: Path, manifest: artifact.Manifest, split: str) -> Corpus:
+    """One corpus of the blend."""
+    wanted = chosen.corpus or name
+    known = sorted({entry["corpus"] for entry in manifest.files.values() if "split" in entry})
+    if wanted not in known:
+        fix = f"choose one of {', '.join(known)}"
+        raise UserError.of(f"data.blend.{name}.corpus", wanted, f"{folder} holds no such corpus", fix)
+    return Corpus.of(folder, manifest, split, name=name, corpus=wanted)
+
+
+def _stream(config: RunConfig, corpora: list[Corpus], share: tuple[int, int]) -> TokenStream:
+    """Their shards, looked at as data.verify says."""
+    verify = config.data.verify
+    stream = TokenStream([shard for corpus in corpora for shard in corpus.shards], lazy_checks=verify == "lazy", share=share)
+    if share[0] == 0:
+        stream.check_sizes()
+    if verify == "all":
+        stream.verify()
+    return stream
+
+
+def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
+    """Fill-in-the-middle with the sentinels of the run's tokenizer."""
+    infill = config.data.infill
+    if infill.rate == 0:
+        return None
+    names = {f"data.infill.{name}": getattr(infill, name) for name in ("prefix", "middle", "suffix")}
+    prefix, middle, suffix = sentinel_ids(Path(config.tokenizer.path), corpus.totals["tokenizer"], names)
+    end = int(corpus.totals["end_of_document"])
+    return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed)

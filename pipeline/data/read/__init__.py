@@ -1,0 +1,1 @@
+"""Files of any form -> documents, and what could not become one."""

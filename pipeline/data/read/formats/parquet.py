@@ -1,0 +1,89 @@
+"""Parquet files: a row a document, its text in one column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.read import streams
+from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.formats.checks import UnusableError, fitting, small, text_of
+from pipeline.data.read.sources import Span
+
+_BATCH_ROWS = 64
+
+
+def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
+    """The documents of the row groups that begin in the span."""
+    source, row = span.source, 0
+    with streams.open_raw(source.path) as handle:
+        try:
+            file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES)
+            if reason := _mismatch(file.schema_arrow, options.text_field):
+                if span.start == 0:  # said once a file
+                    yield Bad(source.label, "", reason)
+                return
+            columns = _columns(file.schema_arrow, options.text_field)
+            for group, row in _groups(file.metadata, span):
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
+                    for record in _records(batch):
+                        try:
+                            if record is None:
+                                raise UnusableError("holds bytes that are no UTF-8, or a date that there is not")
+                            text = fitting(text_of(record, options.text_field), options)
+                            yield Document(source.name, row, text, small(record.items()), source.corpus)
+                        except UnusableError as error:
+                            yield Bad(source.label, f"row {row}", str(error))
+                        row += 1
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of names in a damaged schema
+            yield Bad(source.label, f"row {row}" if row else "", f"is damaged or cut short: {error}")
+
+
+def _mismatch(schema: pa.Schema, field: str) -> str:
+    """Why a file of this schema holds no documents; empty if it does."""
+    if field not in schema.names:
+        return f"has no column {field!r} (data.text_field), only {', '.join(map(repr, schema.names)) or 'none'}"
+    kind = schema.field(field).type
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
+        return f"has {kind} instead of text in column {field!r} (data.text_field)"
+    return ""
+
+
+def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int]]:
+    """(number, first row) of every row group that begins in the span, going by its share of the file's data.
+
+    The metadata of its columns would tell the very byte, but looking at them ends the process where they are damaged.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    total = max(1, sum(group.total_byte_size for group in groups))
+    row = before = 0
+    for number, group in enumerate(groups):
+        begin = span.source.size * before // total
+        if span.start <= begin and (span.end is None or begin < span.end):
+            yield number, row
+        row += group.num_rows
+        before += group.total_byte_size
+
+
+def _columns(schema: pa.Schema, text_field: str) -> list[str]:
+    """The columns to read: not those that are never small text or numbers, such as raw pages and embeddings."""
+    return [field.name for field in schema if field.name == text_field or not _is_bulk(field.type)]
+
+
+def _is_bulk(kind: pa.DataType) -> bool:
+    nested = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) else None
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or (nested is not None and pa.types.is_floating(nested))
+
+
+def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | None]:
+    """The rows of a batch; None for one whose values Python does not take, which those who write Parquet need not check."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        if batch.num_rows == 1:
+            return [None]
+        return [record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))]

@@ -1,0 +1,1 @@
+"""Cleaned documents -> shuffled text shards and a report."""

@@ -1,0 +1,140 @@
+"""One part of the input, from its files to a sorted spill: read, clean, sign. Parts know nothing of each other, so ranks share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.data import DedupConfig
+from pipeline.data.clean.batch import Batch, batches
+from pipeline.data.clean.cleaner import Cleaner, StepCounts
+from pipeline.data.dedup import exact, minhash
+from pipeline.data.read.documents import Bad, Document, ReadOptions, utf8_length
+from pipeline.data.read.reader import read
+from pipeline.data.read.sources import Part
+from pipeline.data.shard.shuffle import Order
+from pipeline.data.shard.spill import Spill, row_type
+
+
+@dataclass
+class PartCounts:
+    """What became of one part; what becomes of all is their sum.
+
+    Attributes:
+        documents, bytes: that were read, with any text.
+        empty: documents without.
+        bad: [file, position, reason] of what could not be read.
+        read: corpus -> [documents, bytes].
+        steps: cleaning step -> numbers.
+        runs: bounds of the sorted runs of the spill.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    empty: int = 0
+    bad: list[list[str]] = field(default_factory=list)
+    read: dict[str, list[int]] = field(default_factory=dict)
+    steps: dict[str, StepCounts] = field(default_factory=dict)
+    runs: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the note of a finished part."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, noted: dict[str, Any]) -> PartCounts:
+        """What `to_json` made."""
+        return cls(**{**noted, "steps": {name: StepCounts(**counts) for name, counts in noted["steps"].items()}})
+
+    def add(self, other: PartCounts) -> None:
+        """Take another part's numbers in."""
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.empty += other.empty
+        self.bad += other.bad
+        for corpus, (documents, size) in other.read.items():
+            have = self.read.get(corpus, [0, 0])
+            self.read[corpus] = [have[0] + documents, have[1] + size]
+        for name, counts in other.steps.items():
+            self.steps.setdefault(name, StepCounts()).add(counts)
+
+
+def process(
+    part: Part, stem: Path, options: ReadOptions, cleaner: Cleaner, order: Order, dedup: DedupConfig, advance: Callable[[int], None]
+) -> PartCounts:
+    """Spill the documents of one part that cleaning leaves.
+
+    Args:
+        stem: path of the spill's files without their endings.
+        advance: told the bytes of input as they are done.
+    """
+    counts, rows = PartCounts(), row_type(dedup.permutations if dedup.near else 0)
+    spill = Spill(stem, rows)
+    try:
+        for batch in batches(_documents(part, options, counts, advance)):
+            _spill(cleaner.clean(batch, counts.steps), spill, rows, order, dedup)
+        spill.close()
+    except BaseException as error:
+        spill.discard(error)
+        raise
+    counts.runs = spill.runs
+    return counts
+
+
+def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
+    """The documents with any text; the others, and what cannot be read, are counted."""
+    for span in part.spans:
+        have = counts.read.setdefault(span.source.corpus, [0, 0])
+        for found in read(span, options):
+            if isinstance(found, Bad):
+                counts.bad.append([found.source, found.position, found.reason])
+            elif not found.text or found.text.isspace():
+                counts.empty += 1
+            else:
+                have[0] += 1
+                have[1] += utf8_length(found.text)
+                yield found
+        advance(span.size)
+    counts.documents = sum(documents for documents, _ in counts.read.values())
+    counts.bytes = sum(size for _, size in counts.read.values())
+
+
+def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
+    """Hand a cleaned batch over, with all that deduplication and the report need to know."""
+    alive = np.flatnonzero(batch.alive).tolist()
+    if not alive:
+        return
+    documents = [batch.documents[index] for index in alive]
+    texts = [batch.texts[index] for index in alive]
+    languages = [_language(batch, index) for index in alive]
+    rows = np.zeros(len(alive), dtype=kind)
+    rows["language"] = [(language or "").encode() for language in languages]
+    rows["score"] = [len(text) for text in texts]
+    rows["exact"] = exact.keys(texts)
+    if dedup.url:
+        # A document without a URL is its own: it gets its identity for one.
+        rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
+    if dedup.near:
+        flat, offsets = minhash.shingles(batch.words, dedup.shingle)
+        signatures = minhash.signatures(flat, offsets, dedup.permutations)
+        rows["minhash"] = signatures[alive]
+    places = np.array([order.place(document) for document in documents], dtype=np.uint64)
+    spill.add(places, [_about(*pair) for pair in zip(documents, languages, strict=True)], [text.encode("utf-8") for text in texts], rows)
+
+
+def _language(batch: Batch, index: int) -> str | None:
+    """The language that a cleaning step found, or else the one that came with the document."""
+    if "languages" in vars(batch):
+        return batch.languages[index][0]
+    given = batch.documents[index].meta.get("lang")
+    return given if isinstance(given, str) else None
+
+
+def _about(document: Document, language: str | None) -> dict[str, Any]:
+    """The metadata that goes into the shard beside a text, its identity first."""
+    return {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}

@@ -1,0 +1,133 @@
+"""Shards filled from the pool, and the artifact that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import artifact
+from pipeline.config.schema import RunConfig
+from pipeline.data.dedup import signatures
+from pipeline.data.dedup.clusters import Clusters
+from pipeline.data.shard import report, text_shards
+from pipeline.data.shard.part import PartCounts
+from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.shuffle import SPLITS, ShardPlan
+from pipeline.data.unfinished import remove_strangers
+from pipeline.files import atomic_file
+
+Entries = dict[str, dict[str, Any]]
+
+
+def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: RunConfig) -> dict[str, Any]:
+    """Write one shard, and its signatures when they are to be kept.
+
+    Args:
+        drop: sorted numbers of the documents to leave out.
+
+    Returns:
+        {"files": the manifest's entries, "languages": language -> [documents, bytes], "lengths": power of two -> documents}.
+    """
+    dedup = config.dedup
+    languages: dict[str, list[int]] = {}
+    lengths: dict[str, int] = {}
+    rows: list[np.void] = []
+
+    def chosen() -> Iterator[tuple[bytes, bytes]]:
+        for number, meta, whole, row in pool.chosen(plan, drop):
+            text = pool.without_repeated(number, whole, dedup.paragraph_characters) if dedup.paragraphs else whole
+            if not text.strip():
+                continue  # nothing but paragraphs that stand elsewhere
+            have = languages.setdefault(row["language"].decode(), [0, 0])
+            have[:] = have[0] + 1, have[1] + len(text)
+            bit = str(len(text).bit_length() - 1)
+            lengths[bit] = lengths.get(bit, 0) + 1
+            rows.append(row)
+            yield text, meta
+
+    with atomic_file(folder / plan.name) as handle:
+        text_shards.write(handle, chosen(), config.data.documents_per_member)
+    text_bytes = sum(size for _, size in languages.values())
+    counted = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
+    files = {plan.name: artifact.entry(folder / plan.name, **counted)}
+    if dedup.save_signatures:
+        name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
+        noted = np.array(rows, dtype=rows[0].dtype)
+        files[name] = signatures.write(folder / name, noted["exact"], noted["minhash"], dedup)
+    return {"files": files, "languages": languages, "lengths": lengths}
+
+
+def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: PartCounts, found: Clusters, pool: Pool) -> dict[str, Any]:
+    """All shards are there: write report and manifest; returns the totals.
+
+    Args:
+        written: shard -> what `write` returned.
+    """
+    files: Entries = {name: entry for noted in written.values() for name, entry in noted["files"].items()}
+    remove_strangers(folder, "*-?????.tar", set(files))
+    totals = {
+        **totals_of(files, ("documents", "text_bytes")),
+        "empty_documents": counts.empty,
+        "bad_documents": len(counts.bad),
+        "cleaned_documents": sum(n for step in counts.steps.values() for n, _ in step.dropped.values()),
+        "exact_duplicates": found.exact,
+        "near_duplicates": found.near,
+    }
+    output = {
+        **{key: totals[key] for key in (*SPLITS, "corpora")},
+        "languages": _sorted_languages(written),
+        "lengths": _lengths(written),
+    }
+    made = report.build(counts, found, pool, output)
+    pages = {
+        "report.json": report.as_json(made),
+        "report.html": report.page(made).encode("utf-8", "replace"),
+        "quarantine.jsonl": report.quarantine(counts.bad),
+    }
+    for name, content in pages.items():
+        if content:
+            with atomic_file(folder / name) as handle:
+                handle.write(content)
+            files[name] = artifact.entry(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+    artifact.write(folder, artifact.Manifest("shard", settings, files, totals))
+    return totals
+
+
+def totals_of(files: Entries, counted: tuple[str, ...]) -> dict[str, Any]:
+    """Sums over the shards of every split, and of every split of every corpus.
+
+    Args:
+        counted: fields of an entry; text_bytes is called bytes in the sum.
+    """
+
+    def sums(split: str, corpus: str | None) -> dict[str, int]:
+        chosen = [e for e in files.values() if e.get("split") == split and corpus in (None, e["corpus"])]
+        return {"shards": len(chosen), **{field.removeprefix("text_"): sum(entry[field] for entry in chosen) for field in counted}}
+
+    corpora = sorted({entry["corpus"] for entry in files.values() if "split" in entry})
+    by_corpus = {corpus: {split: sums(split, corpus) for split in SPLITS} for corpus in corpora}
+    return {**{split: sums(split, None) for split in SPLITS}, "corpora": by_corpus}
+
+
+def _sorted_languages(written: Entries) -> dict[str, list[int]]:
+    """Language -> [documents, bytes] of all shards, the commonest first."""
+    languages: dict[str, list[int]] = {}
+    for noted in written.values():
+        for code, (documents, size) in noted["languages"].items():
+            have = languages.get(code, [0, 0])
+            languages[code] = [have[0] + documents, have[1] + size]
+    return dict(sorted(languages.items(), key=lambda entry: (-entry[1][1], entry[0])))
+
+
+def _lengths(written: Entries) -> dict[str, int]:
+    """Power of two -> documents of at least so many bytes, in all shards."""
+    lengths: dict[int, int] = {}
+    for noted in written.values():
+        for bit, documents in noted["lengths"].items():
+            lengths[int(bit)] = lengths.get(int(bit), 0) + documents
+    return {str(bit): lengths[bit] for bit in sorted(lengths)}

@@ -1,0 +1,1 @@
+"""Tokenizers, token shards, and the formats of others."""

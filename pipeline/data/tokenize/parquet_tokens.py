@@ -1,0 +1,49 @@
+"""Token shards as Parquet, a row a document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import artifact
+from pipeline.data.tokenize import tokens
+from pipeline.files import atomic_file
+
+GROUP_TOKENS = 1 << 22
+"""Tokens of a row group, about; a document is in one."""
+
+
+def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path) -> dict[str, dict[str, Any]]:
+    """One token shard as a Parquet file with the columns tokens (end token included), length and corpus.
+
+    Args:
+        folder: the token shards'.
+        manifest: its manifest.
+        name: the shard.
+        path: the file to write.
+
+    Returns:
+        File name -> the manifest's entry.
+    """
+    entry = manifest.files[name]
+    ids, ends = tokens.ids(folder / name, entry), np.cumsum(tokens.lengths(folder / name, entry), dtype=np.int64)
+    starts = np.concatenate([[0], ends])
+    corpus_type = pa.dictionary(pa.int32(), pa.string())
+    schema = pa.schema(
+        [("tokens", pa.list_(pa.from_numpy_dtype(ids.dtype))), ("length", pa.uint32()), ("corpus", corpus_type)],
+        metadata={key: str(manifest.totals[key]) for key in ("vocab_size", "end_of_document", "tokenizer")},
+    )
+    with atomic_file(path) as handle, pq.ParquetWriter(handle, schema, compression="zstd") as writer:
+        first = 0
+        while first < len(ends):
+            stop = max(first + 1, int(np.searchsorted(starts, starts[first] + GROUP_TOKENS, side="right")) - 1)
+            offsets = starts[first : stop + 1]
+            column = pa.ListArray.from_arrays(pa.array((offsets - offsets[0]).astype(np.int32)), pa.array(ids[offsets[0] : offsets[-1]]))
+            corpus = pa.DictionaryArray.from_arrays(np.zeros(stop - first, np.int32), [entry["corpus"]])
+            writer.write_table(pa.table([column, np.diff(offsets).astype(np.uint32), corpus], schema=schema))
+            first = stop
+    return {path.name: artifact.entry(path, documents=entry["documents"], tokens=entry["tokens"])}

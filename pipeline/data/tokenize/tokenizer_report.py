@@ -1,0 +1,136 @@
+"""How well tokenizers fit a text: lengths by language, use of the vocabulary, what training on it costs."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipeline.data.tokenize.tokenizer import encode
+
+Row = dict[str, Any]
+
+#: Column -> what it says.
+COLUMNS = {
+    "bytes_per_token": "UTF-8 bytes of text per token",
+    "fertility": "tokens per word, a word being what stands between whitespace",
+    "parity": "tokens per byte over those of the tokenizer's best language: 1 for the best, 2 for one that needs twice as many tokens"
+    " for as many bytes (after Petrov et al. 2023, who compare translations of the same sentences)",
+    "unknown": "tokens that stand for text which the tokenizer cannot express",
+    "coverage": "share of the vocabulary's entries that occur",
+    "flops_per_gigabyte": "operations to train the configured model, with this vocabulary, on a gigabyte of such text",
+}
+
+
+def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_per_token: Callable[[int], float]) -> Row:
+    """One tokenizer on a text.
+
+    Args:
+        name: how the report calls it.
+        tokenizer: as data.tokenizer.load gives it.
+        texts: language -> documents.
+        flops_per_token: operations to train on a token, by the size of the vocabulary.
+
+    Returns:
+        {"name", "vocab_size", "tokens", ..., "languages": {language: {...}}}; COLUMNS explains.
+    """
+    unknown = _unknown(tokenizer)
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    used = np.zeros(vocab_size, dtype=bool)
+    languages: dict[str, Row] = {}
+    for language, documents in texts.items():
+        ids = encode(tokenizer, documents)[0]
+        used[ids] = True
+        languages[language] = _counted(
+            sum(len(document.encode("utf-8")) for document in documents),
+            sum(len(document.split()) for document in documents),
+            len(ids),
+            int(np.count_nonzero(ids == unknown)) if unknown is not None else 0,
+        )
+    best = min(row["tokens"] / row["bytes"] for row in languages.values())
+    for row in languages.values():
+        row["parity"] = row["tokens"] / row["bytes"] / best
+    total = _counted(*(sum(row[key] for row in languages.values()) for key in ("bytes", "words", "tokens", "unknown")))
+    entries = tokenizer.get_vocab_size(with_added_tokens=True)
+    cost = {"coverage": int(used.sum()) / entries, "flops_per_gigabyte": 1e9 / total["bytes_per_token"] * flops_per_token(vocab_size)}
+    return {"name": name, "vocab_size": vocab_size, **total, **cost, "languages": languages}
+
+
+def _counted(size: int, words: int, tokens: int, unknown: int) -> Row:
+    ratios = {"fertility": tokens / max(words, 1), "bytes_per_token": size / max(tokens, 1)}
+    return {"bytes": size, "words": words, "tokens": tokens, "unknown": unknown, **ratios}
+
+
+def _unknown(tokenizer: Tokenizer) -> int | None:
+    """The id of the token for what cannot be expressed, if there is one."""
+    model = json.loads(tokenizer.to_str())["model"]
+    return tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
+
+
+def text_table(rows: list[Row]) -> str:
+    """The rows for a log: a line a tokenizer, a column a language."""
+    languages = list(rows[0]["languages"])
+    width = max(len("tokenizer"), *(len(row["name"]) for row in rows))
+    head = f"{'tokenizer':<{width}} {'entries':>9} {'bytes/token':>11} {'fertility':>9} {'coverage':>8} {'FLOP/GB':>8}"
+    lines = [head + "".join(f" {f'parity {language}':>{_width(language)}}" for language in languages)]
+    for row in rows:
+        line = f"{row['name']:<{width}} {row['vocab_size']:>9,} {row['bytes_per_token']:>11.3f} {row['fertility']:>9.3f}"
+        line += f" {row['coverage']:>8.1%} {row['flops_per_gigabyte']:>8.2e}"
+        lines.append(line + "".join(f" {row['languages'][language]['parity']:>{_width(language)}.3f}" for language in languages))
+    return "\n".join(lines)
+
+
+def _width(language: str) -> int:
+    return len(f"parity {language}")
+
+
+def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> list[Path]:
+    """Write report.json and report.html; returns both.
+
+    Args:
+        folder: where to.
+        rows: what measure() returned, the tokenizer of the folder first.
+        about: what else the report says, in words or numbers.
+    """
+    content = {**about, "columns": COLUMNS, "tokenizers": rows}
+    (folder / "report.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(_page(rows, about), encoding="utf-8")
+    return [folder / "report.json", folder / "report.html"]
+
+
+_STYLE = "body{font:15px sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;margin:1em 0}"
+_STYLE += "td,th{border:1px solid #bbb;padding:.3em .6em;text-align:right}td:first-child,th:first-child{text-align:left}"
+_TOTALS = ("vocab_size", "tokens", "bytes_per_token", "fertility", "unknown", "coverage", "flops_per_gigabyte")
+_BY_LANGUAGE = ("bytes_per_token", "fertility", "parity", "unknown")
+
+
+def _page(rows: list[Row], about: dict[str, Any]) -> str:
+    """The report as one HTML page."""
+    languages = rows[0]["languages"]
+    parts = ["<h1>Tokenizer report</h1>", _table(["", "value"], [[key, value] for key, value in about.items()])]
+    parts += ["<h2>All text</h2>", _table(["tokenizer", *_TOTALS], [[row["name"], *(row[key] for key in _TOTALS)] for row in rows])]
+    for key in _BY_LANGUAGE:
+        values = [[row["name"], *(row["languages"][language][key] for language in languages)] for row in rows]
+        parts += [f"<h2>{html.escape(key)}</h2><p>{html.escape(COLUMNS[key])}.</p>", _table(["tokenizer", *languages], values)]
+    sizes = [[language, row["bytes"], row["words"]] for language, row in languages.items()]
+    parts += ["<h2>The text</h2>", _table(["language", "bytes", "words"], sizes)]
+    notes = "".join(f"<li>{html.escape(key)}: {html.escape(meaning)}</li>" for key, meaning in COLUMNS.items())
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Tokenizer report</title><style>{_STYLE}</style>'
+    return "\n".join([head, *parts, f"<h2>Columns</h2><ul>{notes}</ul></html>", ""])
+
+
+def _table(head: list[str], rows: list[list[Any]]) -> str:
+    title = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = ["".join(f"<td>{html.escape(_shown(value))}</td>" for value in row) for row in rows]
+    return f"<table><tr>{title}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if value >= 1e6 else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
