@@ -1,0 +1,150 @@
+"""One run of stage=shard: the passes, each of which takes up what an interrupted run left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.dedup import clusters, duplicates, signatures
+from pipeline.data.dedup.clusters import Clusters
+from pipeline.data.mpi import Comm
+from pipeline.data.read import sources
+from pipeline.data.read.documents import Bad, ReadOptions
+from pipeline.data.read.sources import Part
+from pipeline.data.shard import shards
+from pipeline.data.shard.part import PartCounts, process
+from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
+from pipeline.data.shared_progress import SharedProgress
+from pipeline.data.unfinished import Unfinished
+from pipeline.errors import UserError
+from pipeline.files import atomic_file
+
+
+class Job:
+    """The passes of one run: every part is read, cleaned and spilled; all are deduplicated together; shards are filled from them."""
+
+    def __init__(self, config: RunConfig, comm: Comm, parts: list[Part], unfinished: Unfinished) -> None:
+        data = config.data
+        self._config, self._comm, self._parts, self._unfinished = config, comm, parts, unfinished
+        size = sum(part.cost for part in parts)
+        corpora = [span.source.corpus for part in parts for span in part.spans]
+        self._order = Order.plan(corpora, size, data.shard_megabytes, data.seed, data.validation_fraction)
+
+    def _stem(self, part: Part) -> Path:
+        return self._unfinished.folder / _name(part)
+
+    def read(self, cleaner: Cleaner, index: int, size: int) -> None:
+        """Pass 1: this rank's parts, those that an earlier run finished left out."""
+        mine = [part for part in sources.share(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
+        options, dedup = ReadOptions.of(self._config.data), self._config.dedup
+        total = sum(self._comm.allgather(sum(part.size for part in mine)))
+        with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
+            for part in mine:
+                counts = process(part, self._stem(part), options, cleaner, self._order, dedup, progress.advance)
+                self._unfinished.write(_name(part), counts.to_json())
+        self._comm.barrier()
+
+    def all_read(self) -> bool:
+        """Whether every part is spilled, by whomever."""
+        return all(self._unfinished.note(_name(part)) is not None for part in self._parts)
+
+    def write(self, bad: list[Bad]) -> dict[str, Any]:
+        """Passes 2 and 3: duplicates, then shards, report and manifest.
+
+        Args:
+            bad: what was no input after all.
+
+        Returns:
+            The manifest's totals, on rank 0; nothing elsewhere.
+
+        Raises:
+            UserError: too much could not be read, or nothing is left.
+        """
+        comm, unfinished = self._comm, self._unfinished
+        counts = PartCounts(bad=[[entry.source, entry.position, entry.reason] for entry in bad])
+        runs = []
+        for part in self._parts if comm.rank == 0 else ():
+            noted = PartCounts.from_json(unfinished.note(_name(part)))
+            counts.add(noted)
+            runs.append(noted.runs)
+        if comm.rank == 0:
+            _check_quarantine(counts, self._config.data.quarantine_limit)
+        pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
+        found, plan = self._planned(pool, counts)
+        for shard in plan[comm.rank :: comm.size]:
+            if unfinished.note(shard.name) is None:
+                unfinished.write(shard.name, shards.write(unfinished.output, shard, pool, found.drop, self._config))
+        comm.barrier()
+        if comm.rank > 0:
+            return {}
+        written = {shard.name: unfinished.note(shard.name) for shard in plan}
+        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, found, pool)
+        unfinished.clear()
+        return totals
+
+    def _planned(self, pool: Pool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
+        """What to leave out and which shards the rest becomes; taken from an interrupted run if that came so far."""
+        noted = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
+        dropped = self._unfinished.folder / "drop.npy"
+        if noted:
+            return clusters.from_json(noted["found"], np.load(dropped)), [ShardPlan(**shard) for shard in noted["shards"]]
+        found = self._duplicates(pool)
+        plan = self._plan(pool, found, counts)
+        if self._comm.rank == 0:
+            with atomic_file(dropped) as handle:
+                np.save(handle, found.drop)
+            self._unfinished.write("plan", {"found": clusters.to_json(found), "shards": [vars(shard) for shard in plan]})
+        return found, plan
+
+    def _duplicates(self, pool: Pool) -> Clusters:
+        """What to leave out."""
+        dedup, comm = self._config.dedup, self._comm
+        found = clusters.NOTHING
+        if dedup.url or dedup.exact or dedup.near:
+            numbers, rows = pool.held(comm)
+            score = rows["score"].astype(np.int64)
+        if dedup.url:
+            found = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
+        if dedup.exact or dedup.near:
+            left = np.isin(numbers, found.drop, invert=True) if len(found.drop) else slice(None)
+            known = signatures.load(comm, dedup) if dedup.against else None
+            keys, minhash = rows["exact"][left], rows["minhash"][left] if dedup.near else None
+            found = clusters.joined(found, duplicates.find(comm, numbers[left], keys, minhash, score[left], pool.texts, dedup, known))
+        if dedup.paragraphs:
+            pool.find_repeated(comm, found.drop, dedup.paragraph_characters)
+        return found
+
+    def _plan(self, pool: Pool, found: Clusters, counts: PartCounts) -> list[ShardPlan]:
+        """The shards, the same on all ranks."""
+        tallies = pool.tally(self._comm, self._order, found.drop)
+        plan = plan_shards(self._order, tallies, self._config.data.shard_megabytes) if tallies else None
+        if tallies and not plan:
+            came = f"of {counts.documents:,} documents with any text, cleaning and deduplication left none"
+            fix = "name other files, another data.text_field, or other clean.steps"
+            raise UserError.of("data.input", self._config.data.input, came, fix)
+        return self._comm.bcast(plan)
+
+
+def _name(part: Part) -> str:
+    return f"part-{part.number:06d}"
+
+
+def _check_quarantine(counts: PartCounts, limit: float) -> None:
+    """Refuse to go on when more than a small part could not be read.
+
+    Raises:
+        UserError: the share is above the limit; the first few are named.
+    """
+    bad = len(counts.bad)
+    total = bad + counts.documents + counts.empty
+    if bad > limit * total:
+        first = "; ".join(" ".join(filter(None, entry)) for entry in sorted(counts.bad)[:5])
+        rule = f"{bad:,} of {total:,} documents could not be read: {first}" + ("; ..." if bad > 5 else "")
+        fix = "mend or leave out the files (data.exclude), or raise the limit; what was read is kept"
+        raise UserError.of("data.quarantine_limit", limit, rule, fix)
