@@ -29,7 +29,9 @@ def main() -> None:
 def run_hydra(arguments: list[str]) -> None:
     """Compose the configuration with Hydra and run the stage, once or for every point of a sweep."""
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.config import check, compose, layout
@@ -46,7 +48,10 @@ def run_hydra(arguments: list[str]) -> None:
             application()
         else:  # the same composition without Hydra's sweeps and flags, for which it composes everything twice
             with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
-                composed = hydra.compose("config", arguments)
+                composed = hydra.compose("config", arguments, return_hydra_config=True)
+            HydraConfig.instance().set_config(composed)  # the dry run asks it for the command line
+            with open_dict(composed):
+                del composed["hydra"]
             run_one(composed)
     except UserError as error:  # of a sweep, whose points are checked together before any runs
         compose.fail(error, after=ranks.turn_to_speak())
