@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import RAW, pipeline, write_corpus
+from helpers import SHARDS, pipeline, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,7 @@ def corpus(tmp_path_factory) -> Path:
 def shards(corpus) -> Path:
     """Text shards of the corpus: several of training text, one of validation text."""
     folder = corpus.parent / "shards"
-    settings = (*RAW, "data.part_megabytes=0.1", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
-    pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={folder}", *settings)
+    pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={folder}", *SHARDS)
     return folder
 
 

@@ -35,6 +35,9 @@ def words(seed: int, count: int) -> str:
 RAW = ("clean=none", "dedup=none")
 """Settings of stage=shard that keep every document as it is."""
 
+SHARDS = (*RAW, "data.part_megabytes=0.1", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
+"""Settings of the shards that many tests read."""
+
 NAMES = ["keeper", "captain", "sailor", "widow", "teacher", "farmer", "stranger", "child", "painter", "doctor"]
 DEEDS = ["watched", "crossed", "remembered", "painted", "described", "feared", "loved", "visited", "forgot", "measured"]
 THINGS = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import transformers
-from helpers import ROOT, pipeline, same_files
+from helpers import ROOT, SHARDS, pipeline, same_files
 
 from pipeline.config.schema import ClusterConfig
 from pipeline.errors import UserError
@@ -118,13 +118,25 @@ TRAINING = [
 ]  # fmt: skip
 
 
+def test_a_job_array_shards_without_mpi(corpus: Path, shards: Path, tmp_path: Path) -> None:
+    settings = ["slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS, f"data.shards={tmp_path}/shards"]
+    number = sbatch(tmp_path / "log-%a", "--array=1-3", *settings)
+    for _ in range(1600):
+        if not command("squeue", "--noheader", f"--jobs={number}").strip():
+            break
+        time.sleep(0.25)
+    logs = [(tmp_path / f"log-{task}").read_text() for task in (1, 2, 3)]
+    assert sum("shard: wrote" in log for log in logs) == 1, logs
+    assert same_files(shards, tmp_path / "shards")
+
+
 def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_path: Path) -> None:
     """The whole road as jobs that wait for each other, on 4 nodes x 2 tasks where a stage has ranks."""
     run = tmp_path / "run"
     folders = [f"data.shards={tmp_path}/shards", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"run_dir={run}"]
     wide = ["--nodes=4", "--ntasks-per-node=2"]
     chain = {
-        "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", "data.shard_megabytes=0.05", "data.validation_fraction=0.1"],
+        "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS],
         "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300"],
         "tokenize": [*wide, "slurm/tokenize.sbatch"],
         "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING],

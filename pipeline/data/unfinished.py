@@ -38,14 +38,9 @@ class Unfinished:
         self.folder = folder / ".unfinished"
         self.settings = json.loads(json.dumps(settings))
 
-    def take_over(self, alone: bool = True) -> None:
-        """Keep an interrupted run's parts if they fit, remove what does not. One rank calls this before the others go on.
-
-        Args:
-            alone: nobody else is at work here, so that files half written are an interrupted run's.
-        """
-        make_folder(self.output)
-        for partial in self.output.glob(".*.partial") if alone else ():
+    def take_over(self) -> None:
+        """Keep an interrupted run's parts if they fit, remove what does not. Called while nobody else is at work here."""
+        for partial in self.output.glob(".*.partial"):
             partial.unlink()
         if self.note("settings") != self.settings:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -96,20 +91,19 @@ def work(
     if comm.bcast(done is not None):
         yield None
         return
-    with claimed(folder, key, array) if comm.rank == 0 else nullcontext():
-        if comm.rank == 0:
-            unfinished.take_over(alone=array is None)
+    with claimed(folder, key, array, unfinished.take_over) if comm.rank == 0 else nullcontext():
         comm.barrier()
         yield unfinished
 
 
 @contextmanager
-def claimed(folder: Path, key: str, array: str | None = None) -> Iterator[None]:
+def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Keep other jobs from writing the folder while the block runs. The lock is the kernel's: it ends with the process, however that ends.
 
     Args:
         key: configuration key that names the folder.
         array: the job array that this process is a task of; tasks of one array share the folder.
+        prepare: makes the folder ready; called by whoever comes first, before any other task of the array may go on.
 
     Raises:
         UserError: another job has it.
@@ -118,17 +112,19 @@ def claimed(folder: Path, key: str, array: str | None = None) -> Iterator[None]:
     path = folder / ".lock"
     name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'of no scheduler')}"
     handle = _locked(path, fcntl.LOCK_EX)
-    if handle is not None:
-        path.write_text(f"{name}, process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        if array:
-            fcntl.flock(handle, fcntl.LOCK_SH)
-    elif array:
+    first = handle is not None
+    if array and not first:
         handle = _shared(path, name)
     if handle is None:
         owner = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         fix = f"wait until that job has ended, or choose another {key}"
         raise UserError.of(key, folder, f"is being written by another job: {owner or 'it gave no name'}", fix)
     try:
+        if first:
+            path.write_text(f"{name}, process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+            prepare()
+        if array:
+            fcntl.flock(handle, fcntl.LOCK_SH)
         yield
     finally:
         if _alone(handle):
@@ -147,12 +143,14 @@ def _alone(handle: int) -> bool:
 
 def _shared(path: Path, name: str) -> int | None:
     """The file locked together with the other tasks of our job array, None when another job has it."""
-    for _ in range(20):  # the first task holds it alone for the moment in which it writes its name
+    for wait in range(600):  # the first task holds it alone while it writes its name and prepares the folder
         handle = _locked(path, fcntl.LOCK_SH)
+        owner = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if handle is not None and owner.startswith(f"{name},"):
+            return handle
         if handle is not None:
-            if path.read_text(encoding="utf-8").startswith(f"{name},"):
-                return handle
             os.close(handle)
+        if wait >= 20 and not owner.startswith(f"{name},"):
             return None
         time.sleep(0.1)
     return None

@@ -12,11 +12,13 @@ from pipeline import artifact, knobs
 from pipeline.config.schema import RunConfig
 from pipeline.data import mpi
 from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.mpi import Comm
 from pipeline.data.read import sources
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
 from pipeline.data.read.sources import Part
 from pipeline.data.shard.job import Job
-from pipeline.data.unfinished import claimed, work
+from pipeline.data.unfinished import Unfinished, claimed, work
+from pipeline.errors import UserError
 from pipeline.launch.ranks import ArrayTask, Ranks, array_task
 
 log = logging.getLogger("pipeline")
@@ -36,14 +38,27 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             job = Job(config, comm, parts, unfinished)
             tasks = array or ArrayTask("", 0, 1)
             job.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
-            if comm.bcast(array is not None and not job.all_read()):
-                log.info("shard: this task's share is done; the last task of the job array goes on with all of them")
-                return
-            # Of a job array whose last tasks end at one time, one goes on.
-            with claimed(unfinished.folder, "data.shards") if array and comm.rank == 0 else contextlib.nullcontext():
+            with _turn(job, unfinished, comm) if array else contextlib.nullcontext(True) as ours:
+                if not ours:
+                    log.info("shard: this task's share is done; the last task of the job array goes on with all of them")
+                    return
                 totals = job.write(bad)
             if totals:
                 log.info("shard: wrote %s (%s)", folder, _summary(totals))
+
+
+@contextlib.contextmanager
+def _turn(job: Job, unfinished: Unfinished, comm: Comm) -> Iterator[bool]:
+    """Whether this task of a job array is the one that goes on: every part is read, and no other task was faster."""
+    with contextlib.ExitStack() as claim:
+        ours = comm.rank == 0 and job.all_read()
+        if ours:
+            try:
+                claim.enter_context(claimed(unfinished.folder, "data.shards"))
+                ours = job.all_read()  # a task that has written everything has cleared the notes
+            except UserError:
+                ours = False
+        yield comm.bcast(ours)
 
 
 def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:

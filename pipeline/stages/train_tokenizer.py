@@ -59,12 +59,17 @@ def _train(config: RunConfig) -> None:
             log.warning("train_tokenizer: %s of %s entries", count, size)
     measured = {}
     if wanted.report:
-        named = {str(folders[size]): models[size] if size in models else load(folders[size]) for size in folders}
+        named = {_label(folder, folders[size]): models[size] if size in models else load(folders[size]) for size in folders}
         measured = _measured(config, text, named | dict(zip(wanted.compare, others, strict=True)))
     for size, model in models.items():
         totals = {"train_bytes": sum(sample.languages.values()), "train_languages": dict(sorted(sample.languages.items()))}
-        rows = sorted(measured.values(), key=lambda row: row["name"] != str(folders[size]))  # its own first
+        rows = sorted(measured.values(), key=lambda row: row["name"] != _label(folder, folders[size]))  # its own first
         _publish(model, folders[size], {**settings, "tokenizer.vocab_size": size}, config, totals, rows)
+
+
+def _label(folder: Path, place: Path) -> str:
+    """What the report calls a tokenizer: the same wherever the folder lies."""
+    return place.relative_to(folder.parent).as_posix()
 
 
 def _import(config: RunConfig) -> None:
