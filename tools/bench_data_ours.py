@@ -111,7 +111,8 @@ def trillion(job: Job) -> Job:
 
 def first_batch(job: Job) -> Job:
     """The seconds to the first batch of 1,024 samples out of a blend of `trillion`'s folders, and the memory that they took."""
-    from pipeline.config.schema import CorpusConfig, RunConfig
+    from pipeline.config.data import CorpusConfig
+    from pipeline.config.schema import RunConfig
     from pipeline.data.load import blend
 
     config = RunConfig()
