@@ -137,7 +137,7 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
     wide = ["--nodes=4", "--ntasks-per-node=2"]
     chain = {
         "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS],
-        "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300"],
+        "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300", "tokenizer.report=false"],
         "tokenize": [*wide, "slurm/tokenize.sbatch"],
         "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING],
         "convert": ["slurm/convert.sbatch", *MODEL],
