@@ -163,8 +163,7 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
 def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     first = sbatch(
         tmp_path / "log",
-        "--nodes=2",
-        "--ntasks-per-node=2",
+        "--ntasks=1",  # a lone rank needs no MPI, whose start under srun fails now and then
         "slurm/shard.sbatch",
         f"data.input=[{tmp_path}/none]",
         f"data.shards={tmp_path}/s",
