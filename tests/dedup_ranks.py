@@ -36,7 +36,7 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
         return [texts[number] for number in wanted]
 
     own = read(mine.tolist())
-    flat, offsets = minhash.shingles(Words.of(own), settings.shingle) if own else (np.empty(0, np.uint64), np.zeros(1, np.int64))
+    flat, offsets = minhash.shingles(Words(own), settings.shingle) if own else (np.empty(0, np.uint64), np.zeros(1, np.int64))
     known = signatures.load(comm, settings) if settings.against else None
     score = np.array(case["scores"], dtype=np.int64)[mine]
     made = minhash.signatures(flat, offsets, settings.permutations)

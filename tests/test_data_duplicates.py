@@ -205,7 +205,7 @@ TEXTS = st.lists(st.text(alphabet="abÄ 中\n.", max_size=20), min_size=1, max_s
 
 @given(TEXTS, st.integers(1, 6))
 def test_shingles_are_equal_where_their_words_are(texts, length):
-    flat, offsets = minhash.shingles(Words.of(texts), length)
+    flat, offsets = minhash.shingles(Words(texts), length)
     meaning: dict[int, tuple[str, ...]] = {}
     for number, text in enumerate(texts):
         words = "".join(f" {c} " if c == "中" else c if c.isalnum() else " " for c in text.lower()).split()
@@ -238,7 +238,7 @@ def test_signatures_agree_as_often_as_the_jaccard_index_says():
 
 def test_saved_signatures_stay_comparable():
     """Another rensa with other values or another way to hash words needs another minhash.ALGORITHM."""
-    made = minhash.signatures(*minhash.shingles(Words.of(["Der Wald steht schwarz und schweiget."])))
+    made = minhash.signatures(*minhash.shingles(Words(["Der Wald steht schwarz und schweiget."])))
     assert minhash.ALGORITHM == "shingles 1, rensa RMinHash 2, seed 1"
     assert made[0, :3].tolist() == [3478983431, 3705117907, 3982736318]
 
@@ -261,7 +261,7 @@ def test_boilerplate_that_fills_whole_buckets_is_read_a_few_times_only():
     texts = [" ".join([*common, f"seite{number}"]) for number in range(1500)]
     copies = texts[:10]
     read: Counter[int] = Counter()
-    made = minhash.signatures(*minhash.shingles(Words.of(texts + copies)))
+    made = minhash.signatures(*minhash.shingles(Words(texts + copies)))
     found = find_alone(texts + copies, exact.keys(texts + copies), made, read)
     assert found.drop.tolist() == list(range(1, 1510))
     assert (found.exact, found.near, found.sizes) == (10, 1499, {1510: 1})
@@ -291,7 +291,7 @@ def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files:
     for file in range(files):
         part = texts[file::files]
         name = f"{signatures.PREFIX}{file:05d}.safetensors"
-        made = minhash.signatures(*minhash.shingles(Words.of(part), settings.shingle), settings.permutations)
+        made = minhash.signatures(*minhash.shingles(Words(part), settings.shingle), settings.permutations)
         entries[name] = signatures.write(folder / name, exact.keys(part), made, settings)
         assert entries[name]["documents"] == len(part)
         assert entries[name]["bytes"] <= len(part) * (16 + 4 * settings.permutations) + 500

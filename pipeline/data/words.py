@@ -66,11 +66,6 @@ class Words:
         self.codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
         self.kinds = _kinds().take(self.codes, mode="clip")
 
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> Words:
-        """The words of some texts."""
-        return cls(texts)
-
     @cached_property
     def spans(self) -> Spans:
         """The words of all texts, in order."""

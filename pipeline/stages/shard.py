@@ -56,7 +56,8 @@ def _turn(job: Job, unfinished: Unfinished, comm: Comm) -> Iterator[bool]:
             try:
                 claim.enter_context(claimed(unfinished.folder, "data.shards"))
                 ours = job.all_read()  # a task that has written everything has cleared the notes
-            except UserError:
+            except UserError as error:  # another task was faster; or the folder cannot be written, which the log must say
+                log.info("shard: not for this task to finish: %s", error)
                 ours = False
         yield comm.bcast(ours)
 

@@ -96,7 +96,7 @@ def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
         batch.append(text)
         characters += len(text)
         if characters >= _CHARACTERS or number == len(texts):
-            flat, offsets = shingles(Words.of(batch), length)
+            flat, offsets = shingles(Words(batch), length)
             found += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
             batch, characters = [], 0
     return found
