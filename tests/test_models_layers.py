@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.layers.attention import Attention
-from pipeline.layers.decoder import Decoder
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.rotary import Rotary, rotate
+from pipeline.layers.stack import Stack
 from pipeline.models import plan, registry
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.init import initialise
@@ -21,7 +21,7 @@ LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, voc
 FAMILIES = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 
 
-def model_of(config) -> Decoder:
+def model_of(config) -> Stack:
     model = registry.build(config)
     initialise(model, config, seed=1)
     return model
@@ -100,7 +100,7 @@ def test_slices_of_the_plan_add_up_to_the_attention(ranks, groups, head_dim, bia
     for rank in range(ranks):
         part = Attention(hidden, kv_heads * groups, kv_heads, head_dim, bias=bias)
         for name, parameter in whole.named_parameters():
-            dim = plan.split_dim(registry.plan(GPT), f"blocks.0.attention.{name}")
+            dim = plan.splits(registry.plan(GPT), f"blocks.0.attention.{name}").get("tensor")
             piece = parameter if dim is None else parameter.chunk(ranks, dim)[rank]
             module, leaf = name.split(".")
             setattr(part.get_submodule(module), leaf, torch.nn.Parameter(piece.detach().clone()))

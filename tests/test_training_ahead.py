@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
+from pipeline.training.batches import causal
 from pipeline.training.trainer import Trainer
 
 #: What `.item()`, `if tensor`, an index that is a tensor, a boolean mask and the like come down to.
@@ -45,7 +46,7 @@ def test_the_step_waits_for_nothing(model, dtype):
         tokens = torch.arange(34).view(2, 17)
         with Waits() as waits:
             for _ in range(2):
-                trainer.train(tokens, torch.zeros(2, 16, dtype=torch.int32))
+                trainer.train(*causal(tokens, torch.zeros(2, 16, dtype=torch.int32)))
             assert waits.seen == []
             torch.arange(3)[torch.tensor(1)]
             assert waits.seen, "the watch would not have noticed"

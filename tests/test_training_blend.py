@@ -94,6 +94,7 @@ def _train(overrides):
     from pipeline.config import check, warmup
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
+    from pipeline.training.batches import causal
     from pipeline.training.trainer import Trainer
 
     ramps = ("training.batch_warmup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")
@@ -110,7 +111,7 @@ def _train(overrides):
         share = rows.chunk(layout.data)[trainer.mesh.where.data]
         share = share.unfold(1, length + 1, length).flatten(0, 1)
         documents = torch.zeros(len(share), length, dtype=torch.int32)
-        loss, result = trainer.train(share, documents)
+        loss, result = trainer.train(*causal(share, documents))
         numbers += [float(loss), float(result.gradient_norm)]
     return numbers
 

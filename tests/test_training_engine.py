@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from world import configured
 
+from pipeline.training.batches import causal
+
 TINY = (
     "stage=pretrain",
     "model=gpt-tiny",
@@ -45,7 +47,7 @@ def train(config, trainer, steps):
     for step in steps:
         shape = (config.training.global_batch_size, config.training.sequence_length + 1)
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data])
+        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data]))
         numbers.append((float(loss), float(result.gradient_norm), float(result.lr), float(result.skipped)))
     return numbers
 
@@ -178,7 +180,7 @@ def _masked(overrides):
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         documents = (torch.arange(8, dtype=torch.int32) // 3).expand(16, 8).contiguous()
         mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data] for t in (batch, documents))
-        loss, _ = trainer.train(mine, theirs if mask == "true" else None)
+        loss, _ = trainer.train(*causal(mine, theirs if mask == "true" else None))
         losses.append(float(loss))
     return losses
 

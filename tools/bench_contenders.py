@@ -32,7 +32,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.loader import TokenDataset
 from pipeline.errors import UserError
-from pipeline.layers.decoder import Decoder
+from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.init import initialise
 from pipeline.parallel import mesh as meshes
@@ -274,7 +274,7 @@ def batches(config: RunConfig) -> list[Tensor]:
     return [torch.from_numpy(dataset.samples(batch)).long() for batch in samples]
 
 
-def our_model(config: RunConfig) -> Decoder:
+def our_model(config: RunConfig) -> Stack:
     """The whole model in fp32 on the CPU, with the weights that ours starts from."""
     model = registry.build(config.model)
     initialise(model, config.model, config.training.seed)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
-from pipeline.parallel.pieces import Piece
+from pipeline.parallel.pieces import Cut, Piece
 
 INDEX = "index.json"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -65,13 +65,13 @@ def tensor_key(kind: str, name: str) -> str:
 
 def describe(piece: Piece, start: int, count: int) -> dict[str, Any]:
     """A fragment's geometry, for the file's header."""
-    return {"shape": list(piece.full_shape), "dim": piece.dim, "cut": [piece.start, piece.stop], "run": [start, count]}
+    return {"shape": list(piece.full_shape), "cuts": [[c.axis, c.dim, c.start, c.stop] for c in piece.cuts], "run": [start, count]}
 
 
 def piece_of(name: str, geometry: dict[str, Any]) -> tuple[Piece, int, int]:
     """The piece of a described fragment, and the run of elements in it: (piece, start, count)."""
     start, count = geometry["run"]
-    return Piece(name, tuple(geometry["shape"]), geometry["dim"], *geometry["cut"]), start, count
+    return Piece(name, tuple(geometry["shape"]), tuple(Cut(*cut) for cut in geometry["cuts"])), start, count
 
 
 def folder_of(run_dir: Path, step: int) -> Path:

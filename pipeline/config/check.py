@@ -107,30 +107,33 @@ def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
 def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
     """World size and batch sizes must come out even."""
     parallel, training = config.parallel, config.training
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
     if world_size % model_ranks:
-        why = f"does not divide into parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline}"
+        axes = ("tensor", "context", "expert", "pipeline")
+        why = "does not divide into " + " x ".join(
+            f"parallel.{axis}={getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1 or axis in ("tensor", "pipeline")
+        )
         yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
         return
-    data = world_size // model_ranks
+    data = world_size // model_ranks * parallel.expert
     for key, size in warmup.values(training.batch_warmup, "global_batch_size", training.global_batch_size):
         yield from _global_batch(config, data, key, size)
 
 
-def _global_batch(config: RunConfig, data: int, key: str, size: int) -> Iterator[Violation]:
+def _global_batch(config: RunConfig, shares: int, key: str, size: int) -> Iterator[Violation]:
     """A global batch of `size` samples, as configuration key `key` sets it."""
     parallel, micro_batch = config.parallel, config.training.micro_batch_size
-    if size % (data * micro_batch):
-        why = f"must be a multiple of {data} data ranks x micro_batch_size {micro_batch}"
-        yield Violation(key, size, why, f"choose a multiple of {data * micro_batch}")
+    if size % (shares * micro_batch):
+        why = f"must be a multiple of {shares} data ranks x micro_batch_size {micro_batch}"
+        yield Violation(key, size, why, f"choose a multiple of {shares * micro_batch}")
         return
-    micro_batches = size // (data * micro_batch)
+    micro_batches = size // (shares * micro_batch)
     if parallel.pipeline == 1:
         return
     needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
     if micro_batches < needed:
         why = f"gives {micro_batches} micro-batches; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs {needed}"
-        yield Violation(key, size, why, f"use at least {needed * data * micro_batch}, or smaller micro-batches")
+        yield Violation(key, size, why, f"use at least {needed * shares * micro_batch}, or smaller micro-batches")
     elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:
         rounds = max(1, micro_batches // parallel.pipeline)
         if micro_batches % rounds:

@@ -13,6 +13,8 @@ class Coordinates:
 
     pipeline: int
     data: int
+    expert: int
+    context: int
     tensor: int
 
 
@@ -20,12 +22,15 @@ class Coordinates:
 class Layout:
     """Sizes of the mesh axes and what follows from them.
 
-    Ranks are laid out with tensor innermost (it talks most, so it stays within a node), then data, then pipeline.
+    Ranks are laid out with tensor innermost (it talks most, so it stays within a node), then context, expert, data and pipeline.
+    The ranks of the expert axis see other samples each, like those of the data axis; the ranks of the context axis see the same.
     """
 
     pipeline: int
     data: int
     tensor: int
+    expert: int = 1
+    context: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     micro_batches: int = 1
@@ -34,20 +39,27 @@ class Layout:
     def of(cls, config: RunConfig, world_size: int) -> Layout:
         """The layout of a configuration that config/check.py has accepted for this world size."""
         parallel, training = config.parallel, config.training
-        data = world_size // (parallel.tensor * parallel.pipeline)
+        data = world_size // (parallel.tensor * parallel.pipeline * parallel.context * parallel.expert)
         return cls(
             pipeline=parallel.pipeline,
             data=data,
             tensor=parallel.tensor,
+            expert=parallel.expert,
+            context=parallel.context,
             schedule=parallel.schedule,
             stages_per_rank=stages_per_rank(config),
-            micro_batches=training.global_batch_size // (data * training.micro_batch_size),
+            micro_batches=training.global_batch_size // (data * parallel.expert * training.micro_batch_size),
         )
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.expert * self.context * self.tensor
+
+    @property
+    def shares(self) -> int:
+        """Ranks that see different samples: data x expert."""
+        return self.data * self.expert
 
     @property
     def stage_count(self) -> int:
@@ -56,11 +68,20 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank stands."""
-        return Coordinates(rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor)
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        rest, expert = divmod(rest, self.expert)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(pipeline, data, expert, context, tensor)
 
     def rank(self, where: Coordinates) -> int:
         """Which rank stands there."""
-        return (where.pipeline * self.data + where.data) * self.tensor + where.tensor
+        share = (where.pipeline * self.data + where.data) * self.expert + where.expert
+        return (share * self.context + where.context) * self.tensor + where.tensor
+
+    def share(self, where: Coordinates) -> int:
+        """Which part of every batch the rank there sees."""
+        return where.data * self.expert + where.expert
 
     def stages(self, pipeline_rank: int) -> list[int]:
         """The stages a pipeline rank holds: in a V for zbv (first and last on rank 0), else round-robin."""

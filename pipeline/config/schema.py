@@ -61,6 +61,13 @@ class ParallelConfig:
 
     tensor: int = knob(1, "ranks that share every matrix product", unit="ranks", at_least=1)
     pipeline: int = knob(1, "ranks that share the layers", unit="ranks", at_least=1)
+    context: int = knob(1, "ranks that share every sequence's tokens", unit="ranks", at_least=1)
+    context_kind: str = knob(
+        "ring",
+        "what the ranks of a sequence exchange: ring passes keys and values on, ulysses swaps tokens for heads (all-to-all)",
+        choices=("ring", "ulysses"),
+    )
+    expert: int = knob(1, "ranks that share the experts of a mixture; each sees samples of its own", unit="ranks", at_least=1)
     zero_stage: int = knob(
         1,
         "what DeepSpeed ZeRO shards over the data ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too",

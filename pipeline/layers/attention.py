@@ -1,60 +1,141 @@
-"""Multi-head attention (Vaswani et al. 2017) with grouped queries (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245)."""
+"""Attention on interchangeable cores: MHA (Vaswani et al. 2017), MQA (Shazeer 2019), GQA (Ainslie et al. 2023) and cross-attention."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.linear import Linear
+from pipeline.layers.mask import Mask
 from pipeline.layers.rotary import RotaryTables, rotate
 
 
-class Attention(nn.Module):
-    """Causal self-attention; `heads / kv_heads` query heads share a key and value head.
+class Core(Protocol):
+    """Softmax attention of heads.
 
-    The number of heads is read off the projections' output, so that a slice of their rows is a correct attention over fewer heads.
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, kv_heads, keys, head_dim); heads / kv_heads query heads share one.
+        v: (batch, kv_heads, keys, value_dim).
+        mask: who may look at whom.
+        window: as in Mask.visible.
+        scale: factor of the scores, 1 / sqrt(head_dim) when None.
+
+    Returns:
+        (batch, heads, queries, value_dim). A query that may look nowhere gets zeros.
     """
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool) -> None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+        """See above."""
+        ...
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    """PyTorch's kernels (flash, memory-efficient, cuDNN); a rule beyond causality costs a (queries, keys) tensor."""
+    dense = mask.dense(q.shape[2], k.shape[2], q.device, q.dtype, window)
+    causal = mask.causal and dense is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    """The formula as it is written, for tests to compare with."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    bias = mask.scores(q.shape[2], k.shape[2], q.device, q.dtype)
+    if bias is not None:
+        scores = scores + bias
+    seen = mask.visible(q.shape[2], k.shape[2], q.device, window)
+    if seen is None and mask.causal:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(dim=3).nan_to_num(0.0).to(v.dtype) @ v
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a block needs beside its activations; the same for all blocks of a forward pass.
+
+    Attributes:
+        mask: of self-attention.
+        rotary: tables of rotary positions, None where positions are told in another way.
+        cross: mask of cross-attention.
+    """
+
+    mask: Mask = field(default_factory=Mask)
+    rotary: RotaryTables | None = None
+    cross: Mask = field(default_factory=lambda: Mask(causal=False))
+
+
+class Attention(nn.Module):
+    """Multi-head attention; `heads / kv_heads` query heads share a key and value head.
+
+    The number of heads is read off the projections' output, so that a slice of their rows is a correct attention over fewer heads.
+
+    Args:
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        bias: whether query, key and value projections add one.
+        output_bias: whether the output projection does; as `bias` when None.
+        window: as in Mask.visible.
+        scale: as in Core.
+        head_norm: makes a norm over each head's width for queries and keys (Qwen 3), None for none.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        output_bias: bool | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        head_norm: Callable[[], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.window, self.scale = head_dim, window, scale
+        self.core: Core = sdpa
         self.query = Linear(hidden, heads * head_dim, bias=bias)
         self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.output = Linear(heads * head_dim, hidden, bias=bias)
+        self.output = Linear(heads * head_dim, hidden, bias=bias if output_bias is None else output_bias)
+        self.query_norm = head_norm() if head_norm else None
+        self.key_norm = head_norm() if head_norm else None
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None = None, mask: Tensor | None = None) -> Tensor:
-        """Attend.
+    def forward(self, x: Tensor, memory: Tensor | None = None, scope: Scope | None = None) -> Tensor:
+        """Attend to oneself, or to a memory.
 
         Args:
-            x: (batch, sequence, hidden).
-            rotary: tables of rotary positions, None where positions were added to the embedding.
-            mask: bool (batch, 1, sequence, sequence), true where a query may look; None is causal.
+            x: (batch, sequence, hidden), where queries come from.
+            memory: (batch, keys, hidden), where keys and values come from; x when None.
+            scope: masks and positions; causal when None.
 
         Returns:
             (batch, sequence, hidden).
         """
-        q, k, v = (self._heads(projection(x)) for projection in (self.query, self.key, self.value))
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        scope = scope or Scope()
+        source = x if memory is None else memory
+        q, k, v = self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if scope.rotary is not None and memory is None:
+            q, k = rotate(q, scope.rotary), rotate(k, scope.rotary)
+        mask = scope.mask if memory is None else scope.cross
+        mixed = self.core(q, k, v, mask, window=self.window, scale=self.scale)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, sequence, heads * head_dim) -> (batch, heads, sequence, head_dim)."""
         batch, sequence, _ = x.shape
         return x.view(batch, sequence, -1, self.head_dim).transpose(1, 2)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """A causal mask that ends at document boundaries.
-
-    Args:
-        documents: (batch, sequence), the index of each token's document.
-
-    Returns:
-        bool (batch, 1, sequence, sequence), true where query (dim 2) may look at key (dim 3).
-    """
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril_()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-#: (cos, sin), each (max_positions, head_dim); sin carries the sign of the rotation
+from pipeline.layers.table import Table
+
+#: (cos, sin), each (max_positions, head_dim) or (batch, 1, sequence, head_dim); sin carries the sign of the rotation
 RotaryTables = tuple[Tensor, Tensor]
 
 
-class Rotary(nn.Module):
+class Rotary(Table):
     """The tables of all positions, fp32 whatever the dtype of the model: a bf16 angle is wrong by whole positions beyond 256.
 
     Args:
@@ -29,33 +29,29 @@ class Rotary(nn.Module):
         self.reset_buffers(self.cos.device)
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Put the tables on a device; computed on the CPU, so that they are the same on every kind."""
+        """See Table."""
         positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device="cpu")
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
         angles = torch.outer(positions, 1.0 / self.theta**exponents)
         self.cos = angles.cos().repeat(1, 2).to(device)
         self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(device)
 
-    def forward(self) -> RotaryTables:
-        """The tables, for `rotate`."""
-        return self.cos, self.sin
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """Follow the model to its device (`to`, `to_empty`), but not to its dtype (`bfloat16`)."""
-        super()._apply(fn, recurse)
-        self.reset_buffers(self.cos.device)
-        return self
+    def forward(self, positions: Tensor | None = None) -> RotaryTables:
+        """The tables, for `rotate`; of tokens at other positions than 0, 1, ...: int (batch, sequence)."""
+        if positions is None:
+            return self.cos, self.sin
+        return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """Turn queries or keys by the angles of their positions, in fp32.
 
     Args:
-        x: (batch, heads, sequence, head_dim), positions 0 .. sequence-1.
-        tables: of at least `sequence` positions.
+        x: (batch, heads, sequence, head_dim).
+        tables: of each token's position, or of at least `sequence` positions from 0 on.
 
     Returns:
         Same shape and dtype as x.
     """
-    cos, sin = (table[: x.shape[2]] for table in tables)
+    cos, sin = (table[..., : x.shape[2], :] for table in tables)
     return (x * cos + x.roll(x.shape[3] // 2, dims=3) * sin).to(x.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from pipeline.layers.decoder import Decoder
+from pipeline.layers.stack import Stack
 from pipeline.models.adapter import Adapter
 from pipeline.models.families import ModelConfig
 
@@ -15,14 +15,24 @@ def _part(config: ModelConfig, name: str) -> Any:
     return importlib.import_module(f"pipeline.models.{config.family}.{name}")
 
 
-def build(config: ModelConfig) -> Decoder:
+def build(config: ModelConfig) -> Stack:
     """The whole model with uninitialised weights on torch's current default device (meta included)."""
     return _part(config, "model").build(config)
 
 
 def plan(config: ModelConfig) -> dict[str, str]:
-    """The parallel plan: parameter name pattern (fnmatch) -> column | row | vocab | replicate."""
+    """The parallel plan: parameter name pattern (fnmatch) -> role (models/plan.py)."""
     return _part(config, "plan").PLAN
+
+
+def aliases(config: ModelConfig) -> dict[str, str]:
+    """Weights of the last stage that are one of the first stage's: their name -> its name."""
+    return getattr(_part(config, "plan"), "ALIASES", {"head.weight": "embed.tokens.weight"}) if config.tie_embeddings else {}
+
+
+def everywhere(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the weights that every pipeline stage holds."""
+    return getattr(_part(config, "plan"), "EVERYWHERE", ())
 
 
 def initial_std(config: ModelConfig, name: str) -> float | None:

@@ -12,10 +12,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.layers.decoder import Decoder
 from pipeline.layers.init import initial_tensor
+from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import tensor
+from pipeline.parallel.cut import cut_weights, replace_weights, take_stage
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pieces import Piece
 
@@ -28,19 +29,17 @@ class LocalModel(nn.Module):
     Attributes:
         stages: stage index (as text) -> its part of the model.
         pieces: parameter -> which piece of which full weight it is.
-        tied: whether head and embedding are one weight.
     """
 
-    def __init__(self, stages: dict[int, Decoder], pieces: dict[nn.Parameter, Piece], *, tied: bool) -> None:
+    def __init__(self, stages: dict[int, Stack], pieces: dict[nn.Parameter, Piece]) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
         self.pieces = pieces
-        self.tied = tied
 
-    def parts(self) -> Iterator[Decoder]:
+    def parts(self) -> Iterator[Stack]:
         """The stages in order."""
         for module in self.stages.values():
-            assert isinstance(module, Decoder)
+            assert isinstance(module, Stack)
             yield module
 
 
@@ -66,31 +65,9 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
 def cut_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     """The rank's stages with the rank's pieces of every weight, on the meta device. Needs no process group."""
     where = layout.coordinates(rank)
-    plan = registry.plan(config.model)
     with torch.device("meta"):
         stages = {index: take_stage(registry.build(config.model), layout, index) for index in layout.stages(where.pipeline)}
-    if config.model.tie_embeddings and layout.pipeline > 1 and {0, layout.stage_count - 1} <= stages.keys():
-        # a V-shaped schedule has both ends on one rank: one weight again
-        first, last = stages[0], stages[layout.stage_count - 1]
-        assert first.embed is not None
-        assert last.head is not None
-        last.head.weight = first.embed.get_submodule("tokens").weight
-    pieces = tensor.cut_weights(stages.values(), plan, layout.tensor, where.tensor, tied=config.model.tie_embeddings)
-    return LocalModel(stages, pieces, tied=config.model.tie_embeddings)
-
-
-def take_stage(model: Decoder, layout: Layout, stage: int) -> Decoder:
-    """Keep a stage's blocks; the first stage keeps the embedding, the last one norm and head."""
-    keep = layout.layers(stage, len(model.blocks))
-    for index in range(len(model.blocks)):
-        if index not in keep:
-            del model.blocks[str(index)]
-    if stage > 0:
-        model.embed = None
-    if stage < layout.stage_count - 1:
-        model.norm = None
-        model.head = None
-    return model
+        return LocalModel(stages, cut_weights(stages, config.model, layout, where))
 
 
 def fill(model: LocalModel, config: RunConfig, device: torch.device) -> None:
@@ -106,7 +83,7 @@ def fill(model: LocalModel, config: RunConfig, device: torch.device) -> None:
         pieces[local] = piece
         return local
 
-    tensor.replace_weights(model.parts(), filled)
+    replace_weights(model.parts(), filled)
     model.pieces = pieces
     for stage in model.parts():
         stage.reset_buffers()
@@ -119,7 +96,7 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
     return config.training.compile == "on" or (config.training.compile == "auto" and device.type == "cuda")
 
 
-def recompute(model: Decoder, what: str) -> None:
+def recompute(model: Stack, what: str) -> None:
     """Let the backward pass recompute the blocks (`full`), or all of them but matrix products and attention (`selective`)."""
     if what == "none":
         return

@@ -7,6 +7,7 @@
 | gather_sequence: all-gather | reduce-scatter |
 | reduce_scatter_sequence: reduce-scatter | all-gather |
 | scatter_sequence: take own rows | all-gather |
+| own_heads: take own heads | all-gather |
 
 Activations are (batch, sequence, hidden); the sequence forms cut dim 1. Inputs are cloned before an in-place collective,
 since autograd may hand the same buffer to others.
@@ -50,6 +51,18 @@ def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def _own_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's part of the sequence."""
     return tensor.chunk(group.size(), dim=1)[group.rank()].contiguous()
+
+
+def _own_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of dim 0."""
+    return tensor.chunk(group.size())[group.rank()].contiguous()
+
+
+def _all_gather_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(heads / ranks, ...) of every rank -> (heads, ...)."""
+    gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered
 
 
 Step = Callable[[Tensor, ProcessGroup], Tensor]
@@ -101,3 +114,8 @@ def reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Cut activations that every rank holds whole."""
     return _pair(tensor, group, _own_rows, _all_gather_sequence)
+
+
+def own_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Take this rank's attention heads of something that every rank holds for all, (heads, ...)."""
+    return _pair(tensor, group, _own_heads, _all_gather_heads)

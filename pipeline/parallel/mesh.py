@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,11 @@ class Mesh:
 
     Attributes:
         tensor: ranks that share this rank's matrix products.
-        data: ranks with the same weights and other samples.
+        context: ranks that share this rank's sequences.
+        expert: ranks that hold the other experts, and see other samples.
+        data: ranks with the same weights: all data x context indices.
         pipeline: ranks that hold the other stages for this rank's samples.
-        model: all pipeline x tensor ranks of this data index: one whole copy of the model.
+        model: one whole copy of the model: all pipeline x expert x tensor ranks of this data and context index.
         ends: the ranks of the first and the last stage, where a tied embedding lives twice; None elsewhere or when they are one rank.
     """
 
@@ -32,6 +36,8 @@ class Mesh:
     rank: int
     device: torch.device
     tensor: ProcessGroup
+    context: ProcessGroup
+    expert: ProcessGroup
     data: ProcessGroup
     pipeline: ProcessGroup
     model: ProcessGroup
@@ -88,19 +94,24 @@ def build(layout: Layout, device: torch.device) -> Mesh:
     assert dist.get_world_size() == layout.world_size, "the layout was made for another world size"
     me = layout.coordinates(rank)
 
-    def group(members: list[Coordinates]) -> ProcessGroup:
-        return dist.new_group([layout.rank(m) for m in members], timeout=TIMEOUT, use_local_synchronization=True)
+    def group(**axes: Iterable[int]) -> ProcessGroup:
+        """The ranks at all combinations of these indices, and at this rank's own on the other axes."""
+        places = [replace(me, **dict(zip(axes, indices, strict=True))) for indices in product(*axes.values())]
+        return dist.new_group([layout.rank(place) for place in places], timeout=TIMEOUT, use_local_synchronization=True)
 
     first, last = layout.holder(0), layout.holder(layout.stage_count - 1)
     at_an_end = me.pipeline in (first, last) and first != last
-    ends = group([Coordinates(p, me.data, me.tensor) for p in (first, last)] if at_an_end else [me])
+    ends = group(pipeline=(first, last) if at_an_end else (me.pipeline,))
+    stages, experts, pieces = range(layout.pipeline), range(layout.expert), range(layout.tensor)
     return Mesh(
         layout=layout,
         rank=rank,
         device=device,
-        tensor=group([Coordinates(me.pipeline, me.data, t) for t in range(layout.tensor)]),
-        data=group([Coordinates(me.pipeline, d, me.tensor) for d in range(layout.data)]),
-        pipeline=group([Coordinates(p, me.data, me.tensor) for p in range(layout.pipeline)]),
-        model=group([Coordinates(p, me.data, t) for p in range(layout.pipeline) for t in range(layout.tensor)]),
+        tensor=group(tensor=pieces),
+        context=group(context=range(layout.context)),
+        expert=group(expert=experts),
+        data=group(data=range(layout.data), context=range(layout.context)),
+        pipeline=group(pipeline=stages),
+        model=group(pipeline=stages, expert=experts, tensor=pieces),
         ends=ends if at_an_end else None,
     )

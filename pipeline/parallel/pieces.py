@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
-from pipeline.models.plan import SPLIT_DIM
+from pipeline.models.plan import SPLITS
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The slice `start:stop` along `dim`, which the ranks of a mesh axis share out."""
+
+    axis: str
+    dim: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The slice `start:stop` along `dim` of a full weight; dim is None for a weight that every tensor rank holds whole.
+    """A rank's part of a full weight: all of it, but for its cuts.
 
     Attributes:
-        name: the weight's name in the whole model; a tied head has the embedding's.
+        name: the weight's name in the whole model; one that stands there twice (a tied head) has its first.
         full_shape: its shape there.
-        copy: whether another stage holds the same weight and counts it (the head's copy of a tied embedding).
+        cuts: at most one a dim.
+        role: its role in the plan.
+        shared: "ends" or "pipeline" where further stages hold the weight: the last one, or all.
+        copy: whether another rank of the pipeline holds it too and counts it.
     """
 
     name: str
     full_shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
+    cuts: tuple[Cut, ...] = ()
+    role: str = "replicate"
+    shared: str = ""
     copy: bool = False
+
+    def cut_along(self, axis: str) -> bool:
+        """Whether the ranks of a mesh axis hold different parts."""
+        return any(cut.axis == axis for cut in self.cuts)
+
+    def start(self, dim: int) -> int:
+        """The full weight's index that is 0 in the piece."""
+        return next((cut.start for cut in self.cuts if cut.dim == dim), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the piece."""
-        if self.dim is None:
-            return self.full_shape
-        return (*self.full_shape[: self.dim], self.stop - self.start, *self.full_shape[self.dim + 1 :])
+        sizes = list(self.full_shape)
+        for cut in self.cuts:
+            sizes[cut.dim] = cut.stop - cut.start
+        return tuple(sizes)
+
+    @property
+    def elements(self) -> int:
+        """Of the piece."""
+        return prod(self.shape)
 
     def of(self, full: Tensor) -> Tensor:
         """The piece of a full weight, as a view."""
         assert tuple(full.shape) == self.full_shape, f"{self.name}: {tuple(full.shape)} is not {self.full_shape}"
-        return full if self.dim is None else full.narrow(self.dim, self.start, self.stop - self.start)
+        for cut in self.cuts:
+            full = full.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        return full
 
 
 @dataclass(frozen=True)
@@ -56,21 +87,22 @@ class Fragment:
     owned: bool
 
 
-def cut(name: str, shape: tuple[int, ...], role: str, ranks: int, rank: int, *, copy: bool = False) -> Piece:
-    """The piece of one tensor rank.
+def cut(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[int, int]]) -> Piece:
+    """The piece of one rank.
 
     Args:
         name: the weight's name in the whole model.
-        shape: its full shape, (output, input) for a matrix.
-        role: its role in the plan: column cuts the output, row the input, vocab the vocabulary (the last pieces may be shorter).
-        ranks: tensor ranks.
-        rank: this one.
-        copy: see Piece.
+        shape: its full shape, (output, input) for a matrix, (experts, output, input) for a stack of experts.
+        role: its role in the plan.
+        axes: mesh axis -> (ranks, this rank's index), for "tensor" and "expert".
     """
-    dim = SPLIT_DIM[role]
-    if ranks == 1 or dim is None or (role == "row" and len(shape) == 1):
-        return Piece(name, shape, copy=copy)
-    size = shape[dim]
-    assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
-    width = -(-size // ranks)
-    return Piece(name, shape, dim, min(rank * width, size), min((rank + 1) * width, size), copy=copy)
+    cuts = []
+    for axis, dim in SPLITS[role].items():
+        ranks, rank = axes[axis]
+        if ranks == 1:
+            continue
+        size = shape[dim]
+        assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
+        width = -(-size // ranks)  # the last pieces of a vocabulary may be shorter
+        cuts.append(Cut(axis, dim, min(rank * width, size), min((rank + 1) * width, size)))
+    return Piece(name, shape, tuple(cuts), role)

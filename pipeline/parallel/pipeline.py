@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import RunConfig
+from pipeline.layers.batch import Batch
 from pipeline.parallel.apply import DTYPES
 from pipeline.parallel.mesh import Mesh
 
@@ -35,7 +36,6 @@ class Pipeline:
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
         self._device = mesh.device
-        self._masks_documents = config.training.document_mask
 
         def loss_fn(loss: Tensor, _: Tensor | None = None) -> Tensor:
             return loss / micro_batches
@@ -46,33 +46,28 @@ class Pipeline:
             else _Alone(stages["0"], micro_batches, loss_fn)
         )
 
-    def train(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+    def train(self, inputs: Tensor, batch: Batch) -> Tensor:
         """Forward and backward pass; gradients are added to the parameters' .grad.
 
         Args:
-            inputs: int64 (sequences, sequence), this data rank's tokens of one global batch.
-            targets: the same, one token later.
-            documents: int32 (sequences, sequence), the document of each token, when the mask is on.
+            inputs: int64 (sequences, sequence), this rank's tokens of one global batch.
+            batch: what belongs to them, with targets.
 
         Returns:
             The mean loss of these sequences as a 0-dim tensor on the rank of the last stage, zero on the others.
         """
-        return self._run(self._schedule.step, inputs, targets, documents)
+        return self._run(self._schedule.step, inputs, batch)
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+    def evaluate(self, inputs: Tensor, batch: Batch) -> Tensor:
         """The mean loss alone; arguments and result as in train."""
         with torch.no_grad():
-            return self._run(self._schedule.eval, inputs, targets, documents)
+            return self._run(self._schedule.eval, inputs, batch)
 
-    def _run(self, step: Any, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> Tensor:
+    def _run(self, step: Any, inputs: Tensor, batch: Batch) -> Tensor:
         losses: list[Tensor] = []
         arguments = (inputs,) if self.is_first else ()
-        options: dict[str, Tensor] = {"targets": targets} if self.is_last else {}
-        if self._masks_documents:
-            assert documents is not None
-            options["documents"] = documents
-        with_loss = {"target": targets, "losses": losses} if self.is_last else {}
-        step(*arguments, **options, **with_loss, return_outputs=False)
+        with_loss = {"target": batch["targets"], "losses": losses} if self.is_last else {}
+        step(*arguments, **batch, **with_loss, return_outputs=False)
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -99,7 +94,7 @@ class _Alone:
 
     def _losses(self, inputs: Tensor, batch: dict[str, Any]) -> Iterator[Tensor]:
         """Each micro-batch's share of the mean loss."""
-        chunks = {name: batch[name].chunk(self._micro_batches) for name in ("targets", "documents") if name in batch}
+        chunks = {name: batch[name].chunk(self._micro_batches) for name in Batch.__annotations__ if name in batch}
         for index, tokens in enumerate(inputs.chunk(self._micro_batches)):
             yield self._loss_fn(self._module(tokens, **{name: parts[index] for name, parts in chunks.items()}))
 

@@ -7,20 +7,20 @@ entry, row-cut products at the exit (Shoeybi et al. 2019). Entry and exit are co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.decoder import Decoder, OutputHead
-from pipeline.layers.loss import linear_cross_entropy
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.loss import linear_cross_entropy, mean_factor
+from pipeline.layers.position_bias import PerHead
 from pipeline.models.plan import role
 from pipeline.parallel import collectives
-from pipeline.parallel.pieces import Piece, cut
+from pipeline.parallel.pieces import Piece
 
 Region = Callable[[Tensor], Tensor]
 
@@ -59,71 +59,40 @@ class VocabularyEmbedding(nn.Module):
 class VocabularyHead(nn.Module):
     """Rows `first_token` and on of the output matrix, with the cross-entropy over all of them."""
 
-    def __init__(self, weight: nn.Parameter, first_token: int, group: ProcessGroup, enter: Region) -> None:
+    def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: Region) -> None:
         super().__init__()
-        self.weight = weight
-        self.first_token = first_token
+        self.weight, self.bias = head.weight, head.bias
+        self.factor, self.label_smoothing = head.factor, head.label_smoothing
+        self.first_token, self.vocabulary = piece.start(0), piece.full_shape[0]
         self.enter = enter
         self.reduce_max = partial(collectives.all_reduce, group=group, op=dist.ReduceOp.MAX)
         self.reduce_sum = partial(collectives.all_reduce, group=group)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean next-token loss of (batch, sequence, hidden) against (batch, sequence) targets; a 0-dim tensor."""
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+        """The mean loss, a 0-dim tensor; arguments as in OutputHead."""
         assert targets is not None, "logits of a cut vocabulary are never put together"
-        return linear_cross_entropy(
+        if self.factor != 1.0:
+            hidden = hidden * self.factor
+        loss = linear_cross_entropy(
             self.enter(hidden),
             self.weight,
             targets,
+            bias=self.bias,
+            label_smoothing=self.label_smoothing,
+            vocabulary=self.vocabulary,
             first_token=self.first_token,
             reduce_max=self.reduce_max,
             reduce_sum=self.reduce_sum,
         )
+        return loss * mean_factor(targets, loss_scale)
 
 
-def replace_weights(stages: Iterable[nn.Module], new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Put `new(name, parameter)` in every parameter's place; a parameter that stands in two places stays one."""
-    done: dict[nn.Parameter, nn.Parameter] = {}
-    for stage in stages:
-        for prefix, module in stage.named_modules():
-            for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if parameter not in done:
-                    done[parameter] = new(f"{prefix}.{leaf}", parameter)
-                setattr(module, leaf, done[parameter])
-
-
-def cut_weights(stages: Iterable[nn.Module], plan: dict[str, str], ranks: int, rank: int, *, tied: bool) -> dict[nn.Parameter, Piece]:
-    """Replace every weight (on the meta device) by this tensor rank's piece of it.
-
-    Args:
-        stages: parts of one model, in order; names are those of the whole model.
-        plan: the family's parallel plan.
-        ranks: tensor ranks.
-        rank: this one.
-        tied: the head is the embedding; a stage that has a head of its own then holds a copy.
-
-    Returns:
-        The new parameters and which piece each is.
-    """
-    pieces: dict[nn.Parameter, Piece] = {}
-
-    def piece_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        is_copy = tied and name == "head.weight"
-        name = "embed.tokens.weight" if is_copy else name
-        piece = cut(name, tuple(parameter.shape), role(plan, name), ranks, rank, copy=is_copy)
-        local = nn.Parameter(parameter.new_empty(piece.shape))
-        pieces[local] = piece
-        return local
-
-    replace_weights(stages, piece_of)
-    return pieces
-
-
-def apply(model: Decoder, pieces: dict[nn.Parameter, Piece], plan: dict[str, str], group: ProcessGroup, *, sequence: bool) -> None:
+def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, str], group: ProcessGroup, *, sequence: bool) -> None:
     """Put the collectives around the regions of a model whose weights are cut.
 
     Args:
-        model: a pipeline stage (or the whole); `embed` or `head` may be None.
-        pieces: what cut_weights returned.
+        model: a pipeline stage (or the whole).
+        pieces: which piece of which full weight each parameter is.
         plan: the family's parallel plan.
         group: the tensor ranks.
         sequence: cut activations along the sequence between the regions.
@@ -135,26 +104,28 @@ def apply(model: Decoder, pieces: dict[nn.Parameter, Piece], plan: dict[str, str
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         roles = {name: role(plan, f"{prefix}.{name}.weight") for name in linears}
         if "column" in roles.values():
-            module.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
+            module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
             if roles[name] == "row":
                 setattr(module, name, RowLinear(linear, leave))
+        for name, child in list(module.named_children()):
+            if isinstance(child, OutputHead):
+                setattr(module, name, VocabularyHead(child, pieces[child.weight], group, enter))
+        if isinstance(module, PerHead):
+            module.register_forward_hook(lambda _, args, output: collectives.own_heads(output, group))  # noqa: ARG005 - hook's signature
+        if isinstance(module, Embedding):
+            weight = module.tokens.weight
+            module.tokens = VocabularyEmbedding(weight, pieces[weight].start(0), group)  # type: ignore[arg-type, index, assignment]
+            if sequence:
+                module.register_forward_hook(lambda _, args, output: collectives.scatter_sequence(output, group))  # noqa: ARG005 - as above
 
-    embed: Any = model.embed
-    if embed is not None:
-        weight = embed.tokens.weight
-        embed.tokens = VocabularyEmbedding(weight, pieces[weight].start, group)
-        if sequence:
-            embed.register_forward_hook(lambda _, args, output: collectives.scatter_sequence(output, group))  # noqa: ARG005 - hook's signature
-    if isinstance(model.head, OutputHead):
-        weight = model.head.weight
-        model.head = VocabularyHead(weight, pieces[weight].start, group, enter)
 
+def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:
+    """Whether each tensor rank has a part of a weight's gradient.
 
-def sums_over_sequence(piece: Piece) -> bool:
-    """Whether a weight's gradient must be summed over the tensor ranks when activations are cut along the sequence.
-
-    True for what every rank holds whole and applies to its own rows: norms, and the biases added after a region.
-    The embedding's positions are applied before the cut.
+    True for what every rank holds whole within a region of cut weights; with activations cut along the sequence also for what it applies
+    to its own rows: norms, and the biases added after a region. An embedding's parts are applied before the cut.
     """
-    return piece.dim is None and not piece.name.startswith("embed.")
+    if piece.role == "partial":
+        return True
+    return sequence and not piece.cut_along("tensor") and ".embed." not in f".{piece.name}"

@@ -62,7 +62,7 @@ def place(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Where the rank stands."""
     where = layout.coordinates(config.dry_run.rank)
     yield f"rank {config.dry_run.rank} of {layout.world_size:,}"
-    for axis in ("pipeline", "data", "tensor"):
+    for axis in ("pipeline", "data", "expert", "context", "tensor"):
         yield f"  {axis:<14}{getattr(where, axis)} of {getattr(layout, axis)}"
 
 
@@ -84,9 +84,9 @@ def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
 def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
     """Bytes of model state."""
     zero = config.parallel.zero_stage
-    state = model_state(count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data)
+    state = model_state(count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data * layout.context)
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
-    shared = f"over {layout.data} data ranks"
+    shared = f"over {layout.data * layout.context} data ranks"
     yield f"model state under ZeRO {zero} (activations and buffers come on top)"
     yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{f', sharded {shared}' if zero == 3 else ''}"
     yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32, whole until they are reduced at the end of a step"

@@ -59,10 +59,10 @@ class _Units:
         return self._mesh.data
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.where.data
+        return self._mesh.data.rank()
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.layout.data
+        return self._mesh.data.size()
 
 
 def _deepspeed(device: torch.device) -> Any:
@@ -81,7 +81,7 @@ def _deepspeed(device: torch.device) -> Any:
 def _settings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """DeepSpeed's configuration. To it a global batch is one micro-batch: the schedule does the accumulation."""
     return {
-        "train_micro_batch_size_per_gpu": config.training.global_batch_size // mesh.layout.data,
+        "train_micro_batch_size_per_gpu": config.training.global_batch_size // mesh.layout.shares,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": {"stage": config.parallel.zero_stage, "overlap_comm": False},
@@ -155,7 +155,7 @@ class ZeroEngine(Engine):
         """ZeRO 3: equal partitions of the flattened piece, the last ones padded."""
         whole: int = parameter.ds_numel  # type: ignore[attr-defined]
         width: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        start = self._mesh.where.data * width
+        start = self._mesh.data.rank() * width
         count = min(width, whole - start)
         if count <= 0:
             return []

@@ -11,26 +11,33 @@ from torch.distributed import ProcessGroup
 
 from pipeline.parallel.apply import LocalModel
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.tensor import sums_over_sequence
+from pipeline.parallel.tensor import sums_over_tensor
 
 #: Elements of one all-reduce.
 BUCKET_ELEMENTS = 1 << 26
 
 
 def complete(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> None:
-    """Make every gradient that of the rank's whole batch share.
+    """Make every gradient the mean over what the ranks with other data indices do not see; the mean over these remains.
 
-    With sequence parallelism a norm has seen this rank's rows only: its gradient is summed over the tensor ranks.
-    An embedding tied across the first and the last stage lives on both: its two gradients are summed over them.
+    - A norm on rows that are cut along the sequence, or a weight that tensor ranks hold whole within their region, has a part of its
+      gradient on each tensor rank: the sum is the whole.
+    - An embedding tied across the first and the last stage, or a weight that all stages hold, has a part on each.
+    - An expert has seen the tokens of all ranks of the expert axis, every other weight those of its own samples: one is divided, the
+      other averaged.
     """
-    if sequence_parallel and mesh.layout.tensor > 1:
-        sum_over(mesh.tensor, (p for p, piece in model.pieces.items() if sums_over_sequence(piece)))
-    if mesh.ends is not None and any(_is_tied(model, p) for p in model.pieces):
-        sum_over(mesh.ends, (p for p in model.pieces if _is_tied(model, p)))
-
-
-def _is_tied(model: LocalModel, parameter: nn.Parameter) -> bool:
-    return model.tied and model.pieces[parameter].name == "embed.tokens.weight"
+    pieces = model.pieces.items()
+    if mesh.layout.tensor > 1:
+        sum_over(mesh.tensor, (p for p, piece in pieces if sums_over_tensor(piece, sequence=sequence_parallel)))
+    if mesh.ends is not None:
+        sum_over(mesh.ends, (p for p, piece in pieces if piece.shared == "ends"))
+    if mesh.layout.pipeline > 1:
+        sum_over(mesh.pipeline, (p for p, piece in pieces if piece.shared == "pipeline"))
+    if mesh.layout.expert > 1:
+        sum_over(mesh.expert, (p for p, piece in pieces if not piece.cut_along("expert")), mean=True)
+        for gradient in (p.grad for p, piece in pieces if piece.cut_along("expert")):
+            if gradient is not None:
+                gradient /= mesh.layout.expert
 
 
 def sum_over(group: ProcessGroup, parameters: Iterable[nn.Parameter], *, mean: bool = False) -> None:
@@ -63,10 +70,11 @@ def _reduce(gradients: list[Tensor], group: ProcessGroup, mean: bool) -> None:
 def is_counted(model: LocalModel, mesh: Mesh, parameter: nn.Parameter) -> bool:
     """Whether this rank's copy of a weight stands for it in the global norm and in a checkpoint.
 
-    Pieces always do, whole weights on tensor rank 0 only, the head's copy of a tied embedding never.
+    Pieces always do; what all ranks of an axis hold whole counts on the first of them; what another stage holds too counts there.
     """
     piece = model.pieces[parameter]
-    return not piece.copy and (piece.dim is not None or mesh.where.tensor == 0)
+    whole = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
+    return not piece.copy and all(piece.cut_along(axis) or index == 0 for axis, index in whole.items())
 
 
 def global_norm(model: LocalModel, mesh: Mesh) -> Tensor:

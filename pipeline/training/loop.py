@@ -51,9 +51,9 @@ def train(
     batches = Batches(training_data, config, trainer.mesh)
     started = time.monotonic()
     with Bar(training.steps - progress.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
-        for tokens, documents in batches.training(progress.samples, range(progress.step, training.steps)):
+        for tokens, batch in batches.training(progress.samples, range(progress.step, training.steps)):
             waited = time.monotonic() - started
-            loss, result = trainer.train(tokens, documents)
+            loss, result = trainer.train(tokens, batch)
             size = warmup.batch_size(training, progress.step)
             progress = Progress(progress.step + 1, progress.samples + size, progress.updates)
             now = time.monotonic()
@@ -90,8 +90,8 @@ def validate(
     source = Batches(data, config, trainer.mesh)
     total = torch.zeros((), device=trainer.mesh.device)
     with Bar(count, "validate", "batch", trainer.mesh.rank) as bar:
-        for tokens, documents in source.validation(count):
-            total += trainer.evaluate(tokens, documents)
+        for tokens, batch in source.validation(count):
+            total += trainer.evaluate(tokens, batch)
             bar.advance(1)
     loss = float(total) / count
     bits = loss / math.log(2) / data.bytes_per_token

@@ -69,7 +69,7 @@ class ReplicatedEngine(Engine):
     def fragments(self) -> list[Fragment]:
         """See Engine."""
         create_moments(self._optimizer, self._masters)
-        first = self._mesh.where.data == 0
+        first = self._mesh.data.rank() == 0
         return [
             Fragment(
                 self.model.pieces[parameter],

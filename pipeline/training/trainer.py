@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
+from pipeline.layers.batch import Batch
 from pipeline.parallel.apply import LocalModel, parallelize
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pipeline import Pipeline
@@ -30,35 +31,35 @@ class Trainer:
         self._config = config
         self._pipelines: dict[tuple[int, int], Pipeline] = {}
 
-    def train(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, StepResult]:
+    def train(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, StepResult]:
         """One optimizer step.
 
         Args:
-            tokens: int64 (sequences, sequence + 1), this data rank's share of the global batch, on the mesh's device.
-            documents: int32 (sequences, sequence), when the document mask is on.
+            tokens: int64 (sequences, sequence), this rank's share of the global batch, on the mesh's device.
+            batch: what belongs to them, with targets.
 
         Returns:
             The mean loss of the global batch, a 0-dim tensor the same on every rank, and what the step did.
         """
         with self.engine.accumulate():
-            loss = self._pipeline(tokens).train(tokens[:, :-1], tokens[:, 1:], documents)
+            loss = self._pipeline(tokens).train(tokens, batch)
         return self._mean(loss), self.engine.step()
 
-    def evaluate(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def evaluate(self, tokens: Tensor, batch: Batch) -> Tensor:
         """The mean loss of the global batch; arguments as in train."""
-        return self._mean(self._pipeline(tokens).evaluate(tokens[:, :-1], tokens[:, 1:], documents))
+        return self._mean(self._pipeline(tokens).evaluate(tokens, batch))
 
     def _pipeline(self, tokens: Tensor) -> Pipeline:
         """The pipeline for batches of this shape; a warm-up has several."""
-        shape = (tokens.shape[0], tokens.shape[1] - 1)
+        shape = (tokens.shape[0], tokens.shape[1])
         if shape not in self._pipelines:
             self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
         return self._pipelines[shape]
 
     def _mean(self, loss: Tensor) -> Tensor:
-        """The mean over the data ranks of what the last stage's ranks know, for everyone."""
+        """The mean over all shares of the batch of what the last stage's ranks know, for everyone."""
         if self.mesh.layout.world_size == 1:
             return loss
         total = loss.clone() if self.mesh.where.tensor == 0 else torch.zeros_like(loss)
         dist.all_reduce(total)
-        return total / self.mesh.layout.data
+        return total / (self.mesh.layout.shares * self.mesh.layout.context)

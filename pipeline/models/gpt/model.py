@@ -7,12 +7,13 @@ import math
 from torch import nn
 
 from pipeline.layers.attention import Attention
-from pipeline.layers.decoder import Block, Decoder, Embedding, OutputHead
+from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mlp import MLP
+from pipeline.layers.stack import Block, Stack
 from pipeline.models.gpt.config import GPTConfig
 
 
-def build(config: GPTConfig) -> Decoder:
+def build(config: GPTConfig) -> Stack:
     """The whole model with uninitialised weights on torch's default device."""
 
     def block() -> Block:
@@ -23,7 +24,7 @@ def build(config: GPTConfig) -> Decoder:
             mlp=MLP(config.hidden, config.ffn_hidden, bias=True),
         )
 
-    return Decoder(
+    return Stack(
         embed=Embedding(config.vocab_size, config.hidden, config.max_positions),
         blocks=[block() for _ in range(config.layers)],
         norm=nn.LayerNorm(config.hidden, eps=config.norm_eps),

@@ -7,13 +7,14 @@ import math
 from torch import nn
 
 from pipeline.layers.attention import Attention
-from pipeline.layers.decoder import Block, Decoder, Embedding, OutputHead
+from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rotary import Rotary
+from pipeline.layers.stack import Block, Stack
 from pipeline.models.llama.config import LlamaConfig
 
 
-def build(config: LlamaConfig) -> Decoder:
+def build(config: LlamaConfig) -> Stack:
     """The whole model with uninitialised weights on torch's default device."""
 
     def block() -> Block:
@@ -24,7 +25,7 @@ def build(config: LlamaConfig) -> Decoder:
             mlp=GatedMLP(config.hidden, config.ffn_hidden, bias=False),
         )
 
-    return Decoder(
+    return Stack(
         embed=Embedding(config.vocab_size, config.hidden),
         blocks=[block() for _ in range(config.layers)],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
