@@ -21,6 +21,7 @@ from pipeline.config.layout import Layout
 from pipeline.data.load import blend
 from pipeline.data.load.loader import Corpus, Samples, TokenDataset, Windows
 from pipeline.data.load.mixture import Mixture, Phase
+from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.stream import TokenStream
 from pipeline.errors import UserError
 from pipeline.parallel.mesh import Mesh
@@ -198,7 +199,7 @@ def test_what_was_seen_is_known_by_its_content_alone(corpora):
 def batches(config, samples, ranks, rank):
     """The batches of one data rank among several, without a process group."""
     layout = Layout(pipeline=1, data=ranks, tensor=1)
-    return Batches(samples, config, Mesh(layout, rank, torch.device("cpu"), *5 * [None]))
+    return Batches(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)
@@ -228,13 +229,13 @@ def test_batches_do_not_depend_on_ranks_threads_or_where_a_run_began(corpora, si
         length = warmup.sequence_length(training, step)
         rows = samples.samples(np.arange(consumed[step], consumed[step + 1])).astype(np.int64)
         tokens = torch.cat([part[step - start][0] for part in parts])
-        documents = torch.cat([part[step - start][1] for part in parts])
-        assert tokens.dtype == torch.int64
-        assert tokens.shape[1] == length + 1
-        assert np.array_equal(tokens[:, :-1].reshape(-1, LENGTH), rows[:, :-1]), "every token is seen once"
-        assert np.array_equal(tokens[:, 1:].reshape(-1, LENGTH), rows[:, 1:])
-        assert documents.shape == tokens[:, 1:].shape
-        assert (documents[:, 0] == 0).all()
+        targets, documents = (torch.cat([part[step - start][1][name] for part in parts]) for name in ("targets", "documents"))
+        assert tokens.dtype == targets.dtype == torch.int64
+        assert tokens.shape[1] == length
+        assert np.array_equal(tokens.reshape(-1, LENGTH), rows[:, :-1]), "every token is seen once"
+        assert np.array_equal(targets.reshape(-1, LENGTH), rows[:, 1:])
+        ended = tokens[:, :-1] == samples.end_of_document
+        assert torch.equal(documents.diff(dim=1), ended.to(torch.int32)), "the end token closes its document"
 
 
 class Gated:
@@ -242,6 +243,7 @@ class Gated:
 
     def __init__(self, samples):
         self._samples, self.gate, self.made = samples, threading.Event(), 0
+        self.bytes_per_token = samples.bytes_per_token
 
     def samples(self, indices):
         assert self.gate.wait(60)

@@ -22,7 +22,7 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Write run_dir/evaluation.json: step, loss (nats a token), bits a byte.
+    """Write run_dir/evaluation.json: step, loss (nats a target), bits a byte (null where not every token is one).
 
     Raises:
         UserError: there is no checkpoint, no validation split, or they do not belong together.
@@ -43,6 +43,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             result = {"checkpoint": str(path), "step": progress.step, "validation_loss": loss, "bits_per_byte": bits}
             with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
                 json.dump(result, handle, indent=1)
-            log.info("step %d: validation loss %.4f nats a token, %.4f bits a byte", progress.step, loss, bits)
+            measured = "" if bits is None else f", {bits:.4f} bits a byte"
+            log.info("step %d: validation loss %.4f nats a target%s", progress.step, loss, measured)
     finally:
         meshes.stop()

@@ -17,7 +17,8 @@ from pipeline.checkpoint import format as checkpoints
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.objectives import opening
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, disk_full_named, make_folder
 from pipeline.launch.ranks import Ranks
@@ -37,7 +38,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         UserError: before any work: no token shards, a vocabulary that does not fit, a run directory of another model.
     """
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
-    blend.check_epochs(config, training_data)
+    blend.check_epochs(config, training_data.samples)
     start = starting_point(config)
     device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
@@ -63,8 +64,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         meshes.stop()
 
 
-def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Samples, Samples | None]:
-    """The training samples, and those of the validation split if it holds one.
+def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:
+    """What the model trains on, and the same of the validation split if it holds one.
 
     Args:
         config: of the run.
@@ -73,12 +74,13 @@ def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Samples, Sampl
     Raises:
         UserError: token shards are missing or damaged, or have tokens that the model has no row for.
     """
-    training = blend.open_training(config, share)
-    if training.vocab_size > config.model.vocab_size:
-        rule = f"is smaller than the tokenizer's {training.vocab_size} entries in {config.data.tokens}"
-        fix = f"set model.vocab_size={training.vocab_size} or more, or tokenize with a smaller tokenizer"
+    training = opening.open_training(config, share)
+    vocab_size = training.samples.vocab_size
+    if vocab_size > config.model.vocab_size:
+        rule = f"is smaller than the tokenizer's {vocab_size} entries in {config.data.tokens}"
+        fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
-    return training, blend.open_validation(config, share)
+    return training, opening.open_validation(config, share)
 
 
 def starting_point(config: RunConfig) -> Path | None:

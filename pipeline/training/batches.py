@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.boundaries import document_ids
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import Mesh
 
@@ -44,8 +43,8 @@ class Batches:
         stalls: batches so far that were not ready when they were asked for; a run's first batch always is.
     """
 
-    def __init__(self, samples: Samples, config: RunConfig, mesh: Mesh) -> None:
-        self._samples, self._config, self._device = samples, config, mesh.device
+    def __init__(self, objective: Objective, config: RunConfig, mesh: Mesh) -> None:
+        self._objective, self._config, self._device = objective, config, mesh.device
         self._rank, self._ranks = mesh.layout.share(mesh.where), mesh.layout.shares
         self.stalls = 0
 
@@ -74,17 +73,15 @@ class Batches:
             length: tokens a sequence; samples are cut into sequences of so many.
 
         Returns:
-            Tokens int64 (sequences, length), and their targets; documents when the document mask is on.
+            Tokens int64 (sequences, length), and what the objective makes with them.
         """
         share = size // self._ranks
-        tokens = self._samples.samples(np.arange(share) + first + self._rank * share)
-        if length < tokens.shape[1] - 1:
-            tokens = sliding_window_view(tokens, length + 1, axis=1, writeable=True)[:, ::length].reshape(-1, length + 1)
-        documents = None
-        if self._config.training.document_mask:
-            documents = self._to_device(document_ids(tokens[:, :-1], self._samples.end_of_document))
+        arrays = self._objective.arrays(np.arange(share) + first + self._rank * share)
+        if length < arrays["tokens"].shape[1]:
+            arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
         # Two bytes a token on the way to the device, eight in its memory.
-        return causal(self._to_device(tokens).to(torch.int64), documents)
+        batch = {name: self._to_device(array).to(torch.int32 if name == "documents" else torch.int64) for name, array in arrays.items()}
+        return batch.pop("tokens"), cast(Batch, batch)
 
     def _ahead(self, work: Iterator[tuple[int, int, int]]) -> Iterator[Loaded]:
         """Load as many batches ahead as data.prefetch says, each in a thread, and hand them out in order."""

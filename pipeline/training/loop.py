@@ -17,7 +17,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.progress import Progress as Bar
 from pipeline.training.batches import Batches
 from pipeline.training.metrics import Metrics
@@ -29,8 +29,8 @@ log = logging.getLogger("pipeline")
 def train(
     config: RunConfig,
     trainer: Trainer,
-    training_data: Samples,
-    validation_data: Samples | None,
+    training_data: Objective,
+    validation_data: Objective | None,
     progress: Progress,
     metrics: Metrics,
 ) -> Progress:
@@ -68,7 +68,7 @@ def train(
             if last or (checkpoint.every and progress.step % checkpoint.every == 0):
                 metrics.flush()
                 progress = dataclasses.replace(progress, updates=trainer.engine.updates())
-                index = Index(progress, dataclasses.asdict(config), blend.fingerprint(config, training_data, progress.samples))
+                index = Index(progress, dataclasses.asdict(config), blend.fingerprint(config, training_data.samples, progress.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
                 log.info("step %d: wrote %s", progress.step, path)
                 started = time.monotonic()
@@ -76,16 +76,16 @@ def train(
 
 
 def validate(
-    config: RunConfig, trainer: Trainer, data: Samples, step: int, metrics: Metrics | None, batches: int | None
-) -> tuple[float, float]:
+    config: RunConfig, trainer: Trainer, data: Objective, step: int, metrics: Metrics | None, batches: int | None
+) -> tuple[float, float | None]:
     """Mean loss and bits per byte over the first global batches of the validation split (all of it when `batches` is None).
 
     The split is read in whole global batches; a last one that it does not fill goes on with the split's beginning.
 
     Returns:
-        (nats a token, bits a byte).
+        (nats a target, bits a byte; None where the objective does not predict every token).
     """
-    whole = math.ceil(int(data.counts[0]) / config.training.global_batch_size)
+    whole = math.ceil(int(data.samples.counts[0]) / config.training.global_batch_size)
     count = whole if batches is None else min(batches, whole)
     source = Batches(data, config, trainer.mesh)
     total = torch.zeros((), device=trainer.mesh.device)
@@ -94,13 +94,13 @@ def validate(
             total += trainer.evaluate(tokens, batch)
             bar.advance(1)
     loss = float(total) / count
-    bits = loss / math.log(2) / data.bytes_per_token
+    bits = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else None
     if metrics is not None:
         metrics.validation(step, loss, bits)
     return loss, bits
 
 
-def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Samples) -> Progress:
+def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> Progress:
     """Read a checkpoint into the trainer; the beginning when there is none.
 
     The checkpoint must have seen what the samples that it consumed are now.
@@ -111,7 +111,7 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     if path is None:
         return Progress()
     checkpoint = Checkpoint(path)
-    seen = blend.fingerprint(config, training_data, checkpoint.progress.samples)
+    seen = blend.fingerprint(config, training_data.samples, checkpoint.progress.samples)
     save.check_same_run(checkpoint, dataclasses.asdict(config), seen)
     save.load(checkpoint, trainer.engine.fragments())
     trainer.engine.loaded(checkpoint.progress.updates)

@@ -94,12 +94,13 @@ class Metrics:
             self._write(self._pending)
             self._pending = None
 
-    def validation(self, step: int, loss: float, bits_per_byte: float) -> None:
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Note a validation: a line of its own, with "validation_loss"."""
         self.flush()
         if self._rank == 0:
             self._emit({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte})
-            log.info("step %d: validation loss %.4f, %.4f bits per byte", step, loss, bits_per_byte)
+            bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+            log.info("step %d: validation loss %.4f%s", step, loss, bits)
 
     @property
     def last(self) -> dict[str, Any]:

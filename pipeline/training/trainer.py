@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
+from pipeline.layers.loss import IGNORE
 from pipeline.parallel.apply import LocalModel, parallelize
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pipeline import Pipeline
@@ -41,13 +42,25 @@ class Trainer:
         Returns:
             The mean loss of the global batch, a 0-dim tensor the same on every rank, and what the step did.
         """
+        batch = self._scaled(batch)
         with self.engine.accumulate():
             loss = self._pipeline(tokens).train(tokens, batch)
         return self._mean(loss), self.engine.step()
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> Tensor:
         """The mean loss of the global batch; arguments as in train."""
-        return self._mean(self._pipeline(tokens).evaluate(tokens, batch))
+        return self._mean(self._pipeline(tokens).evaluate(tokens, self._scaled(batch)))
+
+    def _scaled(self, batch: Batch) -> Batch:
+        """The batch with Batch.loss_scale, where not every position counts: the mean is over what counts in the global batch."""
+        if self._config.model.objective == "causal":
+            return batch
+        targets = batch["targets"]
+        counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])
+        for group in (self.mesh.data, self.mesh.expert):
+            dist.all_reduce(counts, group=group)
+        scale = counts[0].float() / counts[1].clamp(min=1)
+        return {**batch, "loss_scale": scale.expand(len(targets)).contiguous()}
 
     def _pipeline(self, tokens: Tensor) -> Pipeline:
         """The pipeline for batches of this shape; a warm-up has several."""

@@ -25,30 +25,32 @@ from pipeline.errors import UserError, Violation
 log = logging.getLogger("pipeline")
 
 
-def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples:
+def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:
     """The samples that a run trains on. Opening reads manifests alone, however many tokens there are.
 
     Args:
         config: of the run.
         share: (rank, ranks) of the job, to share what every rank would else do: checksums, and file sizes, which the first rank looks at.
+        length: tokens from one sample to the next; training.sequence_length when None.
 
     Raises:
         UserError: a folder is not finished, a shard missing or damaged, a corpus unknown or too short.
     """
-    data, training = config.data, config.training
+    data = config.data
+    length = length or config.training.sequence_length
     corpora = _corpora(config, "train")
     stream = _stream(config, corpora, share)
     sequences: Sequences
     if data.packing == "best_fit":
-        sequences = BestFit(stream, [c.shards for c in corpora], training.sequence_length, corpora[0].totals["end_of_document"])
+        sequences = BestFit(stream, [c.shards for c in corpora], length, corpora[0].totals["end_of_document"])
         log.info("best-fit packing: %s sequences, %.2f %% padding", f"{sequences.counts.sum():,}", 100 * sequences.padding)
     else:
-        sequences = Windows(stream, corpora, training.sequence_length)
+        sequences = Windows(stream, corpora, length)
     for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
         if count < 1:
-            raise too_short("train", corpus.name or data.tokens, training.sequence_length, corpus.total("tokens"))
+            raise too_short("train", corpus.name or data.tokens, length, corpus.total("tokens"))
     mixture = Mixture(phases(config, sequences.counts.tolist())) if data.blend else None
-    return Samples(corpora, stream, sequences, training.seed, mixture, _infill(config, corpora[0]))
+    return Samples(corpora, stream, sequences, config.training.seed, mixture, _infill(config, corpora[0]))
 
 
 def check_epochs(config: RunConfig, samples: Samples) -> None:
@@ -72,8 +74,10 @@ def check_epochs(config: RunConfig, samples: Samples) -> None:
         raise UserError(problems)
 
 
-def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Samples | None:
+def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples | None:
     """The validation splits of all corpora of the run, one after the other; None if they hold no window.
+
+    Arguments are those of open_training.
 
     Raises:
         UserError: as open_training.
@@ -82,7 +86,7 @@ def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Sampl
     shards = [shard for part in parts for shard in part.shards]
     whole = Corpus("", shards, parts[0].totals, "")
     stream = _stream(config, [whole], share)
-    windows = Windows(stream, [whole], config.training.sequence_length)
+    windows = Windows(stream, [whole], length or config.training.sequence_length)
     return Samples([whole], stream, windows, None) if windows.counts[0] > 0 else None
 
 

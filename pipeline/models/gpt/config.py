@@ -33,6 +33,11 @@ class GPTConfig:
         """Key and value heads: as many as query heads."""
         return self.heads
 
+    @property
+    def objective(self) -> str:
+        """What it is trained to predict: the next token."""
+        return "causal"
+
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
         if self.hidden % self.heads:

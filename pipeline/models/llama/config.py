@@ -30,6 +30,11 @@ class LlamaConfig:
         """Width of one head."""
         return self.hidden // self.heads
 
+    @property
+    def objective(self) -> str:
+        """What it is trained to predict: the next token."""
+        return "causal"
+
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
         found = []

@@ -1,0 +1,44 @@
+"""The next token, from all before it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.boundaries import document_ids
+from pipeline.data.load.loader import Samples
+from pipeline.data.load.objectives.objective import Objective
+
+
+class Causal(Objective):
+    """Each position's target is the next token."""
+
+    def __init__(self, samples: Samples, *, document_mask: bool = False) -> None:
+        """Take samples of whole sequences and one token more.
+
+        Args:
+            samples: the text.
+            document_mask: tell documents apart.
+        """
+        self.samples, self.bytes_per_token = samples, samples.bytes_per_token
+        self._document_mask = document_mask
+
+    @staticmethod
+    def text_length(config: RunConfig) -> int:
+        """See Objective."""
+        return config.training.sequence_length
+
+    @classmethod
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
+        """See Objective."""
+        return cls(samples, document_mask=config.training.document_mask)
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective."""
+        text = self.samples.samples(indices)
+        found = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+        if self._document_mask:
+            found["documents"] = document_ids(found["tokens"], self.samples.end_of_document)
+        return found
