@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
 from pipeline.models.families import ModelConfig
+from pipeline.models.rows import Row
 from pipeline.progress import Progress
 
 #: What a tokenizer folder may hold; tokenizer.json is what it must.
@@ -57,25 +58,42 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
     Returns:
         How many parameters were written.
     """
-    rows = {row.theirs: row for row in registry.adapter(config).weights(config)}
-    elements = {name: sum(torch.Size(weights.shape(part)).numel() for part in row.ours) for name, row in rows.items()}
+    rows = {row.theirs: row for row in registry.stock_rows(config)[0]}
+    elements = {name: row.elements([weights.shape(part) for part in row.ours]) for name, row in rows.items()}
     split = split_state_dict_into_shards_factory(
         elements,
         get_storage_size=lambda count: count * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
+    read = _Reader(weights, dtype)
     with Progress(sum(elements.values()) * dtype.itemsize, "writing weights", "B") as progress:
         for file, names in split.filename_to_tensors.items():
             shard: dict[str, Tensor] = {}
             for name in names:
-                shard[name] = rows[name].join([weights.tensor(part).to(dtype) for part in rows[name].ours])
+                shard[name] = rows[name].join(read(rows[name]))
                 progress.advance(shard[name].nbytes, file)
             save_file(shard, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index)
     return sum(elements.values())
+
+
+class _Reader:
+    """Our weights of a row. A stack of experts is kept for the next row, which wants another slice of it."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._stacks: dict[str, Tensor] = {}
+
+    def __call__(self, row: Row) -> list[Tensor]:
+        if row.expert is None:
+            self._stacks = {}
+            return [self._weights.tensor(name).to(self._dtype) for name in row.ours]
+        kept = self._stacks
+        self._stacks = {name: kept[name] if name in kept else self._weights.tensor(name).to(self._dtype) for name in row.ours}
+        return list(self._stacks.values())
 
 
 def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -> None:

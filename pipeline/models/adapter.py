@@ -1,51 +1,41 @@
-"""A family's correspondence with the stock Hugging Face class, as two tables: of weights and of config.json keys."""
+"""A family's correspondence with a stock Hugging Face class, as two tables, of weights and of config.json's keys, read both ways."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from pipeline.errors import UserError
 from pipeline.models.families import ModelConfig
+from pipeline.models.rows import Blocks, Row, rows, written_out
+
+__all__ = ["Adapter", "Blocks", "Nested", "Row", "refusal", "rows"]
+
+
+def refusal(key: str, value: object, rule: str, fix: str = "import a model without it, or add the feature to the family") -> UserError:
+    """What is said of a key of a config.json that cannot be imported."""
+    return UserError.of(f"config.json {key}", value, rule, fix)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One Hugging Face tensor and the weights of ours that it holds.
+class Nested:
+    """Keys of config.json that a table of names cannot translate (a dict of rope parameters, a list with an entry a layer).
 
     Attributes:
-        theirs: its name; `{i}` stands for every block's index.
-        ours: our names, in the order in which theirs has them below each other (fused projections).
-        transposed: theirs is (input, output), as GPT-2's Conv1D keeps it; ours is always (output, input).
+        keys: theirs; `read` answers for their values.
+        write: our configuration -> their keys and values.
+        read: the content of config.json -> our fields; raises `refusal` for a value that the family does not have.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
-    transposed: bool = False
-
-    def of_block(self, index: int) -> Row:
-        """The row with a block's index filled in."""
-        return replace(self, theirs=self.theirs.format(i=index), ours=tuple(name.format(i=index) for name in self.ours))
-
-    def join(self, weights: Sequence[Tensor]) -> Tensor:
-        """Their tensor, from ours in the order of `ours`."""
-        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        return whole.t().contiguous() if self.transposed else whole
-
-
-def rows(theirs: str, *ours: str, leaves: Sequence[str] = ("weight",), transposed: bool = False) -> tuple[Row, ...]:
-    """A module's rows, one for each of its leaves (weight, bias); only a weight can be transposed."""
-    return tuple(
-        Row(f"{theirs}.{leaf}", tuple(f"{module}.{leaf}" for module in ours), transposed=transposed and leaf == "weight") for leaf in leaves
-    )
+    keys: tuple[str, ...]
+    write: Callable[[Any], dict[str, Any]]
+    read: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The two tables of a family.
+    """The tables of a family and one stock class. A family with several classes has an adapter for each.
 
     Attributes:
         architecture: the stock class.
@@ -53,28 +43,47 @@ class Adapter:
         fields: key of config.json -> field (or property) of our configuration.
         constants: key of config.json -> what is true of every model of this family.
         table: every weight, blocks as `{i}`.
+        implied: field of our configuration -> the value that every model of the class has, for which config.json has no key.
+        defaults: key of config.json -> what the stock class takes where the key is missing, or a function of the content that tells;
+            a constant without one may be missing, a field may not.
+        nested: keys that need more than a table.
+        harmless: further keys that change no logit.
+        older: names that the class had in former releases.
+        copies: stock weight -> the one of the table that it always equals; files have both or either.
+        unused: patterns (fnmatch) of stock tensors that files may have and the class does not compute with.
+        renamed: (regular expression, replacement) for weights whose names in files differ from the class's.
     """
 
     architecture: str
     model_type: str
     fields: dict[str, str]
     constants: dict[str, Any]
-    table: tuple[Row, ...]
+    table: tuple[Row | Blocks, ...]
+    implied: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    nested: tuple[Nested, ...] = ()
+    harmless: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
+    copies: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         """The content of config.json, but for what the tokenizer and the export say (token ids, number format)."""
-        return {
+        content = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.constants,
             **{theirs: getattr(config, ours) for theirs, ours in self.fields.items()},
         }
+        for group in self.nested:
+            content.update(group.write(config))
+        return content
 
-    def weights(self, config: ModelConfig) -> Iterator[Row]:
-        """Every tensor of the stock model, in its order; a tied head has none of its own."""
-        blocks = [row for row in self.table if "{i}" in row.theirs]
-        first = self.table.index(blocks[0])
-        yield from self.table[:first]
-        for index in range(config.layers):
-            yield from (row.of_block(index) for row in blocks)
-        yield from (row for row in self.table[first + len(blocks) :] if not (config.tie_embeddings and row.ours == ("head.weight",)))
+    def differences(self, config: ModelConfig) -> dict[str, Any]:
+        """The fields in which a configuration is none of this class's: field -> the only value the class has."""
+        return {ours: value for ours, value in self.implied.items() if getattr(config, ours) != value}
+
+    def rows(self, config: ModelConfig) -> Iterator[Row]:
+        """Every row, also those of weights that are other weights' copies in this configuration."""
+        return written_out(self.table, config)
