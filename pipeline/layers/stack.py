@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeline.layers.attention import Scope
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Mixture, SharedMixture
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import Slopes
 from pipeline.layers.rotary import Rotary
@@ -53,13 +54,17 @@ class Block(nn.Module):
             x = self.attention_norm(x + self.attention(x, None, scope))
             if self.cross is not None and self.cross_norm is not None:
                 x = self.cross_norm(x + self.cross(x, memory, scope))
-            x = self.mlp_norm(x + self.mlp(x))
+            x = self.mlp_norm(x + self._feed_forward(x, scope))
         else:
             x = x + self.attention(self.attention_norm(x), None, scope)
             if self.cross is not None and self.cross_norm is not None:
                 x = x + self.cross(self.cross_norm(x), memory, scope)
-            x = x + self.mlp(self.mlp_norm(x))
+            x = x + self._feed_forward(self.mlp_norm(x), scope)
         return x if self.output_norm is None else self.output_norm(x)
+
+    def _feed_forward(self, x: Tensor, scope: Scope) -> Tensor:
+        """Experts must know which tokens are padding; for others it does not matter."""
+        return self.mlp(x, scope) if isinstance(self.mlp, Mixture | SharedMixture) else self.mlp(x)
 
 
 class Stack(nn.Module):

@@ -1,0 +1,146 @@
+"""Routers of a mixture of experts: which experts a token goes to, with which weights, and the losses that keep the load even."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router says of every token; fp32 (or wider, where the model is).
+
+    Attributes:
+        logits: (tokens, experts).
+        shares: (tokens, experts), the scores of a token divided by their sum.
+        experts: int64 (tokens, top_k), the chosen ones, the best first.
+        weights: (tokens, top_k), of their outputs.
+    """
+
+    logits: Tensor
+    shares: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+class Router(nn.Module):
+    """A linear gate and a choice of the top_k best experts; of equal ones the lower index wins. It computes in fp32.
+
+    With softmax and normalise it is Mixtral's (Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.1): a softmax over all,
+    normalised over the chosen ones, is the softmax over the chosen logits. The other options are DeepSeek-V3's
+    (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    Args:
+        hidden: width of a token.
+        experts: how many there are.
+        top_k: how many a token goes to.
+        scoring: "softmax" or "sigmoid", of the logits.
+        normalise: the weights of the chosen experts sum to one.
+        factor: of all weights, after that.
+        correction: add a bias to the scores for the choice alone; no gradient moves it (balance.correct does).
+        groups: experts stand in so many groups of equal size.
+        groups_chosen: the choice is among so many groups, those whose two best experts have the largest sum.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        normalise: bool = True,
+        factor: float = 1.0,
+        correction: bool = False,
+        groups: int = 1,
+        groups_chosen: int = 1,
+    ) -> None:
+        super().__init__()
+        assert scoring in ("softmax", "sigmoid")
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction else None
+        self.top_k, self.scoring, self.normalise, self.factor = top_k, scoring, normalise, factor
+        self.groups, self.groups_chosen = groups, groups_chosen
+
+    def forward(self, x: Tensor) -> Routing:
+        """(tokens, hidden) -> the routing of each."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.softmax(dim=1) if self.scoring == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach())
+        weights = scores.gather(1, experts)
+        if self.normalise:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return Routing(logits, scores / scores.sum(dim=1, keepdim=True), experts, weights * self.factor)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """(tokens, experts) -> the indices of the best, int64 (tokens, top_k)."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups_chosen < self.groups:
+            members = scores.unflatten(1, (self.groups, -1))
+            best = _best(members.topk(min(2, members.shape[2]), dim=2).values.sum(dim=2), self.groups_chosen)
+            closed = torch.ones(members.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, value=False)
+            scores = members.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
+        return _best(scores, self.top_k)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Indices of the largest values along dim 1, best first; topk leaves open which of equal ones it takes."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Coefficients of the losses that a mixture adds to the model's loss; 0 leaves one out.
+
+    Each is taken for every layer and micro-batch by itself, as a mean over its tokens, and added over the layers.
+
+    Attributes:
+        batch: experts * sum over experts of (share of the choices) * (mean share of the scores), over a micro-batch's tokens
+            (Fedus et al. 2022, https://arxiv.org/abs/2101.03961, equations 4 to 6); 1 when the load is even. The stock Mixtral puts the
+            tokens of all layers together and does not divide the choices by top_k.
+        sequence: the same over the tokens of each sequence, and the mean of the sequences (DeepSeek-V3, equations 17 to 20, with the
+            choices as they were made, bias and groups included).
+        z: mean square of the log of the softmax's denominator (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
+    """
+
+    batch: float = 0.0
+    sequence: float = 0.0
+    z: float = 0.0
+
+    def loss(self, routing: Routing, real: Tensor) -> Tensor:
+        """The weighted sum of the losses.
+
+        Args:
+            routing: of batch * sequence tokens.
+            real: (batch, sequence) of bool, False for padding, which counts nowhere.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        total = routing.logits.new_zeros(())
+        counted = real.to(routing.logits.dtype)
+        if self.batch:
+            total = total + self.batch * _unevenness(routing, counted.view(1, -1))
+        if self.sequence:
+            total = total + self.sequence * _unevenness(routing, counted)
+        if self.z:
+            squares = routing.logits.logsumexp(dim=1).square() * counted.flatten()
+            total = total + self.z * squares.sum() / counted.sum().clamp(min=1)
+        return total
+
+
+def _unevenness(routing: Routing, counted: Tensor) -> Tensor:
+    """The number of experts times sum_i f_i P_i in each row of `counted` (rows, tokens), and the mean over the rows that have tokens."""
+    experts, top_k = routing.shares.shape[1], routing.experts.shape[1]
+    rows, width = counted.shape
+    tokens = counted.sum(dim=1, keepdim=True).clamp(min=1)
+    chosen = counted.new_zeros(rows, experts)
+    chosen = chosen.scatter_add(1, routing.experts.view(rows, -1), counted.repeat_interleave(top_k, dim=1)) / (tokens * top_k)
+    mean = (routing.shares.view(rows, width, experts) * counted.unsqueeze(2)).sum(dim=1) / tokens
+    filled = (counted.sum(dim=1) > 0).sum().clamp(min=1)
+    return experts * (chosen * mean).sum() / filled

@@ -1,0 +1,262 @@
+"""Routers and experts against naive loops, at the edges of the load, and their gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.layers.attention import Scope
+from pipeline.layers.experts import Experts, Mixture, grouped, loads, looped, mixtures, within_capacity
+from pipeline.layers.mask import Mask
+from pipeline.layers.router import Balance, Router
+
+HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
+
+
+def mixture(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, balance=None, capacity_factor=None, **options):
+    """A layer with random weights."""
+    layer = Mixture(
+        Router(HIDDEN, experts, top_k, **options), Experts(experts, HIDDEN, FFN), balance=balance, capacity_factor=capacity_factor
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.5)
+    return layer
+
+
+def tokens(batch=2, sequence=6, *, seed=1, dtype=torch.float64):
+    return torch.randn(batch, sequence, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def naive(layer, x):
+    """Every token through every expert, weighted by what the router says; zero for those not chosen."""
+    routing = layer.router(x.flatten(0, 1))
+    dense = torch.zeros_like(routing.shares).scatter_add(1, routing.experts, routing.weights).view(*x.shape[:2], -1)
+    gate, up, down = layer.experts.gate, layer.experts.up, layer.experts.down
+    inner = F.silu(torch.einsum("bth,efh->btef", x, gate)) * torch.einsum("bth,efh->btef", x, up)
+    return torch.einsum("btef,ehf,bte->bth", inner, down, dense)
+
+
+def value_and_gradients(function, layer, x):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = function(layer, x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 3),
+    st.integers(1, 7),
+    st.sampled_from([(1, 1), (3, 1), (4, 2), (4, 4), (8, 3)]),
+    st.sampled_from(["softmax", "sigmoid"]),
+    st.booleans(),
+)
+def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalise):
+    layer = mixture(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalise=normalise, factor=1.5)
+    x = tokens(batch, sequence, seed=seed)
+    for ours, theirs in zip(value_and_gradients(Mixture.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity_factor": 0.7}, {"balance": Balance(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction": True}]
+)
+def test_gradients_are_those_of_the_function(options):
+    layer = mixture(**options)
+    balance, layer.balance = layer.balance, Balance()
+    documents = torch.tensor([[0, 0, 0, 1, 1, -1], [0] * 6])
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+
+    def run(x, *_):
+        y = layer(x, Scope(Mask(documents=documents)))
+        routing = layer.router(x.flatten(0, 1))
+        return y, balance.loss(routing, documents >= 0)
+
+    assert torch.autograd.gradcheck(run, (tokens().requires_grad_(), *parameters))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[3, 0, 4, 5], [0, 0, 0, 12], [12, 0, 0, 0], [0, 0, 0, 0], [2, 3, 0, 1]])
+def test_the_grouped_product_is_the_loop(counts, dtype):
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor(counts)
+    used = int(counts.sum())
+    x = torch.randn(12, 16, generator=generator).to(dtype)
+    weights = torch.randn(4, 24, 16, generator=generator).to(dtype)
+    results = []
+    for product in (looped, grouped):
+        inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        y = product(*inputs, counts)[:used]
+        y.float().square().sum().backward()
+        results.append([y, inputs[0].grad[:used], inputs[1].grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_undefined_rows_reach_nothing(monkeypatch):
+    """Rows of no expert stay out of values and gradients, whatever the product leaves in them."""
+    layer = mixture(dtype=torch.float32, capacity_factor=0.5)
+    x = tokens(dtype=torch.float32)
+    right = value_and_gradients(Mixture.__call__, layer, x)
+
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, used):
+            ctx.used = used
+            rows = rows.clone()
+            rows[used:] = torch.nan
+            return rows
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            grad[ctx.used :] = torch.nan
+            return grad, None
+
+    forward = Experts.forward
+    monkeypatch.setattr(
+        Experts, "forward", lambda self, rows, counts: Spoilt.apply(forward(self, Spoilt.apply(rows, len(rows)), counts), int(counts.sum()))
+    )
+    for one, other in zip(value_and_gradients(Mixture.__call__, layer, x), right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_all_tokens_to_one_expert():
+    layer = mixture(top_k=1)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    x = tokens()
+    assert layer.router(x.flatten(0, 1)).experts.tolist() == [[0]] * 12, "of equal scores the first wins"
+    values = value_and_gradients(Mixture.__call__, layer, x)
+    torch.testing.assert_close(values[0], naive(layer, x))
+    assert all((gradient[1:] == 0).all() for gradient in values[3:]), "experts without tokens have a gradient of zeros"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_ties_go_to_the_lowest_index(groups):
+    router = Router(HIDDEN, 64, 3, groups=groups, groups_chosen=min(groups, 2))
+    torch.nn.init.zeros_(router.weight)
+    assert (router(tokens().flatten(0, 1).float()).experts == torch.tensor([0, 1, 2])).all()
+
+
+def test_padding_goes_nowhere():
+    layer = mixture(balance=Balance(1.0, 1.0, 1.0))
+    x = tokens()
+    documents = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1]])
+    y = layer(x, Scope(Mask(documents=documents)))
+    y.sum().backward()
+    record = layer.take_record()
+    assert (y[documents < 0] == 0).all()
+    torch.testing.assert_close(y[documents >= 0], naive(layer, x)[documents >= 0])
+    assert record[:EXPERTS].sum() == 9 * TOP_K
+    assert record[EXPERTS + 1] == 0, "padding is not dropped"
+    layer(x.where((documents >= 0).unsqueeze(2), 7.0), Scope(Mask(documents=documents))).sum().backward()
+    torch.testing.assert_close(layer.take_record(), record, msg="losses and statistics do not see what padding holds")
+    nothing = layer(x, Scope(Mask(documents=torch.full((2, 6), -1))))
+    nothing.sum().backward()
+    assert (nothing == 0).all()
+    assert layer.take_record().isfinite().all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 5), st.integers(0, 12))
+def test_a_capacity_keeps_the_earliest(seed, rows, count, capacity):
+    chosen = torch.randint(count + 1, (rows, 2), generator=torch.Generator().manual_seed(seed))
+    kept, taken = within_capacity(chosen, count, capacity), [0] * (count + 1)
+    for before, after in zip(chosen.flatten().tolist(), kept.flatten().tolist(), strict=True):
+        taken[before] += 1
+        assert after == (before if taken[before] <= capacity else count)
+
+
+def test_what_is_beyond_the_capacity_contributes_nothing():
+    layer = mixture(capacity_factor=0.5)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    y = layer(tokens())
+    y.sum().backward()
+    assert (y.flatten(0, 1).abs().sum(dim=1) > 0).tolist() == [True] * 3 + [False] * 9, "ceil(0.5 * 24 / 4) = 3 tokens to experts 0 and 1"
+    record = layer.take_record()
+    assert record[:EXPERTS].tolist() == [3, 3, 0, 0]
+    assert record[EXPERTS + 1].item() == pytest.approx(18 / 24)
+
+
+def test_groups_and_bias_choose_and_do_not_weigh():
+    router = Router(2, 4, 2, scoring="sigmoid", correction=True, groups=2, groups_chosen=1)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [1.0, 0], [0.9, 0]]))
+        router.bias.zero_()
+    x = torch.tensor([[1.0, 0]])
+    assert router(x).experts.tolist() == [[2, 3]], "the best expert stands in the weaker group"
+    router.bias.copy_(torch.tensor([0.0, 2.0, 0, 0]))
+    routing = router(x)
+    assert routing.experts.tolist() == [[1, 0]]
+    scores = torch.tensor([-3.0, 2.0]).sigmoid()
+    torch.testing.assert_close(routing.weights[0], scores / scores.sum())
+
+
+def test_the_balance_losses_are_their_formulas():
+    layer = mixture(dtype=torch.float32)
+    x = tokens(3, 5, dtype=torch.float32)
+    routing = layer.router(x.flatten(0, 1))
+    real = torch.ones(3, 5, dtype=torch.bool)
+
+    def uneven(rows):
+        f = [sum((routing.experts[t] == e).sum() for t in rows) / (len(rows) * TOP_K) for e in range(EXPERTS)]
+        p = [sum(routing.logits[t].softmax(0)[e] for t in rows) / len(rows) for e in range(EXPERTS)]
+        return EXPERTS * sum(a * b for a, b in zip(f, p, strict=True))
+
+    sequences = [range(5), range(5, 10), range(10, 15)]
+    torch.testing.assert_close(Balance(batch=2.0).loss(routing, real), 2 * uneven(range(15)))
+    torch.testing.assert_close(Balance(sequence=3.0).loss(routing, real), sum(map(uneven, sequences)))
+    z = sum(row.exp().sum().log() ** 2 for row in routing.logits) / 15
+    torch.testing.assert_close(Balance(z=0.5).loss(routing, real), 0.5 * z)
+
+
+def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    layer = mixture(dtype=torch.float32)
+    routing = layer.router(tokens(3, 5, dtype=torch.float32).flatten(0, 1))
+    real = torch.ones(3, 5, dtype=torch.bool)
+    real[1, 2:] = False
+    theirs = load_balancing_loss_func((routing.logits,), EXPERTS, TOP_K, real.long())
+    torch.testing.assert_close(Balance(batch=TOP_K).loss(routing, real), theirs)
+
+
+def test_losses_join_the_backward_pass_and_leave_the_output_alone():
+    x, balance = tokens(), Balance(0.3, 0.2, 0.1)
+    layer, bare = mixture(balance=balance), mixture()
+    layer.loss_scale = 0.25
+    assert torch.equal(layer(x), bare(x))
+    joined = value_and_gradients(Mixture.__call__, layer, x)
+    routing_loss = lambda m, v: balance.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
+    leaf = x.clone().requires_grad_()
+    bare.zero_grad()
+    (bare(leaf).square().sum() + 0.25 * routing_loss(bare, leaf)).backward()
+    torch.testing.assert_close(joined[1], leaf.grad)
+    torch.testing.assert_close(joined[2], bare.router.weight.grad)
+
+
+def test_the_record_counts_backward_passes_once():
+    from torch.utils.checkpoint import checkpoint
+
+    layer = mixture(balance=Balance(batch=1.0))
+    x = tokens().requires_grad_()
+    with torch.no_grad():
+        layer(x)
+    assert layer.take_record() is None
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    layer(x).sum().backward()
+    record = layer.take_record()
+    assert layer.take_record() is None
+    assert record[-1] == 2
+    routing = layer.router(x.flatten(0, 1))
+    torch.testing.assert_close(record[:EXPERTS], 2.0 * loads(routing.experts, EXPERTS))
+    entropy = torch.distributions.Categorical(routing.shares).entropy().mean()
+    torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
+    assert list(mixtures(torch.nn.ModuleList([layer]))) == [layer]
