@@ -10,6 +10,8 @@ from pipeline.errors import UserError
 from pipeline.models.families import ModelConfig
 from pipeline.models.rows import Blocks, Row, rows, written_out
 
+Table = tuple[Row | Blocks, ...]
+
 __all__ = ["Adapter", "Blocks", "Nested", "Row", "refusal", "rows"]
 
 
@@ -42,7 +44,7 @@ class Adapter:
         model_type: its name in config.json.
         fields: key of config.json -> field (or property) of our configuration.
         constants: key of config.json -> what is true of every model of this family.
-        table: every weight, blocks as `{i}`.
+        table: every weight, blocks as `{i}`; a function of our configuration where its choices change names.
         implied: field of our configuration -> the value that every model of the class has, for which config.json has no key.
         defaults: key of config.json -> what the stock class takes where the key is missing, or a function of the content that tells;
             a constant without one may be missing, a field may not.
@@ -58,7 +60,7 @@ class Adapter:
     model_type: str
     fields: dict[str, str]
     constants: dict[str, Any]
-    table: tuple[Row | Blocks, ...]
+    table: Table | Callable[[Any], Table]
     implied: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     nested: tuple[Nested, ...] = ()
@@ -86,4 +88,4 @@ class Adapter:
 
     def rows(self, config: ModelConfig) -> Iterator[Row]:
         """Every row, also those of weights that are other weights' copies in this configuration."""
-        return written_out(self.table, config)
+        return written_out(self.table(config) if callable(self.table) else self.table, config)

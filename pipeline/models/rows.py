@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -12,13 +13,21 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+#: What stands for a block's index -> (index in their model, index in ours) of all the blocks that it stands for.
+SECTIONS: dict[str, Callable[[Any], Iterable[tuple[int, int]]]] = {
+    "i": lambda config: ((index, index) for index in range(config.layers)),
+    "encoder": lambda config: ((index, index) for index in range(config.encoder_blocks)),
+    "decoder": lambda config: ((index, index + config.encoder_blocks) for index in range(config.decoder_blocks)),
+}
+
 
 @dataclass(frozen=True)
 class Row:
     """One Hugging Face tensor and the weights of ours that it holds.
 
     Attributes:
-        theirs: its name; `{i}` stands for every block's index, `{e}` for every expert's.
+        theirs: its name; `{i}` stands for every block's index, `{encoder}` and `{decoder}` for those of one of them, `{e}` for every
+            expert's.
         ours: our names, in the order in which theirs has them below each other (fused projections).
         transposed: theirs is (input, output), as GPT-2's Conv1D keeps it; ours is always (output, input).
         interleaved: field of our configuration that counts groups of rows (BLOOM: heads), when theirs has the first group of each of
@@ -38,9 +47,15 @@ class Row:
         """The row for the sizes of a configuration."""
         return replace(self, groups=getattr(config, self.interleaved)) if self.interleaved else self
 
+    @property
+    def blocks(self) -> str:
+        """The blocks the row stands for: a key of SECTIONS, or "" for a weight outside the blocks."""
+        return next((name for name in SECTIONS if f"{{{name}}}" in self.theirs), "")
+
     def of_block(self, theirs: int, ours: int) -> Row:
         """The row with a block's index in their model and in ours filled in."""
-        return replace(self, theirs=self.theirs.replace("{i}", str(theirs)), ours=tuple(n.replace("{i}", str(ours)) for n in self.ours))
+        mark = f"{{{self.blocks}}}"
+        return replace(self, theirs=self.theirs.replace(mark, str(theirs)), ours=tuple(name.replace(mark, str(ours)) for name in self.ours))
 
     def of_expert(self, index: int) -> Row:
         """The row with an expert's index filled in."""
@@ -89,14 +104,9 @@ def rows(theirs: str, *ours: str, leaves: Sequence[str] = ("weight",), transpose
     )
 
 
-def all_blocks(config: Any) -> Iterator[tuple[int, int]]:
-    """Every block, with one index in both models."""
-    return ((index, index) for index in range(config.layers))
-
-
 @dataclass(frozen=True)
 class Blocks:
-    """Rows that repeat for every block, or for some: the encoder's, the dense ones, those with experts.
+    """Rows that repeat for some of the blocks only, or for every expert of a block.
 
     Attributes:
         rows: with `{i}`, and `{e}` in those of experts.
@@ -105,7 +115,7 @@ class Blocks:
     """
 
     rows: tuple[Row, ...]
-    where: Callable[[Any], Iterable[tuple[int, int]]] = all_blocks
+    where: Callable[[Any], Iterable[tuple[int, int]]] = SECTIONS["i"]
     experts: str = ""
 
     def written_out(self, config: Any) -> Iterator[Row]:
@@ -120,15 +130,12 @@ class Blocks:
 
 
 def written_out(table: Iterable[Row | Blocks], config: Any) -> Iterator[Row]:
-    """Every row of a table for the sizes of a configuration, in the table's order. Neighbouring rows with `{i}` are blocks too."""
-    waiting: list[Row] = []
-    for item in [*table, None]:
-        if isinstance(item, Row) and "{i}" in item.theirs:
-            waiting.append(item)
-            continue
-        yield from (row.of(config) for row in Blocks(tuple(waiting)).written_out(config))
-        waiting.clear()
-        if isinstance(item, Blocks):
-            yield from (row.of(config) for row in item.written_out(config))
-        elif item is not None:
-            yield item.of(config)
+    """Every row of a table for the sizes of a configuration. Neighbouring rows of the same blocks follow each other block by block."""
+    for section, group in groupby(table, key=lambda item: item.blocks if isinstance(item, Row) else item):
+        if isinstance(section, Blocks):
+            found = section.written_out(config)
+        elif section:
+            found = Blocks(tuple(row for row in group if isinstance(row, Row)), SECTIONS[section]).written_out(config)
+        else:
+            found = (row for row in group if isinstance(row, Row))
+        yield from (row.of(config) for row in found)
