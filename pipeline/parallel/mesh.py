@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from itertools import product
 
 import torch
@@ -86,32 +87,50 @@ def stop() -> None:
 
 
 def build(layout: Layout, device: torch.device) -> Mesh:
-    """The mesh of this rank. A rank makes only the groups it is in, so the time does not grow with the world.
-
-    Every rank makes equally many: torch names such a group by its members and the number of groups made before.
-    """
+    """The mesh of this rank."""
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout was made for another world size"
+    ends = (layout.holder(0), layout.holder(layout.stage_count - 1))
+    world = dist.group.WORLD
+    assert world is not None
+    groups = _groups(world, replace(layout, schedule="", stages_per_rank=1, micro_batches=1), rank, ends)
+    at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]
+    return Mesh(layout, rank, device, **{**groups, "ends": groups["ends"] if at_an_end else None})
+
+
+@cache
+def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int]) -> dict[str, ProcessGroup]:  # noqa: ARG001 - of the cache
+    """The groups that a rank is in, by their name in Mesh; made once, since each costs threads and connections.
+
+    A rank makes only its own groups, so the time does not grow with the world. Every rank makes equally many: torch names such a group by
+    its members and the number of groups made before. What has the members of another group is not made anew: that is so on all ranks or on
+    none, but for the ends, in whose place every rank between them makes a group of its own.
+    """
     me = layout.coordinates(rank)
+    made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def new(members: tuple[int, ...]) -> ProcessGroup:
+        return dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
 
     def group(**axes: Iterable[int]) -> ProcessGroup:
         """The ranks at all combinations of these indices, and at this rank's own on the other axes."""
         places = [replace(me, **dict(zip(axes, indices, strict=True))) for indices in product(*axes.values())]
-        return dist.new_group([layout.rank(place) for place in places], timeout=TIMEOUT, use_local_synchronization=True)
+        members = tuple(layout.rank(place) for place in places)
+        if members not in made:
+            made[members] = new(members)
+        return made[members]
 
-    first, last = layout.holder(0), layout.holder(layout.stage_count - 1)
-    at_an_end = me.pipeline in (first, last) and first != last
-    ends = group(pipeline=(first, last) if at_an_end else (me.pipeline,))
     stages, experts, pieces = range(layout.pipeline), range(layout.expert), range(layout.tensor)
-    return Mesh(
-        layout=layout,
-        rank=rank,
-        device=device,
-        tensor=group(tensor=pieces),
-        context=group(context=range(layout.context)),
-        expert=group(expert=experts),
-        data=group(data=range(layout.data), context=range(layout.context)),
-        pipeline=group(pipeline=stages),
-        model=group(pipeline=stages, expert=experts, tensor=pieces),
-        ends=ends if at_an_end else None,
-    )
+    named = {
+        "tensor": group(tensor=pieces),
+        "context": group(context=range(layout.context)),
+        "expert": group(expert=experts),
+        "data": group(data=range(layout.data), context=range(layout.context)),
+        "pipeline": group(pipeline=stages),
+        "model": group(pipeline=stages, expert=experts, tensor=pieces),
+    }
+    if ends[0] == ends[1] or layout.pipeline == 2:
+        return named | {"ends": named["pipeline"]}
+    if me.pipeline in ends:
+        return named | {"ends": new(tuple(layout.rank(replace(me, pipeline=end)) for end in ends))}
+    return named | {"ends": new((rank,))}
