@@ -1,8 +1,9 @@
 """The native checkpoint: a folder `step-00000100` with one safetensors file a rank and an index that is written last.
 
 A file holds the fragments that its rank owns: for a weight, a run of elements of the rank's piece of it, as fp32 "weight",
-"exp_avg" and "exp_avg_sq". The file's own header says where each belongs in the full weight, so any layout can be read into
-any other. The index holds the run's configuration and counters, and every file's length and checksum.
+"exp_avg" and "exp_avg_sq" (an imported model has no moments yet). The file's own header says where each belongs in the full
+weight, so any layout can be read into any other. The index holds the run's configuration and counters, and every file's length
+and checksum.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class Index:
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
         files: file name -> {"bytes", "xxh3"}.
+        kinds: what the files hold of a weight; moments that they do not are zero.
     """
 
     progress: Progress
     config: dict[str, Any]
     data: str = ""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kinds: list[str] = field(default_factory=lambda: list(KINDS))
 
 
 def file_name(rank: int) -> str:

@@ -35,6 +35,7 @@ class Checkpoint:
         self.path = path
         index = read_index(path)
         self.config, self.progress, self.data, self._files = index.config, index.progress, index.data, index.files
+        self._kinds = index.kinds
         self._open: dict[str, Any] = {}
         self._headers: dict[str, dict[str, dict[str, Any]]] = {}
         self._verified: set[str] = set()
@@ -100,9 +101,11 @@ class Checkpoint:
         return self._headers[file]
 
     def _read(self, file: str, kind: str, name: str) -> Tensor:
-        """A fragment's elements, after the file was held against its checksum once."""
+        """A fragment's elements, after the file was held against its checksum once. Moments that no file holds are zero."""
         self._verify(file)
-        self._geometries(file)
+        geometry = self._geometries(file)[name]
+        if kind not in self._kinds:
+            return torch.zeros(geometry["run"][1])
         tensor: Tensor = self._open[file].get_tensor(tensor_key(kind, name))
         return tensor
 

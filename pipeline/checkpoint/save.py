@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
     """Write one rank's file and flush it. Returns its length and checksum, nothing for no fragments, or what went wrong."""
     if not fragments:
         return {}
-    tensors = {layout.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in KINDS}
+    tensors = {layout.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
     geometry = {f.piece.name: layout.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
     try:
         save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
@@ -111,19 +112,64 @@ def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
             fragment.tensors[kind].copy_(values)
 
 
+def save_whole(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
+    """Write a checkpoint in one process from whole weights, several files of about the same size. Holds one file's weights in memory.
+
+    Args:
+        run_dir: of the run.
+        index: the index without its files.
+        fragments: one a weight, made when they are asked for.
+        file_bytes: size at which a file is written.
+
+    Raises:
+        UserError: a file could not be written; nothing is left behind.
+    """
+    final = layout.folder_of(run_dir, index.progress.step)
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
+    partial.mkdir(parents=True)
+    files: dict[str, dict[str, Any]] = {}
+    for number, group in enumerate(_groups(fragments, file_bytes)):
+        answer = _write(partial / layout.file_name(number), group)
+        if isinstance(answer, str):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError.of("run_dir", partial, answer, "free some space or quota and run again")
+        files[layout.file_name(number)] = answer
+    layout.write_index(partial, replace(index, files=files))
+    publish_folder(partial, final)
+    return final
+
+
+def _groups(fragments: Iterable[Fragment], file_bytes: int) -> Iterator[list[Fragment]]:
+    """Fragments together until they fill a file."""
+    group: list[Fragment] = []
+    size = 0
+    for fragment in fragments:
+        group.append(fragment)
+        size += sum(tensor.nbytes for tensor in fragment.tensors.values())
+        if size >= file_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
 def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], data: str) -> None:
     """Refuse to continue with another model or other samples; everything else (layout, batch, learning rate) may change.
+
+    A checkpoint that has seen no sample, an imported model, goes on with any.
 
     Raises:
         UserError: naming every difference.
     """
     found = []
-    for group, keys in (("model", config["model"].keys()), ("training", ("seed", "sequence_length"))):
+    fresh = checkpoint.progress.samples == 0
+    for group, keys in (("model", config["model"].keys()), ("training", () if fresh else ("seed", "sequence_length"))):
         for key in keys:
             new, old = config[group][key], checkpoint.config[group].get(key)
             if new != old:
                 found.append((f"{group}.{key}", new, old))
-    if checkpoint.data != data:
+    if checkpoint.data != data and not fresh:
         keys = [key for key in ("blend", "phases", "packing", "infill") if config["data"][key] != checkpoint.config["data"].get(key)]
         found += [(f"data.{key}", config["data"][key], f"{checkpoint.config['data'].get(key)}") for key in keys]
         if not keys:

@@ -24,10 +24,11 @@ class Evaluate(CheckpointReader):
 
 @dataclass
 class Convert(CheckpointReader):
-    """A native checkpoint as a Hugging Face folder."""
+    """A native checkpoint as a Hugging Face folder, or back."""
 
-    output: str | None = knob(None, "folder to write; run_dir/hf when unset")
-    dtype: str = knob("fp32", "number format of the exported weights", choices=("fp32", "bf16"))
+    input: str | None = knob(None, "Hugging Face folder to import into run_dir; unset exports run_dir's checkpoint")
+    output: str | None = knob(None, "folder to write when exporting; run_dir/hf when unset")
+    dtype: str = knob("fp32", "number format of the exported weights; checkpoints are fp32", choices=("fp32", "bf16"))
     shard_gigabytes: float = knob(5.0, "largest safetensors file", unit="GB", above=0)
 
 
@@ -56,5 +57,5 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "convert_tokens": (ConvertTokens, "token shards -> Megatron's .bin and .idx, or Parquet; or back from Megatron's"),
     "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (torchrun or srun for many ranks)"),
     "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
-    "convert": (Convert, "checkpoint -> Hugging Face folder; no GPU, no process group"),
+    "convert": (Convert, "checkpoint -> Hugging Face folder, or back with stage.input; no GPU, no process group"),
 }

@@ -131,11 +131,10 @@ class Blocks:
 
 def written_out(table: Iterable[Row | Blocks], config: Any) -> Iterator[Row]:
     """Every row of a table for the sizes of a configuration. Neighbouring rows of the same blocks follow each other block by block."""
-    for section, group in groupby(table, key=lambda item: item.blocks if isinstance(item, Row) else item):
-        if isinstance(section, Blocks):
-            found = section.written_out(config)
-        elif section:
+    for section, group in groupby(table, key=lambda item: item.blocks if isinstance(item, Row) else "BLOCKS"):
+        if section in SECTIONS:
             found = Blocks(tuple(row for row in group if isinstance(row, Row)), SECTIONS[section]).written_out(config)
-        else:
-            found = (row for row in group if isinstance(row, Row))
-        yield from (row.of(config) for row in found)
+            yield from (row.of(config) for row in found)
+            continue
+        for item in group:
+            yield from (row.of(config) for row in ([item] if isinstance(item, Row) else item.written_out(config)))

@@ -1,4 +1,4 @@
-"""convert: a native checkpoint -> a Hugging Face folder. One process, no GPU, no process group."""
+"""convert: a native checkpoint -> a Hugging Face folder, or back. One process, no GPU, no process group."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError, together
 from pipeline.files import digest, publish_folder
 from pipeline.launch.ranks import Ranks
-from pipeline.models import families
+from pipeline.models import families, registry
 from pipeline.parallel.apply import DTYPES
+from pipeline.stages.convert_import import import_model
 
 log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Export the configured checkpoint. The model is the checkpoint's; `model=` need not be repeated.
-
-    Raises:
-        UserError: there is no checkpoint, or it and the tokenizer contradict each other.
-    """
+    """Import from `stage.input` where it is set, else export. The model is the input's; `model=` need not be repeated."""
     if ranks.rank > 0:
         return  # the work is one process's, however many were started
     stage = config.stage
     assert isinstance(stage, Convert)
+    if stage.input is None:
+        export_model(config, stage)
+    else:
+        import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
+
+
+def export_model(config: RunConfig, stage: Convert) -> None:
+    """Write the configured checkpoint as a Hugging Face folder.
+
+    Raises:
+        UserError: there is no checkpoint, it and the tokenizer contradict each other, or no stock class is such a model.
+    """
     output = Path(stage.output or Path(config.run_dir) / "hf")
     path, tokenizer = together(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
@@ -53,6 +62,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         lambda: _check_output(output),
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface.check_weights(checkpoint, model, "stage.checkpoint", path),
+        lambda: registry.adapter(model),
     )
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind

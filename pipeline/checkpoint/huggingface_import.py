@@ -1,0 +1,204 @@
+"""A Hugging Face folder as our weights, one stock tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeline.errors import UserError, Violation
+from pipeline.models import registry
+from pipeline.models.adapter import Adapter
+from pipeline.models.families import ModelConfig
+from pipeline.models.rows import Row
+from pipeline.parallel.pieces import Fragment, Piece
+from pipeline.progress import Progress
+
+#: Stock tensors that are computed anew and that older releases kept in their files.
+UNUSED = ("*.rotary_emb.inv_freq",)
+FORMATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json.
+
+    Raises:
+        UserError: there is none, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("is no object")
+    except (OSError, ValueError) as error:
+        fix = "name a folder that save_pretrained wrote, or a download of a model's repository"
+        raise UserError.of("stage.input", folder, f"has no readable config.json: {error}", fix) from error
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a stock model, whole or in numbered shards.
+
+    Raises:
+        UserError: there are none, or some are missing.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        fix = "write it anew with transformers: AutoModel....from_pretrained(folder).save_pretrained(folder)"
+        raise UserError.of("stage.input", folder, "holds no model.safetensors and no model.safetensors.index.json", fix)
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    missing = [folder / name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError([Violation("stage.input", path, "is missing", "fetch it again") for path in missing])
+    return [folder / name for name in names]
+
+
+class StockWeights:
+    """The tensors in the files of a stock model, by the names that its class has today."""
+
+    def __init__(self, folder: Path, adapter: Adapter) -> None:
+        """Read the files' headers.
+
+        Raises:
+            UserError: a file is missing or not readable.
+        """
+        self.path = folder
+        self._where: dict[str, tuple[Any, str]] = {}
+        for file in weight_files(folder):
+            try:
+                opened = safe_open(file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise UserError.of("stage.input", file, f"is not readable: {error}", "fetch it again") from error
+            for name in opened.keys():  # noqa: SIM118 - the file is no dictionary
+                today = name
+                for pattern, replacement in adapter.renamed:
+                    today = re.sub(pattern, replacement, today)
+                self._where[today] = opened, name
+
+    def names(self) -> list[str]:
+        """Every tensor."""
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, from the file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def number_format(self, name: str) -> str:
+        """What its numbers are, as safetensors writes it."""
+        return str(self._slice(name).get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        """Its value, fp32."""
+        opened, stored = self._where[name]
+        value: Tensor = opened.get_tensor(stored)
+        return value.to(torch.float32)
+
+    def _slice(self, name: str) -> Any:
+        opened, stored = self._where[name]
+        return opened.get_slice(stored)
+
+
+class ImportedWeights:
+    """Our weights, read from a stock model's. `check` comes first."""
+
+    def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
+        self._stock = stock
+        with torch.device("meta"):
+            model = registry.build(config)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._rows, self._copies = registry.stock_rows(config)
+        self._found = set(stock.names())
+        self._stored = {row.theirs: row.theirs for row in self._rows if row.theirs in self._found}
+        for copy, name in self._copies.items():  # the files may have a shared tensor under any of its names
+            if copy in self._found:
+                self._stored.setdefault(name, copy)
+        self._unused = (*UNUSED, *registry.adapter(config).unused)
+        self._parts: dict[str, list[Row]] = {name: [] for name in self._shapes}
+        for row in self._rows:
+            for name in row.ours:
+                self._parts[name].append(row)
+        uncovered = [name for name, rows in self._parts.items() if not rows]
+        assert not uncovered, f"the adapter of {config.family} has no row for {uncovered}"
+
+    def names(self) -> list[str]:
+        """Every weight."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its full shape."""
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Its full value, fp32."""
+        parts = self._parts[name]
+        if parts[0].expert is None:
+            return self._part(parts[0], name)
+        whole = torch.empty(self._shapes[name])
+        for row in parts:
+            assert row.expert is not None, f"{row.theirs} is no expert's"
+            whole[row.expert] = self._part(row, name)
+        return whole
+
+    def _part(self, row: Row, name: str) -> Tensor:
+        theirs = self._stock.tensor(self._stored[row.theirs])
+        return row.split(theirs, [self._shapes[ours] for ours in row.ours])[row.ours.index(name)].contiguous()
+
+    def check(self) -> list[str]:
+        """Hold the files against the stock class with this configuration.
+
+        Returns:
+            Tensors of the files that are not read, since the class does not compute with them.
+
+        Raises:
+            UserError: weights are missing, unexpected, of another shape or in a format that is no plain number; each is named.
+        """
+        problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
+        if problems:
+            fix = "choose a folder whose weights belong to its config.json"
+            raise UserError([Violation("stage.input", self._stock.path, problem, fix) for problem in problems])
+        return [name for name in self._stock.names() if self._is_unused(name)]
+
+    def _missing(self) -> Iterator[str]:
+        """Weights that are not there, or not as they should be."""
+        for row in self._rows:
+            expected = list(row.shape([self._shapes[name] for name in row.ours]))
+            stored = self._stored.get(row.theirs)
+            if stored is None:
+                yield f"{row.theirs} {expected} is missing"
+            elif list(self._stock.shape(stored)) != expected:
+                yield f"{stored} is {list(self._stock.shape(stored))}, not {expected}"
+            elif self._stock.number_format(stored) not in FORMATS:
+                yield f"{stored} is {self._stock.number_format(stored)}; {', '.join(FORMATS)} can be read"
+
+    def _unexpected(self) -> Iterator[str]:
+        """Tensors that the class does not have."""
+        known = {row.theirs for row in self._rows} | self._copies.keys()
+        for name in self._stock.names():
+            if name not in known and not self._is_unused(name):
+                yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
+
+    def _unequal(self) -> Iterator[str]:
+        """Tensors that should be another one once more, and are not."""
+        for copy, name in self._copies.items():
+            if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
+                yield f"{copy} differs from {name}, which by config.json it is"
+
+    def _is_unused(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._unused)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Every weight as a checkpoint's fragment, read when it is asked for."""
+        elements = {name: torch.Size(shape).numel() for name, shape in self._shapes.items()}
+        with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
+            for name, shape in self._shapes.items():
+                yield Fragment(Piece(name, shape), 0, {"weight": self.tensor(name).flatten()}, owned=True)
+                progress.advance(elements[name] * 4, name)
