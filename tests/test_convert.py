@@ -14,11 +14,15 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
 from pipeline.models import registry
 from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.init import initialise
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.opt.config import OPTConfig
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
 CONFIGS = {
+    "gpt1": GPT1Config(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
     "gpt": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
     "gpt-untied": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
     "llama": LlamaConfig(layers=2, hidden=48, heads=4, kv_heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
@@ -28,6 +32,13 @@ CONFIGS = {
     "llama-tied": LlamaConfig(
         layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=True
     ),
+    "mistral": MistralConfig(  # sequences are five windows long, heads wider than hidden / heads
+        layers=3, hidden=48, heads=4, kv_heads=2, head_dim=16, ffn_hidden=96, vocab_size=300, max_positions=40, window=8
+    ),
+    "mistral-unbounded": MistralConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, head_dim=12, ffn_hidden=96, vocab_size=300, max_positions=40, window=None
+    ),
+    "opt": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
 }
 
 

@@ -11,6 +11,13 @@ from pipeline.models.llama.config import LlamaConfig
 
 #: Parameters of the released weights (as their model cards and files count them).
 RELEASED = {
+    "bloom-560m": 559_214_592,
+    "bloom-1b1": 1_065_314_304,
+    "bloom-1b7": 1_722_408_960,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b1": 7_069_016_064,
+    "bloom-176b": 176_247_271_424,
+    "gpt1": 116_534_784,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -23,8 +30,18 @@ RELEASED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
 }
-#: GPT-3 was not released; its paper rounds (table 2.1).
+#: GPT-3 was not released, the largest OPT to few, and OPT-66B without a count; their papers round (GPT-3: table 2.1; OPT: table 1).
 ROUNDED = {
     "gpt3-small": 125e6,
     "gpt3-medium": 350e6,
@@ -33,8 +50,10 @@ ROUNDED = {
     "gpt3-6.7b": 6.7e9,
     "gpt3-13b": 13.0e9,
     "gpt3-175b": 175.0e9,
+    "opt-66b": 66.0e9,
+    "opt-175b": 175.0e9,
 }
-SMALL = {"gpt-tiny", "gpt-demo", "llama-tiny", "llama-demo"}
+SMALL = {"bloom-tiny", "gpt-demo", "gpt-tiny", "gpt1-tiny", "llama-demo", "llama-tiny", "mistral-tiny", "opt-tiny"}
 NAMES = sorted(file.stem for file in (CONF_DIR / "model").glob("*.yaml"))
 
 

@@ -23,6 +23,7 @@ class Embedding(nn.Module):
         norm: of the sum, None for none.
         factor: of the tokens' vectors, before anything is added (Vaswani et al. 2017, section 3.4: sqrt(hidden)).
         sinusoidal: positions as sines and cosines (section 3.5) instead of learned ones; max_positions of them.
+        width: of the tokens' vectors, which are then projected to hidden (opt-350m); hidden when None.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class Embedding(nn.Module):
         norm: nn.Module | None = None,
         factor: float = 1.0,
         sinusoidal: bool = False,
+        width: int | None = None,
     ) -> None:
         super().__init__()
-        self.tokens = linear.Embedding(vocab_size, hidden)
+        self.tokens = linear.Embedding(vocab_size, width or hidden)
+        self.project = linear.Linear(width, hidden, bias=False) if width else None
         learned = max_positions is not None and not sinusoidal
         self.positions = linear.Embedding(max_positions + position_offset, hidden) if max_positions and learned else None
         self.segments = linear.Embedding(segments, hidden) if segments else None
@@ -60,6 +63,8 @@ class Embedding(nn.Module):
         hidden = self.tokens(tokens)
         if self.factor != 1.0:
             hidden = hidden * self.factor
+        if self.project is not None:
+            hidden = self.project(hidden)
         if positions is None and (self.positions is not None or self.waves is not None):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         if self.positions is not None and positions is not None:
@@ -101,11 +106,22 @@ class OutputHead(nn.Module):
         bias: whether a bias is added (BERT).
         factor: of the hidden states (T5 with tied embeddings: 1 / sqrt(hidden)).
         label_smoothing: share of the target that is spread over the vocabulary (Szegedy et al. 2016).
+        width: of the vectors that are compared with hidden states, which are projected to it first (opt-350m); hidden when None.
     """
 
-    def __init__(self, vocab_size: int, hidden: int, *, bias: bool = False, factor: float = 1.0, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        factor: float = 1.0,
+        label_smoothing: float = 0.0,
+        width: int | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden))
+        self.project = linear.Linear(hidden, width, bias=False) if width else None
+        self.weight = nn.Parameter(torch.empty(vocab_size, width or hidden))
         self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
         self.factor, self.label_smoothing = factor, label_smoothing
 
@@ -120,6 +136,8 @@ class OutputHead(nn.Module):
         Returns:
             Logits (batch, sequence, vocabulary), or the mean cross-entropy as a 0-dim fp32 tensor.
         """
+        if self.project is not None:
+            hidden = self.project(hidden)
         if self.factor != 1.0:
             hidden = hidden * self.factor
         if targets is None:

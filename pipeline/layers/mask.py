@@ -100,10 +100,3 @@ class Mask:
         if seen is None and self.causal:
             seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
         return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
-
-
-def window_violation(window: int | None, max_positions: int) -> str | None:
-    """Why a sliding window does not fit, None when it does."""
-    if window is not None and window > max_positions:
-        return f"is longer than model.max_positions={max_positions}"
-    return None

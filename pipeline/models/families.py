@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.opt.config import OPTConfig
 
-ModelConfig = GPTConfig | LlamaConfig
+ModelConfig = BloomConfig | GPTConfig | GPT1Config | LlamaConfig | MistralConfig | OPTConfig
 
 #: family -> its configuration dataclass
-FAMILIES: dict[str, type[Any]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+FAMILIES: dict[str, type[Any]] = {
+    "bloom": BloomConfig,
+    "gpt": GPTConfig,
+    "gpt1": GPT1Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "opt": OPTConfig,
+}
 
 
 def from_dict(values: Mapping[str, Any]) -> ModelConfig:

@@ -61,7 +61,7 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: Region) -> None:
         super().__init__()
-        self.weight, self.bias = head.weight, head.bias
+        self.project, self.weight, self.bias = head.project, head.weight, head.bias
         self.factor, self.label_smoothing = head.factor, head.label_smoothing
         self.first_token, self.vocabulary = piece.start(0), piece.full_shape[0]
         self.enter = enter
@@ -71,6 +71,8 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
         """The mean loss, a 0-dim tensor; arguments as in OutputHead."""
         assert targets is not None, "logits of a cut vocabulary are never put together"
+        if self.project is not None:
+            hidden = self.project(hidden)
         if self.factor != 1.0:
             hidden = hidden * self.factor
         loss = linear_cross_entropy(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
+from pipeline.models.rules import MultiHead, heads_violations, window_violations
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(MultiHead):
     """Learned positions, pre-norm LayerNorm, GELU, tied embeddings, biases throughout."""
 
     family: str = knob("gpt", "model family", choices=("gpt",))
@@ -19,19 +20,12 @@ class GPTConfig:
     ffn_hidden: int = knob(3072, "width inside the feed-forward", at_least=1)
     vocab_size: int = knob(50257, "rows of the embedding", unit="tokens", at_least=1)
     max_positions: int = knob(1024, "longest sequence", unit="tokens", at_least=2)
+    banded_window: int | None = knob(
+        None, "tokens that every second layer sees (GPT-3), itself and those before it; null for all", unit="tokens", at_least=1
+    )
     norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.hidden // self.heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads: as many as query heads."""
-        return self.heads
 
     @property
     def objective(self) -> str:
@@ -40,6 +34,7 @@ class GPTConfig:
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        if self.hidden % self.heads:
-            return [Violation("model.heads", self.heads, f"must divide model.hidden={self.hidden}", "choose a divisor of model.hidden")]
-        return []
+        return [
+            *heads_violations(self.hidden, self.heads),
+            *window_violations("model.banded_window", self.banded_window, self.max_positions),
+        ]

@@ -1,8 +1,6 @@
-"""GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, with dense attention in every layer)."""
+"""GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020)."""
 
 from __future__ import annotations
-
-import math
 
 from torch import nn
 
@@ -11,22 +9,31 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.recipes import scaled_residual
 
 
 def build(config: GPTConfig) -> Stack:
     """The whole model with uninitialised weights on torch's default device."""
 
-    def block() -> Block:
+    def block(index: int) -> Block:
+        banded = index % 2 == 1  # dense and banded layers in turn (Brown et al. 2020, section 2.1, after Child et al. 2019)
         return Block(
             attention_norm=nn.LayerNorm(config.hidden, eps=config.norm_eps),
-            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=True),
+            attention=Attention(
+                config.hidden,
+                config.heads,
+                config.kv_heads,
+                config.head_dim,
+                bias=True,
+                window=config.banded_window if banded else None,
+            ),
             mlp_norm=nn.LayerNorm(config.hidden, eps=config.norm_eps),
             mlp=MLP(config.hidden, config.ffn_hidden, bias=True),
         )
 
     return Stack(
         embed=Embedding(config.vocab_size, config.hidden, config.max_positions),
-        blocks=[block() for _ in range(config.layers)],
+        blocks=[block(index) for index in range(config.layers)],
         norm=nn.LayerNorm(config.hidden, eps=config.norm_eps),
         head=OutputHead(config.vocab_size, config.hidden),
         tie_embeddings=config.tie_embeddings,
@@ -34,14 +41,7 @@ def build(config: GPTConfig) -> Stack:
 
 
 def initial_std(config: GPTConfig, name: str) -> float | None:
-    """As OpenAI published it (github.com/openai/gpt-2, src/model.py): positions at half the spread of everything else.
-
-    What is added to the residual stream is scaled by 1 / sqrt(number of such layers) (section 2.3 of the GPT-2 paper).
-    """
-    if "norm" in name or name.endswith(".bias"):
-        return None
+    """As OpenAI published it (github.com/openai/gpt-2, src/model.py): positions at half the spread of everything else."""
     if name == "embed.positions.weight":
         return config.init_std / 2
-    if name.endswith(("attention.output.weight", "mlp.down.weight")):
-        return config.init_std / math.sqrt(2 * config.layers)
-    return config.init_std
+    return scaled_residual(name, config.init_std, config.layers)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
+from pipeline.models.rules import groups_violations, heads_violations
 
 
 @dataclass
@@ -37,22 +38,8 @@ class LlamaConfig:
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        found = []
-        if self.hidden % self.heads:
-            found.append(
-                Violation("model.heads", self.heads, f"must divide model.hidden={self.hidden}", "choose a divisor of model.hidden")
-            )
-        elif self.head_dim % 2:
-            found.append(
-                Violation(
-                    "model.heads",
-                    self.heads,
-                    f"gives odd head width {self.head_dim}; rotary turns pairs",
-                    "choose heads so that hidden/heads is even",
-                )
-            )
-        if self.heads % self.kv_heads:
-            found.append(
-                Violation("model.kv_heads", self.kv_heads, f"must divide model.heads={self.heads}", "choose a divisor of model.heads")
-            )
+        found = [*heads_violations(self.hidden, self.heads), *groups_violations(self.heads, self.kv_heads)]
+        if self.hidden % self.heads == 0 and self.head_dim % 2:
+            rule = f"gives odd head width {self.head_dim}; rotary turns pairs"
+            found.append(Violation("model.heads", self.heads, rule, "choose heads so that hidden/heads is even"))
         return found

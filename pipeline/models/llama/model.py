@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import nn
 
 from pipeline.layers.attention import Attention
@@ -12,6 +10,7 @@ from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.recipes import scaled_residual
 
 
 def build(config: LlamaConfig) -> Stack:
@@ -36,9 +35,5 @@ def build(config: LlamaConfig) -> Stack:
 
 
 def initial_std(config: LlamaConfig, name: str) -> float | None:
-    """Meta published no recipe; this is GPT-2's: what is added to the residual stream is scaled by 1 / sqrt(number of such layers)."""
-    if "norm" in name:
-        return None
-    if name.endswith(("attention.output.weight", "mlp.down.weight")):
-        return config.init_std / math.sqrt(2 * config.layers)
-    return config.init_std
+    """Meta published no recipe; this is GPT-2's."""
+    return scaled_residual(name, config.init_std, config.layers)

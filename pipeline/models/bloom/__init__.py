@@ -1,0 +1,1 @@
+"""BLOOM (Le Scao et al. 2022)."""

@@ -1,0 +1,38 @@
+"""Sizes of a BLOOM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.errors import Violation
+from pipeline.knobs import knob
+from pipeline.models.rules import MultiHead, heads_violations
+
+
+@dataclass
+class BloomConfig(MultiHead):
+    """Linear biases instead of positions (ALiBi), a norm after the embedding, pre-norm LayerNorm, GELU, tied embeddings, biases throughout."""
+
+    family: str = knob("bloom", "model family", choices=("bloom",))
+    layers: int = knob(24, "decoder blocks", at_least=1)
+    hidden: int = knob(1024, "width of the residual stream", at_least=1)
+    heads: int = knob(16, "attention heads", at_least=1)
+    vocab_size: int = knob(250880, "rows of the embedding", unit="tokens", at_least=1)
+    max_positions: int = knob(2048, "longest sequence; no weight depends on it", unit="tokens", at_least=2)
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
+    init_std: float = knob(0.0048, "standard deviation of initial weights", above=0)
+    tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
+
+    @property
+    def ffn_hidden(self) -> int:
+        """Width inside the feed-forward."""
+        return 4 * self.hidden
+
+    @property
+    def objective(self) -> str:
+        """What it is trained to predict: the next token."""
+        return "causal"
+
+    def violations(self) -> list[Violation]:
+        """Rules between the sizes that this configuration breaks."""
+        return list(heads_violations(self.hidden, self.heads))

@@ -1,0 +1,45 @@
+"""BLOOM (Le Scao et al. 2022, https://arxiv.org/abs/2211.05100)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.mlp import MLP
+from pipeline.layers.position_bias import Slopes
+from pipeline.layers.stack import Block, Stack
+from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.recipes import scaled_residual
+
+
+def build(config: BloomConfig) -> Stack:
+    """The whole model with uninitialised weights on torch's default device."""
+
+    def norm() -> nn.LayerNorm:
+        return nn.LayerNorm(config.hidden, eps=config.norm_eps)
+
+    def block() -> Block:
+        return Block(
+            attention_norm=norm(),
+            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=True),
+            mlp_norm=norm(),
+            mlp=MLP(config.hidden, config.ffn_hidden, bias=True),
+        )
+
+    return Stack(
+        embed=Embedding(config.vocab_size, config.hidden, norm=norm()),
+        blocks=[block() for _ in range(config.layers)],
+        norm=norm(),
+        head=OutputHead(config.vocab_size, config.hidden),
+        slopes=Slopes(config.heads),
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: BloomConfig, name: str) -> float | None:
+    """As BigScience trained all sizes: Megatron-LM's recipe with N(0, 0.0048), about 1 / sqrt(3 * hidden) of the largest.
+
+    Source: github.com/bigscience-workshop/bigscience, train/tr11-176B-ml.
+    """
+    return scaled_residual(name, config.init_std, config.layers)

@@ -1,0 +1,1 @@
+"""GPT-1 (Radford et al. 2018)."""

@@ -1,0 +1,42 @@
+"""GPT-1 <-> transformers' OpenAIGPTLMHeadModel."""
+
+from __future__ import annotations
+
+from pipeline.models.adapter import Adapter, rows
+
+_BOTH = ("weight", "bias")
+
+ADAPTER = Adapter(
+    architecture="OpenAIGPTLMHeadModel",
+    model_type="openai-gpt",
+    fields={
+        "vocab_size": "vocab_size",
+        "n_positions": "max_positions",
+        "n_embd": "hidden",
+        "n_layer": "layers",
+        "n_head": "heads",
+        "layer_norm_epsilon": "norm_eps",
+        "initializer_range": "init_std",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    # This class means the tanh form when it says gelu.
+    constants={"afn": "gelu", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    table=(
+        *rows("transformer.tokens_embed", "embed.tokens"),
+        *rows("transformer.positions_embed", "embed.positions"),
+        *rows(
+            "transformer.h.{i}.attn.c_attn",
+            "blocks.{i}.attention.query",
+            "blocks.{i}.attention.key",
+            "blocks.{i}.attention.value",
+            leaves=_BOTH,
+            transposed=True,
+        ),
+        *rows("transformer.h.{i}.attn.c_proj", "blocks.{i}.attention.output", leaves=_BOTH, transposed=True),
+        *rows("transformer.h.{i}.ln_1", "blocks.{i}.attention_norm", leaves=_BOTH),
+        *rows("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", leaves=_BOTH, transposed=True),
+        *rows("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", leaves=_BOTH, transposed=True),
+        *rows("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
+        *rows("lm_head", "head"),
+    ),
+)

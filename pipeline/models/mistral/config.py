@@ -1,0 +1,41 @@
+"""Sizes of a Mistral."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.errors import Violation
+from pipeline.knobs import knob
+from pipeline.models.rules import groups_violations, window_violations
+
+
+@dataclass
+class MistralConfig:
+    """Llama's block with a sliding window, and with heads whose width is a size of its own."""
+
+    family: str = knob("mistral", "model family", choices=("mistral",))
+    layers: int = knob(32, "decoder blocks", at_least=1)
+    hidden: int = knob(4096, "width of the residual stream", at_least=1)
+    heads: int = knob(32, "query heads", at_least=1)
+    kv_heads: int = knob(8, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
+    head_dim: int = knob(128, "width of one head", at_least=2)
+    ffn_hidden: int = knob(14336, "width inside the feed-forward", at_least=1)
+    vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
+    max_positions: int = knob(32768, "longest sequence", unit="tokens", at_least=2)
+    window: int | None = knob(4096, "tokens that a token sees in a layer, itself and those before it; null for all", unit="tokens", at_least=1)
+    rope_theta: float = knob(10000.0, "base of the rotary wave lengths", above=0)
+    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
+    init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
+    tie_embeddings: bool = knob(False, "output head and token embedding are one matrix")
+
+    @property
+    def objective(self) -> str:
+        """What it is trained to predict: the next token."""
+        return "causal"
+
+    def violations(self) -> list[Violation]:
+        """Rules between the sizes that this configuration breaks."""
+        found = [*groups_violations(self.heads, self.kv_heads), *window_violations("model.window", self.window, self.max_positions)]
+        if self.head_dim % 2:
+            found.append(Violation("model.head_dim", self.head_dim, "is odd; rotary turns pairs", "choose an even width"))
+        return found

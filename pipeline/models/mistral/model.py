@@ -1,0 +1,39 @@
+"""Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825): each layer sees a window, so n layers see n windows back."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.mlp import GatedMLP
+from pipeline.layers.rotary import Rotary
+from pipeline.layers.stack import Block, Stack
+from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.recipes import scaled_residual
+
+
+def build(config: MistralConfig) -> Stack:
+    """The whole model with uninitialised weights on torch's default device."""
+
+    def block() -> Block:
+        return Block(
+            attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=False, window=config.window),
+            mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            mlp=GatedMLP(config.hidden, config.ffn_hidden, bias=False),
+        )
+
+    return Stack(
+        embed=Embedding(config.vocab_size, config.hidden),
+        blocks=[block() for _ in range(config.layers)],
+        norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+        head=OutputHead(config.vocab_size, config.hidden),
+        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta),
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: MistralConfig, name: str) -> float | None:
+    """Mistral AI published no recipe; this is GPT-2's."""
+    return scaled_residual(name, config.init_std, config.layers)
