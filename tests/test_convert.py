@@ -13,6 +13,7 @@ from pipeline.checkpoint import huggingface
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
 from pipeline.models import registry
+from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.init import initialise
@@ -22,6 +23,8 @@ from pipeline.models.opt.config import OPTConfig
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
 CONFIGS = {
+    "bloom": BloomConfig(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
+    "bloom-six-heads": BloomConfig(layers=2, hidden=48, heads=6, vocab_size=300, max_positions=40),  # slopes of no power of two
     "gpt1": GPT1Config(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
     "gpt": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
     "gpt-untied": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
@@ -33,12 +36,25 @@ CONFIGS = {
         layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=True
     ),
     "mistral": MistralConfig(  # sequences are five windows long, heads wider than hidden / heads
-        layers=3, hidden=48, heads=4, kv_heads=2, head_dim=16, ffn_hidden=96, vocab_size=300, max_positions=40, window=8
+        layers=3,
+        hidden=48,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=40,
+        window=8,
+        rope_theta=500000.0,
     ),
     "mistral-unbounded": MistralConfig(
         layers=2, hidden=48, heads=4, kv_heads=2, head_dim=12, ffn_hidden=96, vocab_size=300, max_positions=40, window=None
     ),
     "opt": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
+    "opt-projected": OPTConfig(
+        layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, embed_width=24, pre_norm=False
+    ),
+    "opt-untied": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
 }
 
 

@@ -12,13 +12,31 @@ from pipeline.layers.init import initial_tensor
 from pipeline.layers.rotary import Rotary, rotate
 from pipeline.layers.stack import Stack
 from pipeline.models import plan, registry
+from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.init import initialise
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.opt.config import OPTConfig
 
 GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
 LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)
-FAMILIES = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+CONFIGS = {
+    "bloom": BloomConfig(layers=3, hidden=32, heads=4, vocab_size=96, max_positions=24),
+    "gpt": GPT,
+    "gpt-banded": GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24, banded_window=5),
+    "gpt1": GPT1Config(layers=3, hidden=32, heads=4, vocab_size=96, max_positions=24),
+    "llama": LLAMA,
+    "mistral": MistralConfig(
+        layers=3, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn_hidden=48, vocab_size=96, max_positions=24, window=9
+    ),
+    "opt": OPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24),
+    "opt-projected": OPTConfig(
+        layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24, embed_width=24, pre_norm=False
+    ),
+}
+FAMILIES = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def model_of(config) -> Stack:
@@ -156,8 +174,10 @@ def test_initial_weights_follow_the_recipe(config):
         if "norm" in name or name.endswith("bias"):
             assert (parameter == (0 if name.endswith("bias") else 1)).all()
             continue
-        expected = residual if name.endswith(("attention.output.weight", "mlp.down.weight")) else config.init_std
-        expected = config.init_std / 2 if "positions" in name else expected
+        scaled = config.family != "gpt1" and name.endswith(("attention.output.weight", "mlp.down.weight"))
+        expected = residual if scaled else config.init_std
+        if config.family == "gpt" and "positions" in name:
+            expected = config.init_std / 2
         assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
         assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
 
@@ -171,7 +191,7 @@ def test_an_initial_weight_depends_on_seed_and_name_alone():
         assert torch.equal(one, initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=3))
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@FAMILIES
 def test_a_tied_head_is_the_embedding(config):
     for tied in (False, True):
         config = type(config)(**{**vars(config), "tie_embeddings": tied})

@@ -1,13 +1,20 @@
 """The published sizes, the plans' completeness and the rules between sizes, all without memory for a weight."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
 from pipeline.config.compose import CONF_DIR, register, typed
 from pipeline.models import families, plan, registry
+from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.opt.config import OPTConfig
 
 #: Parameters of the released weights (as their model cards and files count them).
 RELEASED = {
@@ -86,19 +93,25 @@ def test_parameter_count(name, model_config):
         assert 3e6 < count < 8e6
 
 
+#: Choices that add weights or leave some out, beside a tied head.
+CHOICES: dict[str, list[dict[str, Any]]] = {"opt": [{}, {"embed_width": 512, "pre_norm": False}]}
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_plan_and_table_name_every_weight(family, tied):
-    config = families.from_dict({"family": family, "layers": 3, "tie_embeddings": tied})
-    shapes = {name: parameter.shape for name, parameter in build_on_meta(config).named_parameters()}
-    table = registry.plan(config)
-    assert {pattern for pattern in table if not any(plan.fnmatchcase(name, pattern) for name in shapes)} == (
-        {"head.weight"} if tied else set()
-    )
-    for name, shape in shapes.items():
-        assert all(dim < len(shape) for dim in plan.splits(table, name).values()), name
-    exported = [part for row in registry.adapter(config).weights(config) for part in row.ours]
-    assert sorted(exported) == sorted(shapes)
+def test_plan_and_table_name_every_weight(family):
+    unused: set[str] | None = None
+    for choice, tied in itertools.product(CHOICES.get(family, [{}]), [False, True]):
+        config = families.from_dict({"family": family, "layers": 3, "tie_embeddings": tied, **choice})
+        shapes = {name: parameter.shape for name, parameter in build_on_meta(config).named_parameters()}
+        table = registry.plan(config)
+        idle = {pattern for pattern in table if not any(plan.fnmatchcase(name, pattern) for name in shapes)}
+        unused = idle if unused is None else unused & idle
+        for name, shape in shapes.items():
+            assert all(dim < len(shape) for dim in plan.splits(table, name).values()), name
+        exported, _ = registry.stock_rows(config)
+        assert {part for row in exported for part in row.ours} == shapes.keys()
+        assert len({row.theirs for row in exported}) == len(exported)
+    assert unused == set(), "no choice has such a weight"
 
 
 def test_plan_that_is_silent_or_ambiguous_is_an_error():
@@ -111,10 +124,17 @@ def test_plan_that_is_silent_or_ambiguous_is_an_error():
 @pytest.mark.parametrize(
     ("config", "keys"),
     [
+        (BloomConfig(hidden=100, heads=3), ["model.heads"]),
         (GPTConfig(hidden=100, heads=3), ["model.heads"]),
+        (GPTConfig(banded_window=1025), ["model.banded_window"]),  # longer than the longest sequence
+        (GPT1Config(hidden=100, heads=3), ["model.heads"]),
         (LlamaConfig(hidden=100, heads=3, kv_heads=2), ["model.heads", "model.kv_heads"]),
         (LlamaConfig(hidden=36, heads=4, kv_heads=4), ["model.heads"]),  # heads of odd width cannot be rotated
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),
+        (MistralConfig(max_positions=4095), ["model.window"]),
+        (MistralConfig(max_positions=4095, window=None), []),
+        (MistralConfig(heads=8, kv_heads=3, head_dim=7), ["model.kv_heads", "model.head_dim"]),
+        (OPTConfig(hidden=100, heads=3), ["model.heads"]),
     ],
 )
 def test_sizes_that_contradict_each_other(config, keys):

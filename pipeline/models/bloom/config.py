@@ -11,7 +11,7 @@ from pipeline.models.rules import MultiHead, heads_violations
 
 @dataclass
 class BloomConfig(MultiHead):
-    """Linear biases instead of positions (ALiBi), a norm after the embedding, pre-norm LayerNorm, GELU, tied embeddings, biases throughout."""
+    """Linear biases instead of positions (ALiBi), a norm after the embedding, else a GPT: pre-norm LayerNorm, GELU, tied embeddings."""
 
     family: str = knob("bloom", "model family", choices=("bloom",))
     layers: int = knob(24, "decoder blocks", at_least=1)

@@ -65,4 +65,5 @@ ADAPTER = Adapter(
         *rows("transformer.ln_f", "norm", leaves=_BOTH),
         *rows("lm_head", "head"),
     ),
+    implied={"banded_window": None},
 )

@@ -39,4 +39,10 @@ ADAPTER = Adapter(
         *rows("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
         *rows("lm_head", "head"),
     ),
+    defaults={"layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
+    # For heads of other tasks, and sizes that are said twice.
+    harmless=(
+        *("n_ctx", "n_special", "predict_special_tokens"),
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    ),
 )

@@ -22,7 +22,9 @@ class MistralConfig:
     ffn_hidden: int = knob(14336, "width inside the feed-forward", at_least=1)
     vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
     max_positions: int = knob(32768, "longest sequence", unit="tokens", at_least=2)
-    window: int | None = knob(4096, "tokens that a token sees in a layer, itself and those before it; null for all", unit="tokens", at_least=1)
+    window: int | None = knob(
+        4096, "tokens that a token sees in a layer, itself and those before it; null for all", unit="tokens", at_least=1
+    )
     rope_theta: float = knob(10000.0, "base of the rotary wave lengths", above=0)
     norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
