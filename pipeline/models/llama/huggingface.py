@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.models.adapter import Adapter, rows
+from pipeline.models.rope_json import ROPE
 
 ADAPTER = Adapter(
     architecture="LlamaForCausalLM",
@@ -16,12 +17,25 @@ ADAPTER = Adapter(
         "num_key_value_heads": "kv_heads",
         "head_dim": "head_dim",
         "intermediate_size": "ffn_hidden",
-        "rope_theta": "rope_theta",
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
     },
     constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
+    defaults={
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": lambda content: content.get("num_attention_heads", 32),
+        "head_dim": lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32),
+        "intermediate_size": 11008,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
+    nested=(ROPE,),
     table=(
         *rows("model.embed_tokens", "embed.tokens"),
         *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
