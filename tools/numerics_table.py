@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,3 +111,89 @@ EXPERT = (
     Row(1, 2, 3, expert=2),
     Row(2, 2, 1, expert=2),
 )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family's small model.
+
+    Attributes:
+        overrides: the command line that asks for it.
+        rows: its layouts.
+        own_loss: its loss is more than the cross-entropy of its logits; the plain loop takes the model's.
+    """
+
+    overrides: tuple[str, ...]
+    rows: tuple[Row, ...]
+    own_loss: bool = False
+
+
+def _model(name: str, *more: str, rows: tuple[Row, ...] = SOME, own_loss: bool = False) -> Model:
+    return Model((f"model={name}", *COMMON, *SIZES, *more), rows, own_loss)
+
+
+FAMILIES: dict[str, Model] = {
+    "gpt": _model("gpt-tiny", rows=ALL + CONTEXT),
+    "llama": _model("llama-tiny", "model.kv_heads=4", rows=ALL + CONTEXT),
+    "gpt1": _model("gpt1-tiny", rows=SOME + CONTEXT[:2]),
+    "opt": _model("opt-tiny", rows=SOME + CONTEXT[:2]),
+    "bloom": _model("bloom-tiny", rows=SOME + CONTEXT),
+    "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
+    "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
+    "deepseek_v3": _model("deepseek-tiny", rows=SOME + CONTEXT[:3] + EXPERT, own_loss=True),
+    "bert": _model("bert-tiny", own_loss=True),
+    "roberta": _model("roberta-tiny", own_loss=True),
+    "t5": _model("t5-tiny", own_loss=True),
+    "transformer": _model("transformer-tiny", own_loss=True),
+}
+
+
+def batches(config: Any) -> list[tuple[Tensor, Batch]]:
+    """Random batches of the model's objective, one a step: tokens (global batch, sequence) and what belongs to them."""
+    chance = torch.Generator().manual_seed(1)
+    training, vocabulary = config.training, config.model.vocab_size
+    rows, length = training.global_batch_size, training.sequence_length
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randint(vocabulary, shape, generator=chance)
+
+    def batch() -> tuple[Tensor, Batch]:
+        if config.model.objective == "causal":
+            text = tokens(rows, length + 1)
+            return text[:, :-1], {"targets": text[:, 1:]}
+        if config.model.objective == "masked":
+            found: Batch = {"targets": _some(tokens(rows, length), 0.3, chance), "documents": _padding(rows, length, chance)}
+            if getattr(config.model, "next_sentence", False):
+                found["segments"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+                found["next_sentence"] = torch.randint(2, (rows,), generator=chance)
+            return tokens(rows, length), found
+        decoded = tokens(rows, length + 1)
+        labels: Batch = {"targets": _some(decoded[:, 1:], 0.8, chance), "decoder_tokens": decoded[:, :-1].contiguous()}
+        return tokens(rows, length), {**labels, "documents": _padding(rows, length, chance)}
+
+    return [batch() for _ in range(training.steps)]
+
+
+def _some(targets: Tensor, share: float, chance: torch.Generator) -> Tensor:
+    """Only some positions count, other numbers of them in every sequence; the first always does."""
+    counted = torch.rand(targets.shape, generator=chance) < share
+    counted[:, 0] = True
+    return targets.masked_fill(~counted, IGNORE)
+
+
+def _padding(rows: int, length: int, chance: torch.Generator) -> Tensor:
+    """Documents of sequences whose ends are padding."""
+    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=chance)
+    return torch.where(torch.arange(length) < lengths, 0, -1).int()
+
+
+def with_scale(batch: Batch) -> Batch:
+    """The batch with the factor that makes means over positions one over the counted targets of all sequences."""
+    targets = batch["targets"]
+    return {**batch, "loss_scale": torch.full((len(targets),), targets.numel() / int((targets != IGNORE).sum()))}
+
+
+def split(tokens: Tensor, batch: Batch, parts: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Equal parts of a batch, in order."""
+    pieces = {name: value.chunk(parts) for name, value in batch.items()}  # type: ignore[attr-defined] # a Batch holds tensors
+    return [(part, {name: values[index] for name, values in pieces.items()}) for index, part in enumerate(tokens.chunk(parts))]
