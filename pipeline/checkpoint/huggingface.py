@@ -116,15 +116,19 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
         raise UserError([Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong])
 
 
-def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_of_document_id: int) -> None:
+def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_of_document_id: int, padding_id: int | None = None) -> None:
     """Write config.json and generation_config.json.
 
-    A text begins where another one ended: the one special token is the first and the last of a document.
+    A text begins where another one ended: the one special token is the first and the last of a document. What a decoder writes begins
+    after padding, where there is a token for it.
     """
     ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
+    if registry.adapter(config).constants.get("is_encoder_decoder"):
+        padding = end_of_document_id if padding_id is None else padding_id
+        ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
     number_format = str(dtype).removeprefix("torch.")
     _write_json(folder / "config.json", registry.adapter(config).config_json(config) | ids | {"torch_dtype": number_format})
-    _write_json(folder / "generation_config.json", ids | {"pad_token_id": end_of_document_id})
+    _write_json(folder / "generation_config.json", {"pad_token_id": end_of_document_id} | ids)
 
 
 def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_positions: int) -> None:

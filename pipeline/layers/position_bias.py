@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.table import Table
@@ -37,3 +38,41 @@ class Slopes(PerHead, Table):
     def forward(self) -> Tensor:
         """(heads,), fp32."""
         return self.values
+
+
+class RelativeBias(nn.Module):
+    """Learned biases of distances in buckets, as in T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 2.1).
+
+    Half of the buckets are for one distance each, from 0 on; the others widen with the logarithm of the distance, and the last one also
+    takes all from `max_distance` on. Without causality keys before and after a query have half of the buckets each.
+
+    Args:
+        heads: attention heads; a slice of the weight's rows is a correct bias of fewer heads.
+        buckets: numbers a head.
+        max_distance: tokens.
+        causal: whether no key comes after its query.
+    """
+
+    def __init__(self, heads: int, buckets: int, max_distance: int, *, causal: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, buckets))
+        self.max_distance, self.causal = max_distance, causal
+
+    def forward(self, length: int) -> Tensor:
+        """The biases of queries towards keys of one sequence of `length` tokens, (1, heads, length, length)."""
+        places = torch.arange(length, device=self.weight.device)
+        buckets = self.buckets(places[None, :] - places[:, None])
+        return F.embedding(buckets, self.weight.t()).permute(2, 0, 1).unsqueeze(0)
+
+    def buckets(self, offsets: Tensor) -> Tensor:
+        """The bucket of each offset (a key's place less its query's), int64 of the same shape."""
+        count = self.weight.shape[1]
+        if self.causal:
+            first, distance = torch.zeros_like(offsets), (-offsets).clamp(min=0)
+        else:
+            count //= 2
+            first, distance = count * (offsets > 0), offsets.abs()
+        exact = count // 2
+        growth = (distance.clamp(min=1).float() / exact).log() / math.log(self.max_distance / exact)
+        wide = (exact + (growth * (count - exact)).long()).clamp(max=count - 1)
+        return first + torch.where(distance < exact, distance, wide)

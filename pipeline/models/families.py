@@ -11,8 +11,10 @@ from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
+from pipeline.models.t5.config import T5Config
+from pipeline.models.transformer.config import TransformerConfig
 
-ModelConfig = BloomConfig | GPTConfig | GPT1Config | LlamaConfig | MistralConfig | OPTConfig
+ModelConfig = BloomConfig | GPTConfig | GPT1Config | LlamaConfig | MistralConfig | OPTConfig | T5Config | TransformerConfig
 
 #: family -> its configuration dataclass
 FAMILIES: dict[str, type[Any]] = {
@@ -22,6 +24,8 @@ FAMILIES: dict[str, type[Any]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "opt": OPTConfig,
+    "t5": T5Config,
+    "transformer": TransformerConfig,
 }
 
 

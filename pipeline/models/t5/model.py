@@ -1,0 +1,69 @@
+"""T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683) and its version 1.1."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.mlp import MLP, GatedMLP
+from pipeline.layers.position_bias import RelativeBias
+from pipeline.layers.stack import Block
+from pipeline.models.t5.config import T5Config
+
+
+def build(config: T5Config) -> EncoderDecoder:
+    """The whole model with uninitialised weights on torch's default device."""
+
+    def norm() -> nn.RMSNorm:
+        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
+
+    def attention() -> Attention:
+        return Attention(config.hidden, config.heads, config.heads, config.head_width, bias=False, scale=1.0)
+
+    def block(*, decoder: bool = False, last: bool = False) -> Block:
+        return Block(
+            attention_norm=norm(),
+            attention=attention(),
+            mlp_norm=norm(),
+            mlp=(
+                GatedMLP(config.hidden, config.ffn_hidden, bias=False, activation="gelu_tanh")
+                if config.gated
+                else MLP(config.hidden, config.ffn_hidden, bias=False, activation="relu")
+            ),
+            cross_norm=norm() if decoder else None,
+            cross=attention() if decoder else None,
+            output_norm=norm() if last else None,
+        )
+
+    def bias(*, causal: bool) -> RelativeBias:
+        return RelativeBias(config.heads, config.buckets, config.max_distance, causal=causal)
+
+    return EncoderDecoder(
+        embed=Embedding(config.vocab_size, config.hidden),
+        encoder=[block(last=index == config.encoder_blocks - 1) for index in range(config.encoder_blocks)],
+        decoder=[block(decoder=True) for _ in range(config.decoder_blocks)],
+        norm=norm(),
+        head=OutputHead(config.vocab_size, config.hidden, factor=config.hidden**-0.5 if config.tie_embeddings else 1.0),
+        encoder_bias=bias(causal=False),
+        decoder_bias=bias(causal=True),
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: T5Config, name: str) -> float | None:
+    """As in Mesh TensorFlow, which T5 was trained with: 1 / sqrt(inputs), embeddings 1.
+
+    A query's is smaller by the root of the head's width, which stands for the scale that the scores do not have.
+    """
+    if "norm" in name:
+        return None
+    leaf = name.removesuffix(".weight").rpartition(".")[2]
+    inputs = {
+        "tokens": 1,
+        "query": config.hidden * config.head_width,
+        "output": config.heads * config.head_width,
+        "down": config.ffn_hidden,
+    }
+    return config.init_std * inputs.get(leaf, config.hidden) ** -0.5

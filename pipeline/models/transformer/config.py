@@ -1,0 +1,48 @@
+"""Sizes of a Transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.errors import Violation
+from pipeline.knobs import knob
+from pipeline.models.halves import Halves
+
+
+@dataclass
+class TransformerConfig(Halves):
+    """Encoder-decoder with post-norm LayerNorm, ReLU, sinusoidal positions and one matrix for all embeddings."""
+
+    family: str = knob("transformer", "model family", choices=("transformer",))
+    layers: int = knob(12, "blocks of encoder and decoder together", at_least=2)
+    encoder_layers: int | None = knob(None, "of these the encoder's; half of them when unset", at_least=1)
+    hidden: int = knob(512, "width of the residual stream", at_least=1)
+    heads: int = knob(8, "attention heads", at_least=1)
+    ffn_hidden: int = knob(2048, "width inside the feed-forward", at_least=1)
+    vocab_size: int = knob(37000, "rows of the embedding, which encoder and decoder share", unit="tokens", at_least=1)
+    max_positions: int = knob(1024, "longest sequence", unit="tokens", at_least=2)
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
+    init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
+    label_smoothing: float = knob(0.1, "share of a label that is spread over the vocabulary", at_least=0, at_most=0.999)
+    tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
+
+    @property
+    def objective(self) -> str:
+        """What it is trained on."""
+        return "pairs"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    def violations(self) -> list[Violation]:
+        """Rules between the sizes that this configuration breaks."""
+        found = self.depth_violations()
+        if self.hidden % self.heads:
+            rule = f"must divide model.hidden={self.hidden}"
+            found.append(Violation("model.heads", self.heads, rule, "choose a divisor of model.hidden"))
+        if self.hidden % 2:
+            rule = "must be even: half of it are sines of the position, half cosines"
+            found.append(Violation("model.hidden", self.hidden, rule, "choose an even width"))
+        return found

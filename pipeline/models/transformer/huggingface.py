@@ -1,0 +1,78 @@
+"""Transformer <-> transformers' MarianMTModel, whose blocks are post-norm."""
+
+from __future__ import annotations
+
+from pipeline.models.adapter import Adapter, Blocks, Row, rows
+from pipeline.models.encoder_decoder import decoder, depths, encoder
+
+_BOTH = ("weight", "bias")
+
+
+def _attention(part: str, theirs: str, ours: str) -> tuple[Row, ...]:
+    """An attention layer and its norm."""
+    stock = f"model.{part}.layers.{{i}}.{theirs}"
+    return (
+        *rows(f"{stock}.k_proj", f"blocks.{{i}}.{ours}.key", leaves=_BOTH),
+        *rows(f"{stock}.v_proj", f"blocks.{{i}}.{ours}.value", leaves=_BOTH),
+        *rows(f"{stock}.q_proj", f"blocks.{{i}}.{ours}.query", leaves=_BOTH),
+        *rows(f"{stock}.out_proj", f"blocks.{{i}}.{ours}.output", leaves=_BOTH),
+        *rows(f"{stock}_layer_norm", f"blocks.{{i}}.{ours}_norm", leaves=_BOTH),
+    )
+
+
+def _feed_forward(part: str) -> tuple[Row, ...]:
+    """A feed-forward and its norm."""
+    stock = f"model.{part}.layers.{{i}}"
+    return (
+        *rows(f"{stock}.fc1", "blocks.{i}.mlp.up", leaves=_BOTH),
+        *rows(f"{stock}.fc2", "blocks.{i}.mlp.down", leaves=_BOTH),
+        *rows(f"{stock}.final_layer_norm", "blocks.{i}.mlp_norm", leaves=_BOTH),
+    )
+
+
+ADAPTER = Adapter(
+    architecture="MarianMTModel",
+    model_type="marian",
+    fields={
+        "vocab_size": "vocab_size",
+        "decoder_vocab_size": "vocab_size",
+        "max_position_embeddings": "max_positions",
+        "d_model": "hidden",
+        "encoder_attention_heads": "heads",
+        "decoder_attention_heads": "heads",
+        "encoder_ffn_dim": "ffn_hidden",
+        "decoder_ffn_dim": "ffn_hidden",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    constants={
+        "activation_function": "relu",
+        "scale_embedding": True,
+        "share_encoder_decoder_embeddings": True,
+        "is_encoder_decoder": True,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+    },
+    implied={"norm_eps": 1e-5},
+    defaults={
+        "decoder_vocab_size": lambda content: content["vocab_size"],
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "share_encoder_decoder_embeddings": True,
+    },
+    nested=(depths("encoder_layers", "decoder_layers"),),
+    harmless=("init_std", "is_decoder", "num_hidden_layers"),
+    copies={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
+    unused=("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),  # sines and cosines, computed
+    table=(
+        *rows("model.shared", "embed.tokens"),
+        Blocks(_attention("encoder", "self_attn", "attention"), where=encoder),
+        Blocks(_feed_forward("encoder"), where=encoder),
+        Blocks(_attention("decoder", "self_attn", "attention"), where=decoder),
+        Blocks(_attention("decoder", "encoder_attn", "cross"), where=decoder),
+        Blocks(_feed_forward("decoder"), where=decoder),
+        *rows("lm_head", "head"),
+    ),
+)

@@ -1,0 +1,17 @@
+"""How tensor parallelism splits a Transformer (roles: pipeline/models/plan.py)."""
+
+from __future__ import annotations
+
+PLAN: dict[str, str] = {
+    "embed.tokens.weight": "vocab",
+    "blocks.*_norm.*": "replicate",
+    "blocks.*.query.*": "column",
+    "blocks.*.key.*": "column",
+    "blocks.*.value.*": "column",
+    "blocks.*.output.weight": "row",
+    "blocks.*.output.bias": "replicate",
+    "blocks.*.mlp.up.*": "column",
+    "blocks.*.mlp.down.weight": "row",
+    "blocks.*.mlp.down.bias": "replicate",
+    "head.weight": "vocab",
+}
