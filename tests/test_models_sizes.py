@@ -15,6 +15,8 @@ from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
+from pipeline.models.t5.config import T5Config
+from pipeline.models.transformer.config import TransformerConfig
 
 #: Parameters of the released weights (as their model cards and files count them).
 RELEASED = {
@@ -47,6 +49,19 @@ RELEASED = {
     "opt-6.7b": 6_658_473_984,
     "opt-13b": 12_853_473_280,
     "opt-30b": 29_974_540_288,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1.1-small": 76_961_152,
+    "t5-v1.1-base": 247_577_856,
+    "t5-v1.1-large": 783_150_080,
+    "t5-v1.1-xl": 2_849_757_184,
+    "t5-v1.1-xxl": 11_135_332_352,
+    # Not released. The equations of section 3 over 37,000 tokens; table 3 says 65 and 213 million.
+    "transformer-base": 37_000 * 512 + 6 * (3 * 4 * 512 * 513 + 2 * (2 * 512 * 2048 + 2048 + 512) + 5 * 2 * 512),
+    "transformer-big": 37_000 * 1024 + 6 * (3 * 4 * 1024 * 1025 + 2 * (2 * 1024 * 4096 + 4096 + 1024) + 5 * 2 * 1024),
 }
 #: GPT-3 was not released, the largest OPT to few, and OPT-66B without a count; their papers round (GPT-3: table 2.1; OPT: table 1).
 ROUNDED = {
@@ -60,7 +75,7 @@ ROUNDED = {
     "opt-66b": 66.0e9,
     "opt-175b": 175.0e9,
 }
-SMALL = {"bloom-tiny", "gpt-demo", "gpt-tiny", "gpt1-tiny", "llama-demo", "llama-tiny", "mistral-tiny", "opt-tiny"}
+SMALL = {"bloom-tiny", "gpt-demo", "gpt-tiny", "gpt1-tiny", "llama-demo", "llama-tiny", "mistral-tiny", "opt-tiny", "t5-tiny", "transformer-tiny"}
 NAMES = sorted(file.stem for file in (CONF_DIR / "model").glob("*.yaml"))
 
 
@@ -135,6 +150,9 @@ def test_plan_that_is_silent_or_ambiguous_is_an_error():
         (MistralConfig(max_positions=4095, window=None), []),
         (MistralConfig(heads=8, kv_heads=3, head_dim=7), ["model.kv_heads", "model.head_dim"]),
         (OPTConfig(hidden=100, heads=3), ["model.heads"]),
+        (T5Config(layers=4, encoder_layers=4, buckets=30), ["model.encoder_layers", "model.buckets"]),
+        (T5Config(max_distance=16), ["model.max_distance"]),
+        (TransformerConfig(hidden=51, heads=4), ["model.heads", "model.hidden"]),
     ],
 )
 def test_sizes_that_contradict_each_other(config, keys):

@@ -1,22 +1,11 @@
-"""What the Hugging Face tables of encoder-decoders share: stock classes count the blocks of encoder and decoder apart, we go on counting."""
+"""What the config.json of encoder-decoders share: stock classes count the blocks of encoder and decoder apart, we go on counting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from pipeline.models.adapter import Nested, refusal
 from pipeline.models.halves import Halves
-
-
-def encoder(config: Halves) -> Iterator[tuple[int, int]]:
-    """The encoder's blocks: (index in the stock encoder, index in ours)."""
-    return ((index, index) for index in range(config.encoder_blocks))
-
-
-def decoder(config: Halves) -> Iterator[tuple[int, int]]:
-    """The decoder's blocks, likewise."""
-    return ((index, config.encoder_blocks + index) for index in range(config.decoder_blocks))
 
 
 def depths(encoder_key: str, decoder_key: str, *, decoder_default: bool = False) -> Nested:

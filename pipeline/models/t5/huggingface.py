@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Blocks, Nested, Row, refusal, rows
-from pipeline.models.encoder_decoder import decoder, depths, encoder
+from pipeline.models.adapter import Adapter, Nested, Row, refusal, rows
+from pipeline.models.encoder_decoder import depths
 from pipeline.models.t5.config import T5Config
-
-Where = Callable[[T5Config], Iterator[tuple[int, int]]]
 
 #: The feed-forwards of T5 and T5 1.1, as config.json names them.
 _PLAIN, _GATED = "relu", "gated-gelu"
@@ -23,37 +20,49 @@ def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
     return {"gated": found == _GATED}
 
 
-def _last_encoder_block(config: T5Config) -> Iterator[tuple[int, int]]:
-    """The block whose output is the encoder's."""
-    yield 0, config.encoder_blocks - 1
-
-
-def _attention(layer: str, theirs: str, ours: str) -> tuple[Row, ...]:
-    """An attention layer and its norm."""
+def _attention(part: str, layer: int, theirs: str, ours: str) -> tuple[Row, ...]:
+    """An attention layer and its norm, in every block of the encoder or the decoder."""
+    stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     return (
-        *rows(f"{layer}.{theirs}.q", f"blocks.{{i}}.{ours}.query"),
-        *rows(f"{layer}.{theirs}.k", f"blocks.{{i}}.{ours}.key"),
-        *rows(f"{layer}.{theirs}.v", f"blocks.{{i}}.{ours}.value"),
-        *rows(f"{layer}.{theirs}.o", f"blocks.{{i}}.{ours}.output"),
-        *rows(f"{layer}.layer_norm", f"blocks.{{i}}.{ours}_norm"),
+        *rows(f"{stock}.{theirs}.q", f"{block}.{ours}.query"),
+        *rows(f"{stock}.{theirs}.k", f"{block}.{ours}.key"),
+        *rows(f"{stock}.{theirs}.v", f"{block}.{ours}.value"),
+        *rows(f"{stock}.{theirs}.o", f"{block}.{ours}.output"),
+        *rows(f"{stock}.layer_norm", f"{block}.{ours}_norm"),
     )
 
 
-def _feed_forward(layer: str, where: Where) -> tuple[Blocks, ...]:
+def _feed_forward(part: str, layer: int, *, gated: bool) -> tuple[Row, ...]:
     """A feed-forward and its norm; T5 1.1 has two matrices at the input."""
-    stock, plain = f"{layer}.DenseReluDense", rows(f"{layer}.DenseReluDense.wi", "blocks.{i}.mlp.up")
-    gated = (*rows(f"{stock}.wi_0", "blocks.{i}.mlp.gate"), *rows(f"{stock}.wi_1", "blocks.{i}.mlp.up"))
-    common = (*rows(f"{stock}.wo", "blocks.{i}.mlp.down"), *rows(f"{layer}.layer_norm", "blocks.{i}.mlp_norm"))
+    stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
+    inputs = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
     return (
-        Blocks(plain, where=lambda config: () if config.gated else where(config)),
-        Blocks(gated, where=lambda config: where(config) if config.gated else ()),
-        Blocks(common, where=where),
+        *(row for theirs, ours in inputs.items() for row in rows(f"{stock}.DenseReluDense.{theirs}", f"{block}.mlp.{ours}")),
+        *rows(f"{stock}.DenseReluDense.wo", f"{block}.mlp.down"),
+        *rows(f"{stock}.layer_norm", f"{block}.mlp_norm"),
     )
 
 
 def _bias(part: str) -> tuple[Row, ...]:
     """The biases of distances, which stock keeps in the first block."""
     return rows(f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{part}_bias", transposed=True)
+
+
+def _table(config: T5Config) -> tuple[Row, ...]:
+    """Every weight."""
+    return (
+        *rows("shared", "embed.tokens"),
+        *_bias("encoder"),
+        *_attention("encoder", 0, "SelfAttention", "attention"),
+        *_feed_forward("encoder", 1, gated=config.gated),
+        *rows("encoder.final_layer_norm", f"blocks.{config.encoder_blocks - 1}.output_norm"),
+        *_bias("decoder"),
+        *_attention("decoder", 0, "SelfAttention", "attention"),
+        *_attention("decoder", 1, "EncDecAttention", "cross"),
+        *_feed_forward("decoder", 2, gated=config.gated),
+        *rows("decoder.final_layer_norm", "norm"),
+        *rows("lm_head", "head"),
+    )
 
 
 ADAPTER = Adapter(
@@ -89,17 +98,5 @@ ADAPTER = Adapter(
     older=("T5WithLMHeadModel",),
     copies={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
     unused=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-    table=(
-        *rows("shared", "embed.tokens"),
-        *_bias("encoder"),
-        Blocks(_attention("encoder.block.{i}.layer.0", "SelfAttention", "attention"), where=encoder),
-        *_feed_forward("encoder.block.{i}.layer.1", encoder),
-        Blocks(rows("encoder.final_layer_norm", "blocks.{i}.output_norm"), where=_last_encoder_block),
-        *_bias("decoder"),
-        Blocks(_attention("decoder.block.{i}.layer.0", "SelfAttention", "attention"), where=decoder),
-        Blocks(_attention("decoder.block.{i}.layer.1", "EncDecAttention", "cross"), where=decoder),
-        *_feed_forward("decoder.block.{i}.layer.2", decoder),
-        *rows("decoder.final_layer_norm", "norm"),
-        *rows("lm_head", "head"),
-    ),
+    table=_table,
 )

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, Blocks, Row, rows
-from pipeline.models.encoder_decoder import decoder, depths, encoder
+from pipeline.models.adapter import Adapter, Row, rows
+from pipeline.models.encoder_decoder import depths
 
 _BOTH = ("weight", "bias")
 
 
 def _attention(part: str, theirs: str, ours: str) -> tuple[Row, ...]:
     """An attention layer and its norm."""
-    stock = f"model.{part}.layers.{{i}}.{theirs}"
+    stock = f"model.{part}.layers.{{{part}}}.{theirs}"
     return (
-        *rows(f"{stock}.k_proj", f"blocks.{{i}}.{ours}.key", leaves=_BOTH),
-        *rows(f"{stock}.v_proj", f"blocks.{{i}}.{ours}.value", leaves=_BOTH),
-        *rows(f"{stock}.q_proj", f"blocks.{{i}}.{ours}.query", leaves=_BOTH),
-        *rows(f"{stock}.out_proj", f"blocks.{{i}}.{ours}.output", leaves=_BOTH),
-        *rows(f"{stock}_layer_norm", f"blocks.{{i}}.{ours}_norm", leaves=_BOTH),
+        *rows(f"{stock}.k_proj", f"blocks.{{{part}}}.{ours}.key", leaves=_BOTH),
+        *rows(f"{stock}.v_proj", f"blocks.{{{part}}}.{ours}.value", leaves=_BOTH),
+        *rows(f"{stock}.q_proj", f"blocks.{{{part}}}.{ours}.query", leaves=_BOTH),
+        *rows(f"{stock}.out_proj", f"blocks.{{{part}}}.{ours}.output", leaves=_BOTH),
+        *rows(f"{stock}_layer_norm", f"blocks.{{{part}}}.{ours}_norm", leaves=_BOTH),
     )
 
 
 def _feed_forward(part: str) -> tuple[Row, ...]:
     """A feed-forward and its norm."""
-    stock = f"model.{part}.layers.{{i}}"
+    stock = f"model.{part}.layers.{{{part}}}"
     return (
-        *rows(f"{stock}.fc1", "blocks.{i}.mlp.up", leaves=_BOTH),
-        *rows(f"{stock}.fc2", "blocks.{i}.mlp.down", leaves=_BOTH),
-        *rows(f"{stock}.final_layer_norm", "blocks.{i}.mlp_norm", leaves=_BOTH),
+        *rows(f"{stock}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
+        *rows(f"{stock}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
+        *rows(f"{stock}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
     )
 
 
@@ -68,11 +68,11 @@ ADAPTER = Adapter(
     unused=("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),  # sines and cosines, computed
     table=(
         *rows("model.shared", "embed.tokens"),
-        Blocks(_attention("encoder", "self_attn", "attention"), where=encoder),
-        Blocks(_feed_forward("encoder"), where=encoder),
-        Blocks(_attention("decoder", "self_attn", "attention"), where=decoder),
-        Blocks(_attention("decoder", "encoder_attn", "cross"), where=decoder),
-        Blocks(_feed_forward("decoder"), where=decoder),
+        *_attention("encoder", "self_attn", "attention"),
+        *_feed_forward("encoder"),
+        *_attention("decoder", "self_attn", "attention"),
+        *_attention("decoder", "encoder_attn", "cross"),
+        *_feed_forward("decoder"),
         *rows("lm_head", "head"),
     ),
 )
