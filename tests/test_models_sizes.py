@@ -75,7 +75,18 @@ ROUNDED = {
     "opt-66b": 66.0e9,
     "opt-175b": 175.0e9,
 }
-SMALL = {"bloom-tiny", "gpt-demo", "gpt-tiny", "gpt1-tiny", "llama-demo", "llama-tiny", "mistral-tiny", "opt-tiny", "t5-tiny", "transformer-tiny"}
+SMALL = {
+    "bloom-tiny",
+    "gpt-demo",
+    "gpt-tiny",
+    "gpt1-tiny",
+    "llama-demo",
+    "llama-tiny",
+    "mistral-tiny",
+    "opt-tiny",
+    "t5-tiny",
+    "transformer-tiny",
+}
 NAMES = sorted(file.stem for file in (CONF_DIR / "model").glob("*.yaml"))
 
 
