@@ -19,6 +19,7 @@ from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.init import initialise
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.opt.config import OPTConfig
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
@@ -49,6 +50,12 @@ CONFIGS = {
     ),
     "mistral-unbounded": MistralConfig(
         layers=2, hidden=48, heads=4, kv_heads=2, head_dim=12, ffn_hidden=96, vocab_size=300, max_positions=40, window=None
+    ),
+    "mixtral": MixtralConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=40, experts=5, top_k=2, vocab_size=300, max_positions=40, window=16
+    ),
+    "mixtral-all-experts": MixtralConfig(
+        layers=2, hidden=48, heads=4, kv_heads=4, ffn_hidden=96, experts=3, top_k=3, vocab_size=300, max_positions=40, tie_embeddings=True
     ),
     "opt": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
     "opt-projected": OPTConfig(

@@ -39,7 +39,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         return found
     found += [*config.model.violations(), *_corpora(config)]
     if config.stage.name in PARALLEL_STAGES:
-        found += [*_tensor(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
+        found += [*_tensor(config), *_expert(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
@@ -69,6 +69,16 @@ def _tensor(config: RunConfig) -> Iterator[Violation]:
         if length % tensor:
             why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
             yield Violation(key, length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
+
+
+def _expert(config: RunConfig) -> Iterator[Violation]:
+    """Expert parallelism shares out whole experts."""
+    ranks, experts = config.parallel.expert, getattr(config.model, "experts", 0)
+    if ranks > 1 and not experts:
+        rule = f"the model family {config.model.family} has no experts"
+        yield Violation("parallel.expert", ranks, rule, "leave it at 1, or choose a mixture (model=mixtral-8x7b)")
+    elif experts % ranks:
+        yield Violation("parallel.expert", ranks, f"must divide model.experts={experts}", "choose a divisor of model.experts")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:

@@ -14,7 +14,8 @@ def initial_tensor(name: str, shape: Sequence[int], std: float | None, seed: int
 
     Args:
         name: its name in the whole model; also says which constant, where std is None.
-        shape: its full shape.
+        shape: its full shape. The matrices of a stack (three dims) are weights of their own, NAME.0, NAME.1, ..., so that who needs a few
+            of them draws no more.
         std: standard deviation of the normal distribution it is drawn from; None for a constant: zeros for a bias, ones else (norms).
         seed: of the run.
 
@@ -23,6 +24,8 @@ def initial_tensor(name: str, shape: Sequence[int], std: float | None, seed: int
     """
     if std is None:
         return torch.full(tuple(shape), 0.0 if name.endswith(".bias") else 1.0, device="cpu")
+    if len(shape) == 3:
+        return torch.stack([initial_tensor(f"{name}.{index}", shape[1:], std, seed) for index in range(shape[0])])
     key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(key, "little", signed=True))
     return torch.empty(tuple(shape), device="cpu").normal_(0.0, std, generator=generator)

@@ -40,7 +40,8 @@ class Router(nn.Module):
         scoring: "softmax" or "sigmoid", of the logits.
         normalise: the weights of the chosen experts sum to one.
         factor: of all weights, after that.
-        correction: add a bias to the scores for the choice alone; no gradient moves it (balance.correct does).
+        correction: add a bias to the scores for the choice alone; no gradient moves it, training/routing.py does.
+        correction_step: by how much, after each step of the optimizer.
         groups: experts stand in so many groups of equal size.
         groups_chosen: the choice is among so many groups, those whose two best experts have the largest sum.
     """
@@ -55,6 +56,7 @@ class Router(nn.Module):
         normalise: bool = True,
         factor: float = 1.0,
         correction: bool = False,
+        correction_step: float = 0.001,
         groups: int = 1,
         groups_chosen: int = 1,
     ) -> None:
@@ -64,6 +66,7 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction else None
         self.top_k, self.scoring, self.normalise, self.factor = top_k, scoring, normalise, factor
         self.groups, self.groups_chosen = groups, groups_chosen
+        self.correction_step = correction_step
 
     def forward(self, x: Tensor) -> Routing:
         """(tokens, hidden) -> the routing of each."""

@@ -10,11 +10,12 @@ from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
 
-ModelConfig = BloomConfig | GPTConfig | GPT1Config | LlamaConfig | MistralConfig | OPTConfig | T5Config | TransformerConfig
+ModelConfig = BloomConfig | GPTConfig | GPT1Config | LlamaConfig | MistralConfig | MixtralConfig | OPTConfig | T5Config | TransformerConfig
 
 #: family -> its configuration dataclass
 FAMILIES: dict[str, type[Any]] = {
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[Any]] = {
     "gpt1": GPT1Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
     "opt": OPTConfig,
     "t5": T5Config,
     "transformer": TransformerConfig,

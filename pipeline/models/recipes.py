@@ -15,4 +15,5 @@ def scaled_residual(name: str, std: float, layers: int) -> float | None:
     """
     if "norm" in name or name.endswith(".bias"):
         return None
-    return std / math.sqrt(2 * layers) if name.endswith(("attention.output.weight", "mlp.down.weight")) else std
+    residual = name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down"))
+    return std / math.sqrt(2 * layers) if residual else std

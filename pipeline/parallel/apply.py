@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pipeline.config.layout import Layout
@@ -15,7 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import tensor
+from pipeline.parallel import expert, tensor
 from pipeline.parallel.cut import cut_weights, replace_weights, take_stage
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pieces import Piece
@@ -29,12 +30,15 @@ class LocalModel(nn.Module):
     Attributes:
         stages: stage index (as text) -> its part of the model.
         pieces: parameter -> which piece of which full weight it is.
+        fixed: the same for weights that no gradient moves (the bias of a router), fp32. They are plain tensors, no parameters, so that
+            DeepSpeed neither casts nor shards them.
     """
 
     def __init__(self, stages: dict[int, Stack], pieces: dict[nn.Parameter, Piece]) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
         self.pieces = pieces
+        self.fixed: dict[Tensor, Piece] = {}
 
     def parts(self) -> Iterator[Stack]:
         """The stages in order."""
@@ -53,6 +57,8 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
     for stage in model.parts():
         if mesh.layout.tensor > 1:
             tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
+        if mesh.layout.expert > 1:
+            expert.apply(stage, mesh.expert)
         recompute(stage, config.training.activation_checkpointing)
         if compiles(config, mesh.device):
             for block in stage.blocks.values():
@@ -75,18 +81,32 @@ def fill(model: LocalModel, config: RunConfig, device: torch.device) -> None:
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
 
-    def filled(_: str, parameter: nn.Parameter) -> nn.Parameter:
+    def filled(_: str, parameter: nn.Parameter) -> Tensor:
         piece = model.pieces[parameter]
-        std = registry.initial_std(config.model, piece.name)
-        full = initial_tensor(piece.name, piece.full_shape, std, config.training.seed)
-        local = nn.Parameter(piece.of(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format))
-        pieces[local] = piece
-        return local
+        value = initial_piece(piece, registry.initial_std(config.model, piece.name), config.training.seed)
+        kind = dtype if parameter.requires_grad else torch.float32
+        local = value.to(device=device, dtype=kind, copy=True, memory_format=torch.contiguous_format)
+        if not parameter.requires_grad:
+            model.fixed[local] = piece
+            return local
+        learned = nn.Parameter(local)
+        pieces[learned] = piece
+        return learned
 
     replace_weights(model.parts(), filled)
     model.pieces = pieces
     for stage in model.parts():
         stage.reset_buffers()
+
+
+def initial_piece(piece: Piece, std: float | None, seed: int) -> Tensor:
+    """The initial value of a piece, fp32 on the CPU; of a stack no more than the piece's own matrices are drawn."""
+    if len(piece.full_shape) < 3:
+        return piece.of(initial_tensor(piece.name, piece.full_shape, std, seed))
+    first = piece.start(0)
+    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in piece.cuts if cut.dim > 0)
+    matrices = (Piece(f"{piece.name}.{index}", piece.full_shape[1:], cuts) for index in range(first, first + piece.shape[0]))
+    return torch.stack([matrix.of(initial_tensor(matrix.name, matrix.full_shape, std, seed)) for matrix in matrices])
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.layers.stack import Stack
@@ -30,14 +30,15 @@ def take_stage(model: Stack, layout: Layout, stage: int) -> Stack:
     return model
 
 
-def replace_weights(stages: Iterable[nn.Module], new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+def replace_weights(stages: Iterable[nn.Module], new: Callable[[str, nn.Parameter], Tensor]) -> None:
     """Put `new(name, parameter)` in every parameter's place; a parameter that stands in two places stays one."""
-    done: dict[nn.Parameter, nn.Parameter] = {}
+    done: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         for prefix, module in stage.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if parameter not in done:
                     done[parameter] = new(f"{prefix}.{leaf}".lstrip("."), parameter)
+                delattr(module, leaf)  # in case the new one is no parameter
                 setattr(module, leaf, done[parameter])
 
 
@@ -67,7 +68,7 @@ def cut_weights(stages: dict[int, Stack], config: ModelConfig, layout: Layout, w
             shared = ""
             if layout.pipeline > 1:
                 shared = "ends" if name in aliases.values() else "pipeline" if any(fnmatchcase(name, p) for p in everywhere) else ""
-            made[name] = nn.Parameter(parameter.new_empty(piece.shape))
+            made[name] = nn.Parameter(parameter.new_empty(piece.shape), requires_grad=parameter.requires_grad)
             pieces[made[name]] = replace(piece, shared=shared, copy=bool(shared) and 0 not in stages)
         return made[name]
 

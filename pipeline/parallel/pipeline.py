@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
+from pipeline.layers.experts import mixtures
 from pipeline.parallel.apply import DTYPES
 from pipeline.parallel.mesh import Mesh
 
@@ -36,6 +37,9 @@ class Pipeline:
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
         self._device = mesh.device
+        self._mixtures = list(mixtures(stages))
+        # Losses of mixtures are means over a micro-batch, and each tensor rank has the whole one within its region.
+        self._mixture_scale = 1 / (micro_batches * layout.tensor)
 
         def loss_fn(loss: Tensor, _: Tensor | None = None) -> Tensor:
             return loss / micro_batches
@@ -56,6 +60,8 @@ class Pipeline:
         Returns:
             The mean loss of these sequences as a 0-dim tensor on the rank of the last stage, zero on the others.
         """
+        for mixture in self._mixtures:
+            mixture.loss_scale = self._mixture_scale
         return self._run(self._schedule.step, inputs, batch)
 
     def evaluate(self, inputs: Tensor, batch: Batch) -> Tensor:

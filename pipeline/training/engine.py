@@ -23,7 +23,7 @@ from pipeline.parallel.pieces import Fragment
 from pipeline.training import gradients
 from pipeline.training.optimizer import adamw, decay_groups, learning_rate
 from pipeline.training.replicated import ReplicatedEngine
-from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments
+from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
 
 
 def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
@@ -130,7 +130,8 @@ class ZeroEngine(Engine):
     def fragments(self) -> list[Fragment]:
         """See Engine."""
         create_moments(self._zero.optimizer, self._masters())
-        return [fragment for parameter in self.model.pieces for fragment in self._fragment(parameter)]
+        learned = [fragment for parameter in self.model.pieces for fragment in self._fragment(parameter)]
+        return learned + fixed_fragments(self.model, self._mesh)
 
     def _masters(self) -> list[Tensor]:
         """The flat fp32 partitions that AdamW works on."""

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.parallel.apply import LocalModel
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor import sums_over_tensor
 
 #: Elements of one all-reduce.
@@ -72,7 +73,11 @@ def is_counted(model: LocalModel, mesh: Mesh, parameter: nn.Parameter) -> bool:
 
     Pieces always do; what all ranks of an axis hold whole counts on the first of them; what another stage holds too counts there.
     """
-    piece = model.pieces[parameter]
+    return counts(model.pieces[parameter], mesh)
+
+
+def counts(piece: Piece, mesh: Mesh) -> bool:
+    """Whether this rank's copy of a piece is the one that counts, as `is_counted` says."""
     whole = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
     return not piece.copy and all(piece.cut_along(axis) or index == 0 for axis, index in whole.items())
 

@@ -32,6 +32,7 @@ class _Pending:
     samples: int
     seconds: float
     ready: torch.cuda.Event | None
+    names: tuple[str, ...]
     extra: dict[str, float]
 
 
@@ -78,13 +79,14 @@ class Metrics:
         """
         if self._rank > 0:
             return
-        values = torch.stack([loss.detach().float(), *(t.to(loss.device) for t in (result.gradient_norm, result.lr, result.skipped))])
+        numbers = (result.gradient_norm, result.lr, result.skipped, *result.more.values())
+        values = torch.stack([loss.detach().float(), *(number.to(loss.device) for number in numbers)])
         ready = None
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        previous, self._pending = self._pending, _Pending(progress, values, samples, seconds, ready, extra)
+        previous, self._pending = self._pending, _Pending(progress, values, samples, seconds, ready, tuple(result.more), extra)
         if previous is not None:
             self._write(previous)
 
@@ -111,7 +113,7 @@ class Metrics:
         """Turn a step's numbers into its line."""
         if pending.ready is not None:
             pending.ready.synchronize()
-        loss, norm, lr, skipped = pending.values.tolist()
+        loss, norm, lr, skipped, *more = pending.values.tolist()
         self._skipped_before += int(skipped)
         rate = pending.samples * self._tokens_per_sample / pending.seconds
         step = pending.progress.step
@@ -126,6 +128,7 @@ class Metrics:
             "seconds": pending.seconds,
             "tokens_per_second": rate,
             "mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
+            **dict(zip(pending.names, more, strict=True)),
             **pending.extra,
         }
         self._emit(self._last)

@@ -17,7 +17,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pieces import Fragment
 from pipeline.training import gradients
 from pipeline.training.optimizer import adamw, decay_groups, learning_rate
-from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments
+from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
 
 
 class ReplicatedEngine(Engine):
@@ -70,7 +70,7 @@ class ReplicatedEngine(Engine):
         """See Engine."""
         create_moments(self._optimizer, self._masters)
         first = self._mesh.data.rank() == 0
-        return [
+        learned = [
             Fragment(
                 self.model.pieces[parameter],
                 0,
@@ -79,6 +79,7 @@ class ReplicatedEngine(Engine):
             )
             for parameter, master in zip(self._parameters, self._masters, strict=True)
         ]
+        return learned + fixed_fragments(self.model, self._mesh)
 
     def updates(self) -> int:
         """See Engine."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pipeline.parallel.apply import LocalModel
+from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pieces import Fragment
+from pipeline.training.gradients import counts
 
 #: Names of a weight's tensors in the optimizer, beside the fp32 weight itself.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,11 +26,13 @@ class StepResult:
         gradient_norm: before clipping, over the whole model.
         skipped: 1 when the gradient was not finite and nothing was changed, else 0.
         lr: learning rate of the step.
+        more: further numbers for metrics.jsonl, by their key there.
     """
 
     gradient_norm: Tensor
     skipped: Tensor
     lr: Tensor
+    more: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -65,3 +69,16 @@ def create_moments(optimizer: torch.optim.Optimizer, masters: list[Tensor]) -> N
                 "step": torch.zeros((), device=master.device),
                 **{name: torch.zeros_like(master) for name in MOMENTS},
             }
+
+
+def fixed_fragments(model: LocalModel, mesh: Mesh) -> list[Fragment]:
+    """The weights that no optimizer moves. A checkpoint keeps moments for them too, of zeros."""
+    return [
+        Fragment(
+            piece,
+            0,
+            {"weight": value.view(-1), **{name: torch.zeros_like(value).view(-1) for name in MOMENTS}},
+            owned=mesh.data.rank() == 0 and counts(piece, mesh),
+        )
+        for value, piece in model.fixed.items()
+    ]

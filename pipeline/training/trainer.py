@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +15,7 @@ from pipeline.parallel.apply import LocalModel, parallelize
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pipeline import Pipeline
 from pipeline.training.engine import build_engine
+from pipeline.training.routing import RoutingWatch
 from pipeline.training.state import StepResult
 
 
@@ -29,6 +32,7 @@ class Trainer:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
         self.engine = build_engine(config, self.model, mesh)
+        self._routing = RoutingWatch(self.model, mesh, getattr(config.model, "experts", 0))
         self._config = config
         self._pipelines: dict[tuple[int, int], Pipeline] = {}
 
@@ -45,7 +49,8 @@ class Trainer:
         batch = self._scaled(batch)
         with self.engine.accumulate():
             loss = self._pipeline(tokens).train(tokens, batch)
-        return self._mean(loss), self.engine.step()
+        result = self.engine.step()
+        return self._mean(loss), replace(result, more=self._routing.after_step(result.skipped))
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> Tensor:
         """The mean loss of the global batch; arguments as in train."""

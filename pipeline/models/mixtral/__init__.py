@@ -1,0 +1,1 @@
+"""Mixtral (Jiang et al. 2024)."""

@@ -1,0 +1,51 @@
+"""Mixtral <-> transformers' MixtralForCausalLM. Files keep a tensor for each expert; the class fuses them when it loads."""
+
+from __future__ import annotations
+
+from pipeline.models.adapter import Adapter, Blocks, Row, rows
+
+ADAPTER = Adapter(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    fields={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "max_positions",
+        "hidden_size": "hidden",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "ffn_hidden",
+        "num_local_experts": "experts",
+        "num_experts_per_tok": "top_k",
+        "sliding_window": "window",
+        "rope_theta": "rope_theta",
+        "rms_norm_eps": "norm_eps",
+        "initializer_range": "init_std",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    constants={"hidden_act": "silu", "attention_dropout": 0.0},
+    defaults={"head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"], "sliding_window": None},
+    # how it was trained: not ours to continue, and not the same formula
+    harmless=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
+    table=(
+        *rows("model.embed_tokens", "embed.tokens"),
+        Blocks(
+            (
+                *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
+                *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+                *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+                *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+                *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+                *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
+                *rows("model.layers.{i}.block_sparse_moe.gate", "blocks.{i}.mlp.router"),
+                Row("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", ("blocks.{i}.mlp.experts.gate",)),
+                Row("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", ("blocks.{i}.mlp.experts.up",)),
+                Row("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", ("blocks.{i}.mlp.experts.down",)),
+            ),
+            experts="experts",
+        ),
+        *rows("model.norm", "norm"),
+        *rows("lm_head", "head"),
+    ),
+)

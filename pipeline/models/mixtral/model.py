@@ -1,0 +1,45 @@
+"""Mixtral (Jiang et al. 2024, https://arxiv.org/abs/2401.04088)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts, Mixture
+from pipeline.layers.rotary import Rotary
+from pipeline.layers.router import Balance, Router
+from pipeline.layers.stack import Block, Stack
+from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.recipes import scaled_residual
+
+
+def build(config: MixtralConfig) -> Stack:
+    """The whole model with uninitialised weights on torch's default device."""
+
+    def block() -> Block:
+        return Block(
+            attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=False, window=config.window),
+            mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            mlp=Mixture(
+                Router(config.hidden, config.experts, config.top_k),
+                Experts(config.experts, config.hidden, config.ffn_hidden),
+                balance=Balance(batch=config.balance_loss, z=config.z_loss),
+                capacity_factor=config.capacity_factor,
+            ),
+        )
+
+    return Stack(
+        embed=Embedding(config.vocab_size, config.hidden),
+        blocks=[block() for _ in range(config.layers)],
+        norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+        head=OutputHead(config.vocab_size, config.hidden),
+        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta),
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: MixtralConfig, name: str) -> float | None:
+    """Mistral AI published no recipe; this is GPT-2's."""
+    return scaled_residual(name, config.init_std, config.layers)

@@ -1,0 +1,19 @@
+"""How tensor and expert parallelism split a Mixtral (roles: pipeline/models/plan.py)."""
+
+from __future__ import annotations
+
+PLAN: dict[str, str] = {
+    "embed.tokens.weight": "vocab",
+    "blocks.*.attention_norm.weight": "replicate",
+    "blocks.*.attention.query.weight": "column",
+    "blocks.*.attention.key.weight": "column",
+    "blocks.*.attention.value.weight": "column",
+    "blocks.*.attention.output.weight": "row",
+    "blocks.*.mlp_norm.weight": "replicate",
+    "blocks.*.mlp.router.weight": "partial",
+    "blocks.*.mlp.experts.gate": "expert_column",
+    "blocks.*.mlp.experts.up": "expert_column",
+    "blocks.*.mlp.experts.down": "expert_row",
+    "norm.weight": "replicate",
+    "head.weight": "vocab",
+}

@@ -1,0 +1,71 @@
+"""What is done with a step's routing after it: numbers for metrics.jsonl, and balance without a loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.layers.experts import Mixture, mixtures
+from pipeline.parallel.apply import LocalModel
+from pipeline.parallel.mesh import Mesh
+
+
+class RoutingWatch:
+    """Sums up the records of all mixtures; every rank of the job calls it after each step.
+
+    Args:
+        model: this rank's stages.
+        mesh: this rank's groups.
+        experts: of a mixture; 0 in a model that has none.
+    """
+
+    def __init__(self, model: LocalModel, mesh: Mesh, experts: int) -> None:
+        self._mixtures: list[Mixture] = list(mixtures(model))
+        self._mesh, self._experts = mesh, experts
+
+    @torch.no_grad()
+    def after_step(self, skipped: Tensor) -> dict[str, Tensor]:
+        """Correct the routers' biases by the step's load and forget its records.
+
+        Args:
+            skipped: as in StepResult; a skipped step corrects nothing.
+
+        Returns:
+            0-dim tensors, the same on every rank: router_entropy (nats, mean over layers), router_load_max (largest load over the mean, of
+            the worst layer), router_dropped (share of the choices), aux_loss (sum over layers). Empty for a model without experts.
+        """
+        if not self._experts:
+            return {}
+        records = self._global_records()
+        load, (entropy, dropped, loss, batches) = records[:, :-4], records[:, -4:].unbind(dim=1)
+        self._correct(load, 1 - skipped.to(load.device))
+        batches = batches.clamp(min=1)
+        sums = torch.stack([(entropy / batches).sum(), (dropped / batches).sum(), (loss / batches).sum(), batches.new_tensor(len(records))])
+        worst = load.new_zeros(len(records) + 1)
+        worst[1:] = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
+        most = worst.amax()
+        if self._mesh.pipeline.size() > 1:
+            dist.all_reduce(sums, group=self._mesh.pipeline)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._mesh.pipeline)
+        layers = sums[3]
+        return {"router_entropy": sums[0] / layers, "router_load_max": most, "router_dropped": sums[1] / layers, "aux_loss": sums[2]}
+
+    def _global_records(self) -> Tensor:
+        """Mixture.record of each layer of this rank, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
+        records = torch.zeros(len(self._mixtures), self._experts + 4, device=self._mesh.device)
+        for row, mixture in zip(records, self._mixtures, strict=True):
+            record = mixture.take_record()
+            if record is not None:
+                row.copy_(record)
+        for group in (self._mesh.data, self._mesh.expert):  # the tensor ranks have the same record
+            if group.size() > 1:
+                dist.all_reduce(records, group=group)
+        return records
+
+    def _correct(self, load: Tensor, counts: Tensor) -> None:
+        """Raise the bias of experts below the mean load by a step, lower it above (Wang et al. 2024, https://arxiv.org/abs/2408.15664)."""
+        for row, mixture in zip(load, self._mixtures, strict=True):
+            bias = mixture.router.bias
+            if bias is not None:
+                bias.add_(counts * mixture.router.correction_step * (row.mean() - row).sign())
