@@ -1,0 +1,22 @@
+"""What tools/parity compares: for every family small models that differ in what the family lets one choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Of all variants, where a family has the field; a variant's own come after.
+SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
+
+#: family -> variant -> fields of its configuration
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
+    "llama": {
+        "plain": {},
+        "grouped": {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "rope_theta": 500000.0, "norm_eps": 1e-3},
+        "tied": {"kv_heads": 1, "tie_embeddings": True},
+    },
+}
+
+#: Largest difference of two logits, absolute: sums of fp32 numbers in another order, more of them in some families.
+TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4}
+USUAL_TOLERANCE = 1e-5
