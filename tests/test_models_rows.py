@@ -59,7 +59,7 @@ def test_a_table_is_written_out_in_order():
         *rows("h.{i}.b", "blocks.{i}.y"),
         *rows("enc.{encoder}", "blocks.{encoder}.z"),
         *rows("dec.{decoder}", "blocks.{decoder}.z"),
-        Blocks(rows("h.{i}.e.{e}", "blocks.{i}.up"), lambda config: [(1, 1)], experts="experts"),
+        Blocks(rows("h.{i}.e.{e}", "blocks.{i}.up"), lambda _: [(1, 1)], experts="experts"),
         *rows("last", "head"),
     )
     found = [(row.theirs.removesuffix(".weight"), row.ours[0].removesuffix(".weight"), row.expert) for row in written_out(table, Sizes)]

@@ -9,12 +9,19 @@ SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96,
 
 #: family -> variant -> fields of its configuration
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bloom": {"tied": {}, "six heads": {"heads": 6, "tie_embeddings": False}},  # ALiBi's slopes follow another rule beside powers of 2
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
+    "gpt1": {"tied": {}},
     "llama": {
         "plain": {},
         "grouped": {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "rope_theta": 500000.0, "norm_eps": 1e-3},
         "tied": {"kv_heads": 1, "tie_embeddings": True},
     },
+    "mistral": {
+        "window": {"kv_heads": 2, "head_dim": 16, "window": 6},
+        "dense": {"kv_heads": 2, "head_dim": 12, "window": None, "rope_theta": 1e6},
+    },
+    "opt": {"pre-norm": {}, "post-norm": {"pre_norm": False, "embed_width": 32}},
 }
 
 #: Largest difference of two logits, absolute: sums of fp32 numbers in another order, more of them in some families.

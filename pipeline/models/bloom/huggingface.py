@@ -59,7 +59,7 @@ ADAPTER = Adapter(
     ),
     nested=(Nested(tuple(name for names in _SIZES.values() for name in names), _write, _read),),
     # The class has no longest sequence; BigScience's files say theirs.
-    defaults={"seq_length": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    defaults={"vocab_size": 250880, "seq_length": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     # Settings of the code that BigScience trained with.
     harmless=(
         *("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32", "bias_dropout_fusion"),

@@ -39,7 +39,16 @@ ADAPTER = Adapter(
         *rows("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
         *rows("lm_head", "head"),
     ),
-    defaults={"layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
+    defaults={
+        "vocab_size": 40478,
+        "n_positions": 512,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    },
     # For heads of other tasks, and sizes that are said twice.
     harmless=(
         *("n_ctx", "n_special", "predict_special_tokens"),

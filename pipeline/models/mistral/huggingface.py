@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.models.adapter import Adapter
 from pipeline.models.llama import huggingface as llama
+from pipeline.models.rope_json import ROPE
 
 ADAPTER = Adapter(
     architecture="MistralForCausalLM",
@@ -18,11 +19,25 @@ ADAPTER = Adapter(
         "head_dim": "head_dim",
         "intermediate_size": "ffn_hidden",
         "sliding_window": "window",
-        "rope_theta": "rope_theta",
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
     },
     constants={"hidden_act": "silu", "attention_dropout": 0.0},
     table=llama.ADAPTER.table,
+    defaults={
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096 * 32,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32),
+        "intermediate_size": 14336,
+        "sliding_window": 4096,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
+    nested=(ROPE,),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, Table, rows
+from typing import Any
+
+from pipeline.models.adapter import Adapter, Nested, Table, rows
 from pipeline.models.opt.config import OPTConfig
 
 _BOTH = ("weight", "bias")
@@ -28,6 +30,16 @@ def table(config: OPTConfig) -> Table:
     )
 
 
+def _write_width(config: OPTConfig) -> dict[str, Any]:
+    return {"word_embed_proj_dim": config.embed_width}
+
+
+def _read_width(content: dict[str, Any]) -> dict[str, Any]:
+    """The stock class writes the width of the embedding also where it is the residual stream's."""
+    width = content.get("word_embed_proj_dim")
+    return {"embed_width": None if width == content.get("hidden_size", 768) else width}
+
+
 ADAPTER = Adapter(
     architecture="OPTForCausalLM",
     model_type="opt",
@@ -38,7 +50,6 @@ ADAPTER = Adapter(
         "num_hidden_layers": "layers",
         "num_attention_heads": "heads",
         "ffn_dim": "ffn_hidden",
-        "word_embed_proj_dim": "embed_width",
         "do_layer_norm_before": "pre_norm",
         "init_std": "init_std",
         "tie_word_embeddings": "tie_embeddings",
@@ -53,9 +64,15 @@ ADAPTER = Adapter(
         "layerdrop": 0.0,
     },
     table=table,
+    nested=(Nested(("word_embed_proj_dim",), _write_width, _read_width),),
     defaults={
         "do_layer_norm_before": True,
-        "word_embed_proj_dim": None,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
         "init_std": 0.02,
         "tie_word_embeddings": True,
     },
