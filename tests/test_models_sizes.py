@@ -20,6 +20,11 @@ from pipeline.models.transformer.config import TransformerConfig
 
 #: Parameters of the released weights (as their model cards and files count them).
 RELEASED = {
+    # with both heads, as transformers counts them
+    "bert-base-uncased": 110_106_428,
+    "bert-base-cased": 108_932_934,
+    "bert-large-uncased": 336_226_108,
+    "bert-large-cased": 334_661_958,
     "bloom-560m": 559_214_592,
     "bloom-1b1": 1_065_314_304,
     "bloom-1b7": 1_722_408_960,
@@ -50,6 +55,8 @@ RELEASED = {
     "opt-2.7b": 2_651_596_800,
     "opt-6.7b": 6_658_473_984,
     "opt-13b": 12_853_473_280,
+    "roberta-base": 124_697_433,
+    "roberta-large": 355_412_057,
     "opt-30b": 29_974_540_288,
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
@@ -78,6 +85,7 @@ ROUNDED = {
     "opt-175b": 175.0e9,
 }
 SMALL = {
+    "bert-tiny",
     "bloom-tiny",
     "gpt-demo",
     "gpt-tiny",
@@ -87,6 +95,7 @@ SMALL = {
     "mistral-tiny",
     "mixtral-tiny",
     "opt-tiny",
+    "roberta-tiny",
     "t5-tiny",
     "transformer-tiny",
 }

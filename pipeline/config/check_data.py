@@ -26,6 +26,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield from _blend(config)
         yield from _phases(config)
         yield from _warmup(config)
+        if config.model.objective == "masked":
+            yield from _masked(config)
 
 
 def _clean(config: RunConfig) -> Iterator[Violation]:
@@ -86,6 +88,31 @@ def _warmup(config: RunConfig) -> Iterator[Violation]:
         if training.sequence_length % entry.value or entry.value < 2:
             why = f"must divide training.sequence_length={training.sequence_length} and be at least 2: each sample is cut into equal parts"
             yield Violation(f"training.sequence_warmup.{number}.value", entry.value, why, "choose such a length")
+
+
+def _masked(config: RunConfig) -> Iterator[Violation]:
+    """Masked language models read whole sequences with special tokens of their own."""
+    training, masking = config.training, config.data.masking
+    if masking.random + masking.keep > 1:
+        why = f"and data.masking.keep={masking.keep} are more than all"
+        yield Violation("data.masking.random", masking.random, why, "lower one of them")
+    if config.data.infill.rate > 0:
+        why = "puts documents together anew for models that predict the next token"
+        yield Violation("data.infill.rate", config.data.infill.rate, why, "leave it out, or choose another model")
+    if training.sequence_warmup:
+        why = "cuts samples into parts; a masked sequence is whole, with special tokens around it"
+        yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", why, "leave it out")
+    paired = config.model.next_sentence
+    least = 5 if paired else 3
+    if training.sequence_length < least:
+        why = f"has no room for text between the special tokens, which takes {least}"
+        yield Violation("training.sequence_length", training.sequence_length, why, f"choose {least} or more")
+    if paired and training.document_mask:
+        why = "would hide the second sentence, which may come from another document"
+        yield Violation("training.document_mask", True, why, "leave it out, or set model.next_sentence=false")
+    if paired and config.parallel.context > 1:
+        why = "cuts sequences; the first token, which tells of the next sentence, is then on some ranks alone"
+        yield Violation("parallel.context", config.parallel.context, why, "use 1, or model.next_sentence=false")
 
 
 def _blend(config: RunConfig) -> Iterator[Violation]:

@@ -44,6 +44,18 @@ class InfillConfig:
 
 
 @dataclass
+class MaskingConfig:
+    """Masked language models (Devlin et al. 2019): which tokens of a sequence a model has to guess, and what it sees in their place."""
+
+    rate: float = knob(0.15, "share of the tokens of a sequence that are to be guessed", above=0, at_most=1)
+    random: float = knob(0.1, "share of these that become a random token", at_least=0, at_most=1)
+    keep: float = knob(0.1, "share of these that stay as they are; the rest becomes the mask", at_least=0, at_most=1)
+    mask: str | None = knob(None, "special token for what is to be guessed; [MASK] or <mask> of the tokenizer when unset")
+    first: str | None = knob(None, "special token before a sequence; [CLS] or <s> of the tokenizer when unset")
+    between: str | None = knob(None, "special token after each segment; [SEP] or </s> of the tokenizer when unset")
+
+
+@dataclass
 class WarmupConfig:
     """A value that holds until a step."""
 
@@ -92,6 +104,7 @@ class DataConfig:
         choices=("windows", "best_fit"),
     )
     infill: InfillConfig = field(default_factory=InfillConfig)
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
     verify: str = knob(
         "lazy",
         "compare token shards with their checksums: never, in the background when first read, or all before the start; "

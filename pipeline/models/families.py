@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
@@ -12,13 +13,27 @@ from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.opt.config import OPTConfig
+from pipeline.models.roberta.config import RobertaConfig
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
 
-ModelConfig = BloomConfig | GPTConfig | GPT1Config | LlamaConfig | MistralConfig | MixtralConfig | OPTConfig | T5Config | TransformerConfig
+ModelConfig = (
+    BertConfig
+    | BloomConfig
+    | GPTConfig
+    | GPT1Config
+    | LlamaConfig
+    | MistralConfig
+    | MixtralConfig
+    | OPTConfig
+    | RobertaConfig
+    | T5Config
+    | TransformerConfig
+)
 
 #: family -> its configuration dataclass
 FAMILIES: dict[str, type[Any]] = {
+    "bert": BertConfig,
     "bloom": BloomConfig,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
@@ -26,6 +41,7 @@ FAMILIES: dict[str, type[Any]] = {
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "opt": OPTConfig,
+    "roberta": RobertaConfig,
     "t5": T5Config,
     "transformer": TransformerConfig,
 }

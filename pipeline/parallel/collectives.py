@@ -8,6 +8,7 @@
 | reduce_scatter_sequence: reduce-scatter | all-gather |
 | scatter_sequence: take own rows | all-gather |
 | own_heads: take own heads | all-gather |
+| share: nothing | divide by the ranks |
 
 Activations are (batch, sequence, hidden); the sequence forms cut dim 1. Inputs are cloned before an in-place collective,
 since autograd may hand the same buffer to others.
@@ -114,6 +115,11 @@ def reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Cut activations that every rank holds whole."""
     return _pair(tensor, group, _own_rows, _all_gather_sequence)
+
+
+def share(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave a region where every rank computed the same: each rank's gradient is a part of the whole."""
+    return _pair(tensor, group, _same, lambda grad, group: grad / group.size())
 
 
 def own_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -101,6 +101,8 @@ def fingerprint(config: RunConfig, samples: Samples, consumed: int) -> str:
         content["packing"] = data.packing
     if data.infill.rate > 0:
         content["infill"] = vars(data.infill)
+    if config.model.objective == "masked":
+        content["masking"] = vars(data.masking) | {"next_sentence": config.model.next_sentence}
     if not data.blend:
         alone = samples.corpora[0].fingerprint
         return _hash([alone, content]) if content else alone

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives.causal import Causal
+from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import Objective
 
 #: A model configuration's `objective` -> what makes its batches.
-OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal}
+OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked}
 
 
 def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective:

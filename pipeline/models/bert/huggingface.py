@@ -1,0 +1,84 @@
+"""BERT <-> transformers' BertForPreTraining, or BertForMaskedLM without next-sentence prediction."""
+
+from __future__ import annotations
+
+from pipeline.models.adapter import Adapter, Table, rows
+
+_BOTH = ("weight", "bias")
+
+FIELDS: dict[str, str] = {
+    "vocab_size": "vocab_size",
+    "type_vocab_size": "segments",
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn_hidden",
+    "layer_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+CONSTANTS = {
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+}
+DEFAULTS = {"tie_word_embeddings": True, "layer_norm_eps": 1e-12, "initializer_range": 0.02, "type_vocab_size": 2}
+#: What Google's files say of the pooler, all of it the same in every model.
+HARMLESS = (
+    *("directionality", "add_cross_attention"),
+    *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")),
+)
+
+
+def encoder(prefix: str) -> Table:
+    """Embedding and blocks, which RoBERTa calls the same below its own prefix."""
+    block, ours = f"{prefix}.encoder.layer.{{i}}", "blocks.{i}"
+    return (
+        *rows(f"{prefix}.embeddings.word_embeddings", "embed.tokens"),
+        *rows(f"{prefix}.embeddings.position_embeddings", "embed.positions"),
+        *rows(f"{prefix}.embeddings.token_type_embeddings", "embed.segments"),
+        *rows(f"{prefix}.embeddings.LayerNorm", "embed.norm", leaves=_BOTH),
+        *rows(f"{block}.attention.self.query", f"{ours}.attention.query", leaves=_BOTH),
+        *rows(f"{block}.attention.self.key", f"{ours}.attention.key", leaves=_BOTH),
+        *rows(f"{block}.attention.self.value", f"{ours}.attention.value", leaves=_BOTH),
+        *rows(f"{block}.attention.output.dense", f"{ours}.attention.output", leaves=_BOTH),
+        *rows(f"{block}.attention.output.LayerNorm", f"{ours}.attention_norm", leaves=_BOTH),
+        *rows(f"{block}.intermediate.dense", f"{ours}.mlp.up", leaves=_BOTH),
+        *rows(f"{block}.output.dense", f"{ours}.mlp.down", leaves=_BOTH),
+        *rows(f"{block}.output.LayerNorm", f"{ours}.mlp_norm", leaves=_BOTH),
+    )
+
+
+_MASKED: Table = (
+    *encoder("bert"),
+    *rows("cls.predictions", "head.output", leaves=("bias",)),
+    *rows("cls.predictions.transform.dense", "head.dense", leaves=_BOTH),
+    *rows("cls.predictions.transform.LayerNorm", "head.norm", leaves=_BOTH),
+    *rows("cls.predictions.decoder", "head.output"),
+)
+#: The pooler and what reads it.
+_SENTENCE: Table = (
+    *rows("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
+    *rows("cls.seq_relationship", "head.sentence.output", leaves=_BOTH),
+)
+
+
+def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
+    return Adapter(
+        architecture=architecture,
+        model_type="bert",
+        fields={**FIELDS, "max_position_embeddings": "max_positions"},
+        constants=CONSTANTS,
+        table=(*_MASKED, *_SENTENCE) if next_sentence else _MASKED,
+        implied={"next_sentence": next_sentence},
+        defaults=DEFAULTS,
+        harmless=HARMLESS,
+        copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+        unused=("bert.embeddings.position_ids", *(() if next_sentence else ("bert.pooler.*", "cls.seq_relationship.*"))),
+        renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+    )
+
+
+ADAPTERS = (_adapter("BertForPreTraining", next_sentence=True), _adapter("BertForMaskedLM", next_sentence=False))

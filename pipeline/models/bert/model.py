@@ -1,0 +1,59 @@
+"""BERT (Devlin et al. 2019, https://arxiv.org/abs/1810.04805); RoBERTa is built here too."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pipeline.layers.attention import Attention, Scope
+from pipeline.layers.batch import Batch
+from pipeline.layers.embedding import Embedding
+from pipeline.layers.masked_head import MaskedHead
+from pipeline.layers.mlp import MLP
+from pipeline.layers.stack import Block, Stack
+from pipeline.models.bert.config import BertConfig
+
+
+class Encoder(Stack):
+    """A Stack whose head also learns which sentences follow each other."""
+
+    def finish(self, x: Tensor, scope: Scope, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
+        """See Stack."""
+        assert self.head is not None
+        return self.head(x, batch.get("targets"), batch.get("loss_scale"), batch.get("next_sentence"))
+
+
+def build(config: BertConfig) -> Encoder:
+    """The whole model with uninitialised weights on torch's default device."""
+
+    def norm() -> nn.LayerNorm:
+        return nn.LayerNorm(config.hidden, eps=config.norm_eps)
+
+    def block() -> Block:
+        return Block(
+            attention_norm=norm(),
+            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=True),
+            mlp_norm=norm(),
+            mlp=MLP(config.hidden, config.ffn_hidden, bias=True, activation="gelu"),
+            post_norm=True,
+        )
+
+    return Encoder(
+        embed=Embedding(
+            config.vocab_size,
+            config.hidden,
+            config.max_positions,
+            position_offset=config.position_offset,
+            segments=config.segments,
+            norm=norm(),
+        ),
+        blocks=[block() for _ in range(config.layers)],
+        norm=None,
+        head=MaskedHead(config.vocab_size, config.hidden, config.norm_eps, sentence=config.next_sentence),
+        causal=False,
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: BertConfig, name: str) -> float | None:
+    """As Google published it (github.com/google-research/bert, modeling.py): one spread for all; theirs cuts off beyond two of it."""
+    return None if "norm" in name or name.endswith(".bias") else config.init_std

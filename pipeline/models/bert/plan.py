@@ -1,0 +1,26 @@
+"""How tensor parallelism splits a BERT (roles: pipeline/models/plan.py)."""
+
+from __future__ import annotations
+
+PLAN: dict[str, str] = {
+    "embed.tokens.weight": "vocab",
+    "embed.positions.weight": "replicate",
+    "embed.segments.weight": "replicate",
+    "embed.norm.*": "replicate",
+    "blocks.*.attention_norm.*": "replicate",
+    "blocks.*.attention.query.*": "column",
+    "blocks.*.attention.key.*": "column",
+    "blocks.*.attention.value.*": "column",
+    "blocks.*.attention.output.weight": "row",
+    "blocks.*.attention.output.bias": "replicate",
+    "blocks.*.mlp_norm.*": "replicate",
+    "blocks.*.mlp.up.*": "column",
+    "blocks.*.mlp.down.weight": "row",
+    "blocks.*.mlp.down.bias": "replicate",
+    "head.dense.*": "replicate",
+    "head.norm.*": "replicate",
+    "head.output.*": "vocab",
+    "head.sentence.*": "partial",
+}
+
+ALIASES: dict[str, str] = {"head.output.weight": "embed.tokens.weight"}

@@ -1,0 +1,1 @@
+"""RoBERTa (Liu et al. 2019)."""

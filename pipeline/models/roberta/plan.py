@@ -1,0 +1,9 @@
+"""How tensor parallelism splits a RoBERTa: as a BERT, but for the second head."""
+
+from __future__ import annotations
+
+from pipeline.models.bert import plan
+
+PLAN: dict[str, str] = {name: role for name, role in plan.PLAN.items() if not name.startswith("head.sentence")}
+
+ALIASES = plan.ALIASES

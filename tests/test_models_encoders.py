@@ -1,0 +1,97 @@
+"""BERT and RoBERTa beside the stock classes: logits, padding, losses of both heads, gradients."""
+
+import pytest
+import torch
+import transformers
+
+from pipeline.layers.loss import IGNORE
+from pipeline.models import registry
+from pipeline.models.bert.config import BertConfig
+from pipeline.models.init import initialise
+from pipeline.models.roberta.config import PADDING, RobertaConfig
+
+SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
+CONFIGS = {
+    "bert": BertConfig(**SIZES),
+    "bert-alone": BertConfig(**SIZES, next_sentence=False),
+    "bert-untied": BertConfig(**SIZES, tie_embeddings=False),
+    "roberta": RobertaConfig(**SIZES),
+}
+
+
+def pair(config):
+    """Our model with weights that matter everywhere, and the stock one with the same."""
+    ours = registry.build(config)
+    initialise(ours, config, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    stock = registry.adapter(config)
+    content = stock.config_json(config)
+    kind = transformers.AutoConfig.for_model(**{key: value for key, value in content.items() if key != "architectures"})
+    theirs = getattr(transformers, stock.architecture)(kind).eval()
+    weights = dict(ours.named_parameters())
+    rows, copies = registry.stock_rows(config)
+    tensors = {row.theirs: row.join([weights[name].detach() for name in row.ours]) for row in rows}
+    tensors |= {copy: tensors[name] for copy, name in copies.items()}
+    theirs.load_state_dict(tensors, strict=True)
+    return ours, theirs
+
+
+def drawn(config, rows=3, length=40):
+    """Tokens without the one that RoBERTa takes for padding."""
+    return torch.randint(PADDING + 1, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(7))
+
+
+def logits_of(output):
+    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_stock_class(name):
+    config = CONFIGS[name]
+    ours, theirs = pair(config)
+    tokens = drawn(config)
+    segments = (torch.arange(40) >= 17).long().expand(3, 40) if config.segments > 1 else torch.zeros(3, 40, dtype=torch.long)
+    with torch.no_grad():
+        expected = theirs(tokens, token_type_ids=segments)
+        found = ours(tokens, segments=segments)
+    assert found.std() > 0.1, "differences would not show"
+    torch.testing.assert_close(found, logits_of(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_changes_nothing(name):
+    config = CONFIGS[name]
+    ours, theirs = pair(config)
+    tokens, lengths = drawn(config), torch.tensor([40, 23, 1])
+    there = torch.arange(40) < lengths[:, None]
+    tokens[~there] = PADDING
+    with torch.no_grad():
+        expected = logits_of(theirs(tokens, attention_mask=there.long()))
+        found = ours(tokens, documents=torch.where(there, 0, -1).int())
+        alone = ours(tokens[1:2, :23])
+    torch.testing.assert_close(found[there], expected[there], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1, :23], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def test_both_losses_and_their_gradients_are_those_of_the_stock_class():
+    ours, theirs = pair(CONFIGS["bert"])
+    tokens, labels = drawn(CONFIGS["bert"]), torch.tensor([0, 1, 1])
+    targets = torch.where(torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.2, tokens, IGNORE)
+    theirs(tokens, labels=targets, next_sentence_label=labels).loss.backward()
+    loss = ours(tokens, targets=targets, next_sentence=labels)
+    loss.backward()
+    expected = theirs(tokens, labels=targets, next_sentence_label=labels).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    stock = dict(theirs.named_parameters())
+    for row in registry.stock_rows(CONFIGS["bert"])[0]:
+        joined = row.join([gradients[name] for name in row.ours])
+        torch.testing.assert_close(joined, stock[row.theirs].grad, rtol=1e-4, atol=1e-6, msg=row.theirs)
+
+
+def test_a_sentence_head_that_roberta_does_not_have_is_refused():
+    assert [violation.key for violation in RobertaConfig(next_sentence=True).violations()] == ["model.next_sentence"]
+    assert [violation.key for violation in BertConfig(segments=1, heads=7).violations()] == ["model.heads", "model.segments"]
