@@ -74,7 +74,7 @@ class Masked(Objective):
         padding = config.model.padding_token
         if padding is not None and padding in ordinary:
             rule = f"has text as token {padding}, which the stock {config.model.family} class takes for padding and skips"
-            fix = "train one with tokenizer.end_of_document='</s>' and tokenizer.special_tokens=['<pad>','<s>','<mask>']"
+            fix = "train one with tokenizer=roberta"
             raise UserError.of("tokenizer.path", config.tokenizer.path, rule, fix)
         if config.model.next_sentence and samples.counts.sum() < 2:
             rule = "leaves one sample, and a second sentence must come from another"

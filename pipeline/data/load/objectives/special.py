@@ -48,7 +48,8 @@ class SpecialTokens:
             if token is None:
                 rule = f"is no special token of {self._path}" if named else f"{self._path} has none of {', '.join(usual)}"
                 have = ", ".join(sorted(self.ids)[:20]) or "it has none"
-                fix = f"name one of its special tokens ({have}), or train a tokenizer with tokenizer.special_tokens"
+                train = "train a tokenizer that has it (tokenizer=bert, tokenizer=roberta, tokenizer.special_tokens)"
+                fix = f"name one of its special tokens ({have}), or {train}"
                 problems.append(Violation(key, named, rule, fix))
             else:
                 found.append(self.ids[token])
