@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.table import Table
@@ -60,9 +59,9 @@ class RelativeBias(nn.Module):
 
     def forward(self, length: int) -> Tensor:
         """The biases of queries towards keys of one sequence of `length` tokens, (1, heads, length, length)."""
-        places = torch.arange(length, device=self.weight.device)
-        buckets = self.buckets(places[None, :] - places[:, None])
-        return F.embedding(buckets, self.weight.t()).permute(2, 0, 1).unsqueeze(0)
+        offsets = torch.arange(1 - length, length, device=self.weight.device)
+        # Query q sees the offsets from -q to length - 1 - q: a window of all of them, the last window for the first query.
+        return self.weight[:, self.buckets(offsets)].unfold(1, length, 1).flip(1).unsqueeze(0)
 
     def buckets(self, offsets: Tensor) -> Tensor:
         """The bucket of each offset (a key's place less its query's), int64 of the same shape."""

@@ -26,13 +26,13 @@ class Pipeline:
         stages: stage index (as text) -> module, as in LocalModel.stages; the last stage returns the mean loss of a micro-batch.
         config: of the run.
         mesh: this rank's groups.
-        shape: (sequences, tokens a sequence) of the rank's share. However it is cut into sequences, a micro-batch has the tokens of
-            training.micro_batch_size samples.
+        shape: (sequences, tokens a sequence) of the rank's share, and the decoder's tokens a sequence where there is one. However it is
+            cut into sequences, a micro-batch has the tokens of training.micro_batch_size samples.
     """
 
-    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, int]) -> None:
+    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, ...]) -> None:
         layout, training = mesh.layout, config.training
-        micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], shape[1])
+        micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], *shape[1:])
         micro_batches = shape[0] // micro_batch[0]
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
@@ -106,7 +106,7 @@ class _Alone:
 
 
 def _schedule(
-    stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, int], micro_batches: int, loss_fn: Callable[..., Tensor]
+    stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...], micro_batches: int, loss_fn: Callable[..., Tensor]
 ) -> Any:
     """PyTorch's schedule of the configured kind."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
@@ -119,23 +119,24 @@ def _schedule(
     return kind(parts, micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
 
 
-def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, int]) -> PipelineStage:
-    """One stage with the shapes of what it receives and sends, so that nothing has to be tried out."""
+def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...]) -> PipelineStage:
+    """One stage with the shapes of what it receives and sends, so that nothing has to be tried out: a state for each of the lengths."""
     from torch.distributed.pipelining import PipelineStage
 
     layout = mesh.layout
     last = layout.stage_count - 1
-    sequences, rows = micro_batch
-    tokens = torch.empty(sequences, rows, dtype=torch.int64, device="meta")
-    if config.parallel.sequence_parallel:
-        rows //= layout.tensor
+    sequences, *lengths = micro_batch
+    tokens = torch.empty(sequences, lengths[0], dtype=torch.int64, device="meta")
+    cut = layout.tensor if config.parallel.sequence_parallel else 1
     loss = torch.empty((), dtype=torch.float32, device="meta")
-    hidden = torch.empty(sequences, rows, config.model.hidden, dtype=DTYPES[config.precision.dtype], device="meta")
+    dtype = DTYPES[config.precision.dtype]
+    hidden = [torch.empty(sequences, rows // cut, config.model.hidden, dtype=dtype, device="meta") for rows in lengths]
+    states, gradients = tuple(state.clone().requires_grad_() for state in hidden), tuple(hidden)
     shapes: dict[str, Any] = {
-        "input_args": tokens if index == 0 else hidden.requires_grad_(),
-        "output_args": loss.requires_grad_() if index == last else hidden.requires_grad_(),
+        "input_args": tokens if index == 0 else states,
+        "output_args": loss.clone().requires_grad_() if index == last else states,
     }
     if "input_grads" in inspect.signature(PipelineStage).parameters:  # from torch 2.12 on
-        shapes["input_grads"] = (None,) if index == 0 else (hidden.detach(),)
-        shapes["output_grads"] = (loss.detach(),) if index == last else (hidden.detach(),)
+        shapes["input_grads"] = (None,) if index == 0 else gradients
+        shapes["output_grads"] = (loss,) if index == last else gradients
     return PipelineStage(module, index, layout.stage_count, mesh.device, group=mesh.pipeline, **shapes)

@@ -34,7 +34,7 @@ class Trainer:
         self.engine = build_engine(config, self.model, mesh)
         self._routing = RoutingWatch(self.model, mesh, getattr(config.model, "experts", 0))
         self._config = config
-        self._pipelines: dict[tuple[int, int], Pipeline] = {}
+        self._pipelines: dict[tuple[int, ...], Pipeline] = {}
 
     def train(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, StepResult]:
         """One optimizer step.
@@ -48,13 +48,13 @@ class Trainer:
         """
         batch = self._scaled(batch)
         with self.engine.accumulate():
-            loss = self._pipeline(tokens).train(tokens, batch)
+            loss = self._pipeline(tokens, batch).train(tokens, batch)
         result = self.engine.step()
         return self._mean(loss), replace(result, more=self._routing.after_step(result.skipped))
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> Tensor:
         """The mean loss of the global batch; arguments as in train."""
-        return self._mean(self._pipeline(tokens).evaluate(tokens, self._scaled(batch)))
+        return self._mean(self._pipeline(tokens, batch).evaluate(tokens, self._scaled(batch)))
 
     def _scaled(self, batch: Batch) -> Batch:
         """The batch with Batch.loss_scale, where not every position counts: the mean is over what counts in the global batch."""
@@ -67,9 +67,9 @@ class Trainer:
         scale = counts[0].float() / counts[1].clamp(min=1)
         return {**batch, "loss_scale": scale.expand(len(targets)).contiguous()}
 
-    def _pipeline(self, tokens: Tensor) -> Pipeline:
+    def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
         """The pipeline for batches of this shape; a warm-up has several."""
-        shape = (tokens.shape[0], tokens.shape[1])
+        shape = (*tokens.shape, *batch["decoder_tokens"].shape[1:]) if "decoder_tokens" in batch else tuple(tokens.shape)
         if shape not in self._pipelines:
             self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
         return self._pipelines[shape]
