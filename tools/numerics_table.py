@@ -128,8 +128,8 @@ class Model:
     own_loss: bool = False
 
 
-def _model(name: str, *more: str, rows: tuple[Row, ...] = SOME, own_loss: bool = False) -> Model:
-    return Model((f"model={name}", *COMMON, *SIZES, *more), rows, own_loss)
+def _model(name: str, *more: str, sizes: tuple[str, ...] = SIZES, rows: tuple[Row, ...] = SOME, own_loss: bool = False) -> Model:
+    return Model((f"model={name}", *COMMON, *sizes, *more), rows, own_loss)
 
 
 FAMILIES: dict[str, Model] = {
@@ -137,7 +137,7 @@ FAMILIES: dict[str, Model] = {
     "llama": _model("llama-tiny", "model.kv_heads=4", rows=ALL + CONTEXT),
     "gpt1": _model("gpt1-tiny", rows=SOME + CONTEXT[:2]),
     "opt": _model("opt-tiny", rows=SOME + CONTEXT[:2]),
-    "bloom": _model("bloom-tiny", rows=SOME + CONTEXT),
+    "bloom": _model("bloom-tiny", sizes=tuple(s for s in SIZES if "ffn" not in s), rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
     "deepseek_v3": _model("deepseek-tiny", rows=SOME + CONTEXT[:3] + EXPERT, own_loss=True),
