@@ -27,6 +27,7 @@ COMMON = (
     "optimizer.eps=1e-6",
 )
 SIZES = ("model.layers=8", "model.hidden=64", "model.heads=8", "model.ffn_hidden=96", "model.max_positions=32")
+NARROW = tuple(size for size in SIZES if "ffn_hidden" not in size)  # where the feed-forward is four times the width
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ def _model(name: str, *more: str, sizes: tuple[str, ...] = SIZES, rows: tuple[Ro
 FAMILIES: dict[str, Model] = {
     "gpt": _model("gpt-tiny", rows=ALL + CONTEXT),
     "llama": _model("llama-tiny", "model.kv_heads=4", rows=ALL + CONTEXT),
-    "gpt1": _model("gpt1-tiny", rows=SOME + CONTEXT[:2]),
+    "gpt1": _model("gpt1-tiny", sizes=NARROW, rows=SOME + CONTEXT[:2]),
     "opt": _model("opt-tiny", rows=SOME + CONTEXT[:2]),
-    "bloom": _model("bloom-tiny", sizes=tuple(s for s in SIZES if "ffn" not in s), rows=SOME + CONTEXT),
+    "bloom": _model("bloom-tiny", sizes=NARROW, rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
     "deepseek_v3": _model("deepseek-tiny", rows=SOME + CONTEXT[:3] + EXPERT, own_loss=True),
