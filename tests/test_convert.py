@@ -36,6 +36,49 @@ CONFIGS = {
     "llama-tied": LlamaConfig(
         layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=True
     ),
+    "llama-biased": LlamaConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, attention_bias=True
+    ),
+    "llama-interpolated": LlamaConfig(
+        layers=2,
+        hidden=48,
+        heads=4,
+        kv_heads=2,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=40,
+        rope_scaling="linear",
+        rope_factor=4.0,
+    ),
+    "llama-3.1": LlamaConfig(
+        layers=2,
+        hidden=64,
+        heads=2,
+        kv_heads=2,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=128,
+        rope_theta=10000.0,
+        rope_scaling="llama3",
+        rope_factor=4.0,
+        rope_original_positions=32,
+    ),
+    "llama-yarn": LlamaConfig(
+        layers=2,
+        hidden=64,
+        heads=2,
+        kv_heads=2,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=128,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_positions=32,
+        rope_beta_fast=8.0,
+    ),
+    "qwen3": LlamaConfig(  # heads wider than hidden / heads
+        layers=2, hidden=48, heads=4, kv_heads=2, head_width=16, ffn_hidden=96, vocab_size=300, max_positions=40, query_key_norm=True
+    ),
     "mistral": MistralConfig(  # sequences are five windows long, heads wider than hidden / heads
         layers=3,
         hidden=48,

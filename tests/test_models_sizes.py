@@ -44,6 +44,17 @@ RELEASED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "mistral-7b": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
@@ -95,6 +106,7 @@ SMALL = {
     "mistral-tiny",
     "mixtral-tiny",
     "opt-tiny",
+    "qwen3-tiny",
     "roberta-tiny",
     "t5-tiny",
     "transformer-tiny",
@@ -132,7 +144,10 @@ def test_parameter_count(name, model_config):
 
 
 #: Choices that add weights or leave some out, beside a tied head.
-CHOICES: dict[str, list[dict[str, Any]]] = {"opt": [{}, {"embed_width": 512, "pre_norm": False}]}
+CHOICES: dict[str, list[dict[str, Any]]] = {
+    "llama": [{}, {"attention_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
+    "opt": [{}, {"embed_width": 512, "pre_norm": False}],
+}
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

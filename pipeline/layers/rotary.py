@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.layers.rope_scaling import Scaling, frequencies
 from pipeline.layers.table import Table
 
 #: (cos, sin), each (max_positions, head_dim) or (batch, 1, sequence, head_dim); sin carries the sign of the rotation
@@ -16,12 +17,14 @@ class Rotary(Table):
 
     Args:
         head_dim: width of a head; dimension i turns together with i + head_dim / 2.
+        max_positions: rows of the tables.
         theta: base of the wave lengths 2 pi theta^(2i / head_dim).
+        scaling: how they are stretched; not at all when None.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
+    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: Scaling | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or Scaling()
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(max_positions, head_dim, dtype=torch.float32), persistent=False)
         self.cos: Tensor
@@ -31,10 +34,10 @@ class Rotary(Table):
     def reset_buffers(self, device: torch.device) -> None:
         """See Table."""
         positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device="cpu")
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device="cpu") / self.head_dim
-        angles = torch.outer(positions, 1.0 / self.theta**exponents)
-        self.cos = angles.cos().repeat(1, 2).to(device)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), dim=1).to(device)
+        angles = torch.outer(positions, frequencies(self.head_dim, self.theta, self.scaling))
+        cos, sin = angles.cos() * self.scaling.amplitude, angles.sin() * self.scaling.amplitude
+        self.cos = cos.repeat(1, 2).to(device)
+        self.sin = torch.cat((-sin, sin), dim=1).to(device)
 
     def forward(self, positions: Tensor | None = None) -> RotaryTables:
         """The tables, for `rotate`; of tokens at other positions than 0, 1, ...: int (batch, sequence)."""

@@ -1,4 +1,4 @@
-"""Sizes of a Llama."""
+"""Sizes of a Llama, or of a Qwen 3."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
+from pipeline.models import rope
 from pipeline.models.rules import groups_violations, heads_violations
 
 
 @dataclass
-class LlamaConfig:
-    """RMSNorm, SwiGLU, rotary positions, grouped-query attention, no biases."""
+class LlamaConfig(rope.RopeConfig):
+    """RMSNorm, SwiGLU, rotary positions, grouped-query attention; Qwen 3's norm of queries and keys."""
 
     family: str = knob("llama", "model family", choices=("llama",))
     layers: int = knob(32, "decoder blocks", at_least=1)
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(32, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
+    head_width: int | None = knob(None, "width of a head; hidden/heads when unset", at_least=2)
     ffn_hidden: int = knob(11008, "width inside the feed-forward", at_least=1)
     vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
     max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
-    rope_theta: float = knob(10000.0, "base of the rotary wave lengths", above=0)
     norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
+    query_key_norm: bool = knob(False, "RMSNorm over each head of queries and keys (Qwen 3)")
+    attention_bias: bool = knob(False, "biases in the projections of attention")
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(False, "output head and token embedding are one matrix")
 
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.hidden // self.heads
+        return self.head_width or self.hidden // self.heads
 
     @property
     def objective(self) -> str:
@@ -38,8 +41,11 @@ class LlamaConfig:
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        found = [*heads_violations(self.hidden, self.heads), *groups_violations(self.heads, self.kv_heads)]
-        if self.hidden % self.heads == 0 and self.head_dim % 2:
+        found = [*rope.violations(self), *groups_violations(self.heads, self.kv_heads)]
+        if self.head_width is None and self.hidden % self.heads:
+            found = [*heads_violations(self.hidden, self.heads), *found]
+        elif self.head_dim % 2:
+            key, value = ("model.heads", self.heads) if self.head_width is None else ("model.head_width", self.head_width)
             rule = f"gives odd head width {self.head_dim}; rotary turns pairs"
-            found.append(Violation("model.heads", self.heads, rule, "choose heads so that hidden/heads is even"))
+            found.append(Violation(key, value, rule, "choose it so that the width of a head is even"))
         return found

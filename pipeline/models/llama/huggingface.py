@@ -1,9 +1,50 @@
-"""Llama <-> transformers' LlamaForCausalLM."""
+"""Llama <-> transformers' LlamaForCausalLM, and with norms of queries and keys Qwen3ForCausalLM."""
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, rows
+from dataclasses import replace
+from typing import Any
+
+from pipeline.models.adapter import Adapter, Blocks, Nested, Row, rows
+from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.rope_json import ROPE
+
+#: without norms of queries and keys, and without biases
+TABLE = (
+    *rows("model.embed_tokens", "embed.tokens"),
+    *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
+    *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+    *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+    *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+    *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+    *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
+    *rows("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
+    *rows("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+    *rows("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+    *rows("model.norm", "norm"),
+    *rows("lm_head", "head"),
+)
+_NORMS = (
+    *rows("model.layers.{i}.self_attn.q_norm", "blocks.{i}.attention.query_norm"),
+    *rows("model.layers.{i}.self_attn.k_norm", "blocks.{i}.attention.key_norm"),
+)
+_BIASES = tuple(
+    Row(f"model.layers.{{i}}.self_attn.{theirs}_proj.bias", (f"blocks.{{i}}.attention.{ours}.bias",))
+    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output"))
+)
+
+
+def _table(config: LlamaConfig) -> tuple[Row | Blocks, ...]:
+    return (*TABLE, *(_NORMS if config.query_key_norm else ()), *(_BIASES if config.attention_bias else ()))
+
+
+def _read_head_dim(content: dict[str, Any]) -> dict[str, Any]:
+    """A width that does not follow from the other sizes."""
+    derived = content.get("hidden_size", 4096) / content.get("num_attention_heads", 32)
+    return {"head_width": None if content.get("head_dim") in (None, derived) else content["head_dim"]}
+
+
+_HEAD_DIM = Nested(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
 
 ADAPTER = Adapter(
     architecture="LlamaForCausalLM",
@@ -15,13 +56,13 @@ ADAPTER = Adapter(
         "num_hidden_layers": "layers",
         "num_attention_heads": "heads",
         "num_key_value_heads": "kv_heads",
-        "head_dim": "head_dim",
         "intermediate_size": "ffn_hidden",
         "rms_norm_eps": "norm_eps",
+        "attention_bias": "attention_bias",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
     },
-    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
+    constants={"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0},
     defaults={
         "vocab_size": 32000,
         "max_position_embeddings": 2048,
@@ -29,25 +70,25 @@ ADAPTER = Adapter(
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": lambda content: content.get("num_attention_heads", 32),
-        "head_dim": lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32),
         "intermediate_size": 11008,
         "rms_norm_eps": 1e-6,
+        "attention_bias": False,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
-    nested=(ROPE,),
-    table=(
-        *rows("model.embed_tokens", "embed.tokens"),
-        *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
-        *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
-        *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
-        *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
-        *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
-        *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
-        *rows("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
-        *rows("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
-        *rows("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
-        *rows("model.norm", "norm"),
-        *rows("lm_head", "head"),
-    ),
+    nested=(ROPE, _HEAD_DIM),
+    implied={"query_key_norm": False},
+    table=_table,
 )
+QWEN3 = replace(
+    ADAPTER,
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    constants={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
+    defaults={**ADAPTER.defaults, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+    # its window is off, whatever its width; where the key is missing heads are 128 wide
+    nested=(ROPE, replace(_HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content}))),
+    harmless=("sliding_window", "max_window_layers", "layer_types"),
+    implied={"query_key_norm": True},
+)
+ADAPTERS = (ADAPTER, QWEN3)

@@ -1,25 +1,32 @@
-"""Llama 1 (Touvron et al. 2023), 2 and 3."""
+"""Llama 1 (Touvron et al. 2023), 2 and 3; Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mlp import GatedMLP
+from pipeline.layers.rope_scaling import Scaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
+from pipeline.models import rope
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.recipes import scaled_residual
 
 
 def build(config: LlamaConfig) -> Stack:
     """The whole model with uninitialised weights on torch's default device."""
+    head_norm = partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps) if config.query_key_norm else None
 
     def block() -> Block:
         return Block(
             attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
-            attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=False),
+            attention=Attention(
+                config.hidden, config.heads, config.kv_heads, config.head_dim, bias=config.attention_bias, head_norm=head_norm
+            ),
             mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
             mlp=GatedMLP(config.hidden, config.ffn_hidden, bias=False),
         )
@@ -29,7 +36,7 @@ def build(config: LlamaConfig) -> Stack:
         blocks=[block() for _ in range(config.layers)],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=OutputHead(config.vocab_size, config.hidden),
-        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta),
+        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta, Scaling(**rope.scaling(config))),
         tie_embeddings=config.tie_embeddings,
     )
 

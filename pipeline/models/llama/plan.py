@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-PLAN: dict[str, str] = {
+#: without norms of queries and keys, and without biases
+DENSE: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "blocks.*.attention_norm.weight": "replicate",
     "blocks.*.attention.query.weight": "column",
@@ -15,4 +16,14 @@ PLAN: dict[str, str] = {
     "blocks.*.mlp.down.weight": "row",
     "norm.weight": "replicate",
     "head.weight": "vocab",
+}
+PLAN: dict[str, str] = {
+    **DENSE,
+    "blocks.*.attention.query.bias": "column",
+    "blocks.*.attention.key.bias": "column",
+    "blocks.*.attention.value.bias": "column",
+    "blocks.*.attention.output.bias": "replicate",
+    # every rank turns to its own heads
+    "blocks.*.attention.query_norm.weight": "partial",
+    "blocks.*.attention.key_norm.weight": "partial",
 }

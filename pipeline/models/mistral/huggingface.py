@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.models.adapter import Adapter
 from pipeline.models.llama import huggingface as llama
-from pipeline.models.rope_json import ROPE
+from pipeline.models.rope_json import UNSCALED
 
 ADAPTER = Adapter(
     architecture="MistralForCausalLM",
@@ -24,7 +24,7 @@ ADAPTER = Adapter(
         "tie_word_embeddings": "tie_embeddings",
     },
     constants={"hidden_act": "silu", "attention_dropout": 0.0},
-    table=llama.ADAPTER.table,
+    table=llama.TABLE,
     defaults={
         "vocab_size": 32000,
         "max_position_embeddings": 4096 * 32,
@@ -39,5 +39,5 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
-    nested=(ROPE,),
+    nested=(UNSCALED,),
 )

@@ -1,7 +1,7 @@
-"""How tensor parallelism splits a Mistral: it has the weights of a Llama."""
+"""How tensor parallelism splits a Mistral: it has a Llama's weights."""
 
 from __future__ import annotations
 
 from pipeline.models.llama import plan as llama
 
-PLAN: dict[str, str] = llama.PLAN
+PLAN: dict[str, str] = llama.DENSE
