@@ -102,7 +102,7 @@ CONFIGS = {
     ),
     "opt": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
     "opt-projected": OPTConfig(
-        layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, embed_width=24, pre_norm=False
+        layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, embed_width=24, pre_norm=False, activation="gelu"
     ),
     "opt-untied": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
 }
@@ -179,6 +179,28 @@ def test_logits_are_those_of_the_stock_class(name, tmp_path, tokenizer_folder):
     assert stock.dtype == torch.float32
     assert ours.std() > 0.1, "differences would not show"
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_padded_sequences_are_those_of_the_stock_class(name, tmp_path, tokenizer_folder):
+    """Sequences of different lengths: padding is a document of its own, and what the models say of it does not matter."""
+    config = CONFIGS[name]
+    model = random_model(config)
+    stock = load(export(tmp_path, model, config, tokenizer_folder))
+    tokens = torch.randint(config.vocab_size, (3, 32), generator=torch.Generator().manual_seed(7))
+    real = torch.arange(32) < torch.tensor([32, 21, 1])[:, None]
+    with torch.no_grad():
+        ours = model(tokens, documents=real.int() - 1)
+        theirs = stock(tokens, attention_mask=real.long()).logits
+    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(ours).all()
+
+
+def test_banded_layers_have_no_stock_class():
+    """GPT-2's class looks at everything; what GPT-3 learned through a band would be another model."""
+    config = GPTConfig(banded_window=16)
+    with pytest.raises(UserError, match=r"model\.banded_window=16: is nothing GPT2LMHeadModel has"):
+        huggingface.write_configs(Path("unwritten"), config, dtype=torch.float32, end_of_document_id=0)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama-grouped"])

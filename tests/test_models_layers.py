@@ -1,11 +1,14 @@
 """What must hold of the mathematics, whatever the sizes."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.init import initial_tensor
@@ -102,6 +105,45 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
     targets = tokens.roll(-1, 1)
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(tokens, targets=targets), expected)
+
+
+def test_banded_layers_are_those_of_gpt_neo():
+    """The stock class whose layers are dense and banded in turn; it has no query, key and value biases and does not scale scores."""
+    window, config = 6, GPTConfig(layers=4, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24, banded_window=6)
+    model = model_of(config)
+    stock = GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=96,
+            max_position_embeddings=24,
+            hidden_size=32,
+            num_layers=4,
+            attention_types=[[["global", "local"], 2]],
+            num_heads=4,
+            intermediate_size=64,
+            window_size=window,
+            layer_norm_epsilon=config.norm_eps,
+        )
+    ).eval()
+    names = {
+        "attn.attention.q_proj": "attention.query",
+        "attn.attention.k_proj": "attention.key",
+        "attn.attention.v_proj": "attention.value",
+    }
+    names |= {"attn.attention.out_proj": "attention.output", "ln_1": "attention_norm", "ln_2": "mlp_norm", "mlp.c_fc": "mlp.up"}
+    names |= {"mlp.c_proj": "mlp.down", "wte": "embed.tokens", "wpe": "embed.positions", "ln_f": "norm", "h": "blocks"}
+    ours = model.state_dict()
+    with torch.no_grad():
+        for theirs, parameter in stock.transformer.named_parameters():
+            name = re.sub("|".join(rf"\b{re.escape(key)}\b" for key in names), lambda found: names[found[0]], theirs)
+            value = ours[name] + 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(theirs)))
+            ours[name].copy_(value)
+            parameter.copy_(value / math.sqrt(config.head_dim) if name.endswith("query.weight") else value)
+        tokens = tokens_of(config, 2, 24)
+        dense = registry.build(replace(config, banded_window=None))
+        dense.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(tokens), stock(tokens).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(tokens)[:, :window], dense(tokens)[:, :window])
+        assert not torch.allclose(model(tokens)[:, window:], dense(tokens)[:, window:], atol=1e-3)
 
 
 @given(ranks=st.sampled_from([1, 2, 4]), groups=st.integers(1, 3), head_dim=st.sampled_from([2, 8]), bias=st.booleans())

@@ -49,7 +49,7 @@ def test_a_gradient_scaled_by_a_hundredth_fails_the_audit():
 
 def test_the_whole_table_has_at_least_six_layouts_a_family_and_sixteen_of_the_first():
     rows = [line.split(maxsplit=1) for line in numerics("--list").stdout.splitlines()]
-    assert {family for family, _ in rows} == FAMILIES.keys()
+    assert {family for family, _ in rows} >= FAMILIES.keys()
     for family in FAMILIES:
         layouts = [layout for name, layout in rows if name == family]
         assert len(set(layouts)) == len(layouts) >= (16 if family in ("gpt", "llama") else 6)

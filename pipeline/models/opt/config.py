@@ -22,6 +22,7 @@ class OPTConfig(MultiHead):
     embed_width: int | None = knob(None, "width of the embedding and of the head, projected to hidden; null for hidden", at_least=1)
     max_positions: int = knob(2048, "longest sequence", unit="tokens", at_least=2)
     pre_norm: bool = knob(True, "norms before attention and feed-forward; false: after them, and none after the last block (opt-350m)")
+    activation: str = knob("relu", "inside the feed-forward; Galactica's is gelu", choices=("relu", "gelu"))
     init_std: float = knob(0.006, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
 

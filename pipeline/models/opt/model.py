@@ -24,7 +24,7 @@ def build(config: OPTConfig) -> Stack:
             attention_norm=norm(),
             attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=True),
             mlp_norm=norm(),
-            mlp=MLP(config.hidden, config.ffn_hidden, bias=True, activation="relu"),
+            mlp=MLP(config.hidden, config.ffn_hidden, bias=True, activation=config.activation),
             post_norm=not config.pre_norm,
         )
 
