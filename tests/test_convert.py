@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
 from pipeline.models import registry
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.init import initialise
@@ -23,7 +25,39 @@ from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.opt.config import OPTConfig
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
+DEEPSEEK = DeepseekV3Config(
+    layers=3,
+    hidden=48,
+    heads=4,
+    query_rank=24,
+    key_value_rank=16,
+    plain_dim=12,
+    rotary_dim=8,
+    value_dim=10,
+    dense_layers=1,
+    ffn_hidden=96,
+    experts=8,
+    shared_experts=2,
+    expert_ffn_hidden=20,
+    top_k=3,
+    groups=4,
+    groups_chosen=2,
+    mtp_depth=0,
+    vocab_size=300,
+    max_positions=40,
+)
 CONFIGS = {
+    "deepseek": DEEPSEEK,
+    "deepseek-yarn": replace(
+        DEEPSEEK,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_positions=10,
+        rope_beta_fast=4.0,
+        rope_mscale=0.7,
+        rope_mscale_all=1.0,
+    ),
+    "deepseek-direct": replace(DEEPSEEK, query_rank=None, normalise_weights=False, groups=1, groups_chosen=1),
     "bloom": BloomConfig(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
     "bloom-six-heads": BloomConfig(layers=2, hidden=48, heads=6, vocab_size=300, max_positions=40),  # slopes of no power of two
     "gpt1": GPT1Config(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),

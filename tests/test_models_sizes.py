@@ -1,6 +1,7 @@
 """The published sizes, the plans' completeness and the rules between sizes, all without memory for a weight."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pipeline.models.transformer.config import TransformerConfig
 
 #: Parameters of the released weights (as their model cards and files count them).
 RELEASED = {
+    "deepseek-v3": 682_636_487_424,  # see test_the_released_deepseek
     # with both heads, as transformers counts them
     "bert-base-uncased": 110_106_428,
     "bert-base-cased": 108_932_934,
@@ -96,6 +98,7 @@ ROUNDED = {
     "opt-175b": 175.0e9,
 }
 SMALL = {
+    "deepseek-tiny",
     "bert-tiny",
     "bloom-tiny",
     "gpt-demo",
@@ -143,8 +146,18 @@ def test_parameter_count(name, model_config):
         assert 3e6 < count < 8e6
 
 
+def test_the_released_deepseek(model_config):
+    """671 B are said to be the model's own; the files hold one depth of prediction more, with embedding and head once again."""
+    config = model_config("deepseek-v3")
+    own = sum(p.numel() for p in build_on_meta(replace(config, mtp_depth=0)).parameters())
+    every = sum(p.numel() for p in build_on_meta(config).parameters())
+    assert own == 671_026_419_200
+    assert every + 2 * config.vocab_size * config.hidden == 684_489_845_504
+
+
 #: Choices that add weights or leave some out, beside a tied head.
 CHOICES: dict[str, list[dict[str, Any]]] = {
+    "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"query_rank": None, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }

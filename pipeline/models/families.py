@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
@@ -20,6 +21,7 @@ from pipeline.models.transformer.config import TransformerConfig
 ModelConfig = (
     BertConfig
     | BloomConfig
+    | DeepseekV3Config
     | GPTConfig
     | GPT1Config
     | LlamaConfig
@@ -35,6 +37,7 @@ ModelConfig = (
 FAMILIES: dict[str, type[Any]] = {
     "bert": BertConfig,
     "bloom": BloomConfig,
+    "deepseek_v3": DeepseekV3Config,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
     "llama": LlamaConfig,

@@ -29,7 +29,10 @@ def plan(config: ModelConfig) -> dict[str, str]:
 
 def aliases(config: ModelConfig) -> dict[str, str]:
     """Weights of the last stage that are one of the first stage's: their name -> its name."""
-    return getattr(_part(config, "plan"), "ALIASES", {"head.weight": "embed.tokens.weight"}) if config.tie_embeddings else {}
+    part = _part(config, "plan")
+    if hasattr(part, "aliases"):
+        return part.aliases(config)
+    return getattr(part, "ALIASES", {"head.weight": "embed.tokens.weight"}) if config.tie_embeddings else {}
 
 
 def everywhere(config: ModelConfig) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024)."""

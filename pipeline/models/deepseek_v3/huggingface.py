@@ -1,0 +1,132 @@
+"""DeepSeek-V3 <-> transformers' DeepseekV3ForCausalLM. The depths of multi-token prediction stand behind the last layer, as released.
+
+The released files have the embedding and the head once more beside each depth; here they are read past, and not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.models.adapter import Adapter, Blocks, Row, rows
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.rope_json import ROPE
+
+Places = Iterator[tuple[int, int]]
+
+
+def _dense(config: Any) -> Places:
+    return ((index, index) for index in range(config.dense_layers))
+
+
+def _sparse(config: Any) -> Places:
+    return ((index, index) for index in range(config.dense_layers, config.layers))
+
+
+def _depths(config: Any) -> Places:
+    return ((config.layers + index, index) for index in range(config.mtp_depth))
+
+
+def _attention(ours: str, config: DeepseekV3Config) -> tuple[Row, ...]:
+    """Attention and norms of a block that is called `ours` here."""
+    theirs = "model.layers.{i}"
+    narrow = (
+        *rows(f"{theirs}.self_attn.q_a_proj", f"{ours}.attention.query_down"),
+        *rows(f"{theirs}.self_attn.q_a_layernorm", f"{ours}.attention.query_norm"),
+        *rows(f"{theirs}.self_attn.q_b_proj", f"{ours}.attention.query_up"),
+    )
+    return (
+        *rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm"),
+        *(narrow if config.query_rank else rows(f"{theirs}.self_attn.q_proj", f"{ours}.attention.query_up")),
+        *rows(f"{theirs}.self_attn.kv_a_proj_with_mqa", f"{ours}.attention.key_value_down"),
+        *rows(f"{theirs}.self_attn.kv_a_layernorm", f"{ours}.attention.key_value_norm"),
+        *rows(f"{theirs}.self_attn.kv_b_proj", f"{ours}.attention.key_value_up"),
+        *rows(f"{theirs}.self_attn.o_proj", f"{ours}.attention.output"),
+        *rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm"),
+    )
+
+
+def _gated(theirs: str, ours: str) -> tuple[Row, ...]:
+    """A feed-forward."""
+    return tuple(row for name in ("gate", "up", "down") for row in rows(f"{theirs}.{name}_proj", f"{ours}.{name}"))
+
+
+def _mixture(ours: str) -> tuple[Row, ...]:
+    """A shared and the routed experts."""
+    theirs = "model.layers.{i}.mlp"
+    return (
+        *rows(f"{theirs}.gate", f"{ours}.mlp.routed.router"),
+        Row(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.mlp.routed.router.bias",)),
+        *(Row(f"{theirs}.experts.{{e}}.{name}_proj.weight", (f"{ours}.mlp.routed.experts.{name}",)) for name in ("gate", "up", "down")),
+        *_gated(f"{theirs}.shared_experts", f"{ours}.mlp.shared"),
+    )
+
+
+def _table(config: DeepseekV3Config) -> tuple[Row | Blocks, ...]:
+    block, depth = "blocks.{i}", "head.depths.{i}.block"
+    return (
+        *rows("model.embed_tokens", "embed.tokens"),
+        Blocks((*_attention(block, config), *_gated("model.layers.{i}.mlp", f"{block}.mlp")), _dense),
+        Blocks((*_attention(block, config), *_mixture(block)), _sparse, experts="experts"),
+        Blocks(
+            (
+                *rows("model.layers.{i}.enorm", "head.depths.{i}.token_norm"),
+                *rows("model.layers.{i}.hnorm", "head.depths.{i}.hidden_norm"),
+                *rows("model.layers.{i}.eh_proj", "head.depths.{i}.project"),
+                *_attention(depth, config),
+                *_mixture(depth),
+                *rows("model.layers.{i}.shared_head.norm", "head.depths.{i}.final_norm"),
+            ),
+            _depths,
+            experts="experts",
+        ),
+        *rows("model.norm", "norm"),
+        *rows("lm_head", "head.output"),
+    )
+
+
+ADAPTER = Adapter(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    fields={
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "max_positions",
+        "hidden_size": "hidden",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "q_lora_rank": "query_rank",
+        "kv_lora_rank": "key_value_rank",
+        "qk_nope_head_dim": "plain_dim",
+        "qk_rope_head_dim": "rotary_dim",
+        "v_head_dim": "value_dim",
+        "first_k_dense_replace": "dense_layers",
+        "intermediate_size": "ffn_hidden",
+        "n_routed_experts": "experts",
+        "n_shared_experts": "shared_experts",
+        "moe_intermediate_size": "expert_ffn_hidden",
+        "num_experts_per_tok": "top_k",
+        "n_group": "groups",
+        "topk_group": "groups_chosen",
+        "norm_topk_prob": "normalise_weights",
+        "routed_scaling_factor": "routed_factor",
+        "num_nextn_predict_layers": "mtp_depth",
+        "rms_norm_eps": "norm_eps",
+        "initializer_range": "init_std",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    constants={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rope_interleave": True,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    nested=(ROPE,),
+    # of training; widths that follow from others; numbers of the released files, which an import refuses by their format
+    harmless=("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "output_router_logits", "quantization_config"),
+    unused=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+    table=_table,
+)

@@ -1,0 +1,92 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pipeline.layers.attention import Scope
+from pipeline.layers.batch import Batch
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts, Mixture, SharedMixture
+from pipeline.layers.mla import LatentAttention
+from pipeline.layers.mlp import GatedMLP
+from pipeline.layers.multi_token import Depth, MultiTokenHead
+from pipeline.layers.rope_scaling import Scaling
+from pipeline.layers.rotary import Rotary
+from pipeline.layers.router import Balance, Router
+from pipeline.layers.stack import Block, Stack
+from pipeline.models import rope
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
+
+
+class DeepseekV3(Stack):
+    """A stack whose head has blocks of its own."""
+
+    def finish(self, x: Tensor, scope: Scope, batch: Batch) -> Tensor:
+        """See Stack."""
+        assert self.head is not None
+        assert self.norm is not None
+        return self.head(self.norm(x), scope, batch.get("targets"), batch.get("loss_scale"))
+
+
+def build(config: DeepseekV3Config) -> DeepseekV3:
+    """The whole model with uninitialised weights on torch's default device."""
+    scaling = Scaling(**rope.scaling(config))
+
+    def attention() -> LatentAttention:
+        return LatentAttention(
+            config.hidden,
+            config.heads,
+            query_rank=config.query_rank,
+            key_value_rank=config.key_value_rank,
+            plain_dim=config.plain_dim,
+            rotary_dim=config.rotary_dim,
+            value_dim=config.value_dim,
+            score_factor=scaling.score_factor,
+        )
+
+    def mixture() -> SharedMixture:
+        router = Router(
+            config.hidden,
+            config.experts,
+            config.top_k,
+            scoring="sigmoid",
+            normalise=config.normalise_weights,
+            factor=config.routed_factor,
+            correction=True,
+            correction_step=config.bias_step,
+            groups=config.groups,
+            groups_chosen=config.groups_chosen,
+        )
+        routed = Mixture(
+            router, Experts(config.experts, config.hidden, config.expert_ffn_hidden), balance=Balance(sequence=config.balance_loss)
+        )
+        return SharedMixture(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
+
+    def block(mlp: nn.Module) -> Block:
+        return Block(
+            attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            attention=attention(),
+            mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            mlp=mlp,
+        )
+
+    embed = Embedding(config.vocab_size, config.hidden)
+    depths = [Depth(config.hidden, config.norm_eps, block(mixture())) for _ in range(config.mtp_depth)]
+    dense, rest = config.dense_layers, config.layers - config.dense_layers
+    return DeepseekV3(
+        embed=embed,
+        blocks=[
+            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(dense)),
+            *(block(mixture()) for _ in range(rest)),
+        ],
+        norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+        head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths, config.mtp_loss),
+        rotary=Rotary(config.rotary_dim, config.max_positions, config.rope_theta, scaling),
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def initial_std(config: DeepseekV3Config, name: str) -> float | None:
+    """The same everywhere (section 4.2): 0.006 as published."""
+    return None if "norm" in name or name.endswith(".bias") else config.init_std

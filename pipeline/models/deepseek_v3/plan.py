@@ -1,0 +1,46 @@
+"""How tensor and expert parallelism split a DeepSeek-V3 (roles: pipeline/models/plan.py)."""
+
+from __future__ import annotations
+
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
+
+#: Every rank makes the latents, from which it takes its own heads.
+BLOCK: dict[str, str] = {
+    "attention_norm.weight": "replicate",
+    "attention.query_down.weight": "partial",
+    "attention.query_norm.weight": "partial",
+    "attention.query_up.weight": "column",
+    "attention.key_value_down.weight": "partial",
+    "attention.key_value_norm.weight": "partial",
+    "attention.key_value_up.weight": "column",
+    "attention.output.weight": "row",
+    "mlp_norm.weight": "replicate",
+    "mlp.routed.router.weight": "partial",
+    "mlp.routed.router.bias": "replicate",
+    "mlp.routed.experts.gate": "expert_column",
+    "mlp.routed.experts.up": "expert_column",
+    "mlp.routed.experts.down": "expert_row",
+    "mlp.shared.gate.weight": "column",
+    "mlp.shared.up.weight": "column",
+    "mlp.shared.down.weight": "row",
+}
+PLAN: dict[str, str] = {
+    "embed.tokens.weight": "vocab",
+    **{f"blocks.*.{name}": role for name, role in BLOCK.items()},
+    "blocks.*.mlp.gate.weight": "column",
+    "blocks.*.mlp.up.weight": "column",
+    "blocks.*.mlp.down.weight": "row",
+    "norm.weight": "replicate",
+    "head.output.weight": "vocab",
+    "head.depths.*.token_norm.weight": "replicate",
+    "head.depths.*.hidden_norm.weight": "replicate",
+    "head.depths.*.project.weight": "replicate",
+    **{f"head.depths.*.block.{name}": role for name, role in BLOCK.items()},
+    "head.depths.*.final_norm.weight": "replicate",
+}
+
+
+def aliases(config: DeepseekV3Config) -> dict[str, str]:
+    """The embedding stands beside the head too, where further tokens are predicted."""
+    copies = ["head.embed.tokens.weight"] if config.mtp_depth else []
+    return dict.fromkeys(copies + (["head.output.weight"] if config.tie_embeddings else []), "embed.tokens.weight")
