@@ -21,7 +21,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"kv_heads": 2, "head_dim": 16, "window": 6},
         "dense": {"kv_heads": 2, "head_dim": 12, "window": None, "rope_theta": 1e6},
     },
+    "mixtral": {
+        "two of four": {"kv_heads": 2, "experts": 4},
+        "window": {"kv_heads": 2, "experts": 3, "top_k": 1, "window": 6, "tie_embeddings": True},
+    },
     "opt": {"pre-norm": {}, "post-norm": {"pre_norm": False, "embed_width": 32}},
+    "t5": {
+        "tied": {"layers": 4, "head_width": 12},
+        "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False},
+        "uneven": {"layers": 3, "encoder_layers": 1, "buckets": 8, "max_distance": 16},
+    },
+    "transformer": {"tied": {"layers": 4}, "uneven": {"layers": 3, "encoder_layers": 2}},
 }
 
 #: Largest difference of two logits, absolute: sums of fp32 numbers in another order, more of them in some families.

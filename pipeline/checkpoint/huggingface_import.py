@@ -121,7 +121,11 @@ class ImportedWeights:
         for copy, name in self._copies.items():  # the files may have a shared tensor under any of its names
             if copy in self._found:
                 self._stored.setdefault(name, copy)
-        self._unused = (*UNUSED, *registry.adapter(config).unused)
+        adapter = registry.adapter(config)
+        for name, other in adapter.stand_ins.items():
+            if other in self._found:
+                self._stored.setdefault(name, other)
+        self._unused, self._zeros = (*UNUSED, *adapter.unused), adapter.zeros
         self._parts: dict[str, list[Row]] = {name: [] for name in self._shapes}
         for row in self._rows:
             for name in row.ours:
@@ -181,16 +185,19 @@ class ImportedWeights:
 
     def _unexpected(self) -> Iterator[str]:
         """Tensors that the class does not have."""
-        known = {row.theirs for row in self._rows} | self._copies.keys()
+        known = {row.theirs for row in self._rows} | self._copies.keys() | set(self._zeros)
         for name in self._stock.names():
             if name not in known and not self._is_unused(name):
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
 
     def _unequal(self) -> Iterator[str]:
-        """Tensors that should be another one once more, and are not."""
+        """Tensors that should be another one once more, or zero, and are not."""
         for copy, name in self._copies.items():
             if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
                 yield f"{copy} differs from {name}, which by config.json it is"
+        for name in self._zeros:
+            if name in self._found and self._stock.tensor(name).any():
+                yield f"{name} is not zero, and the family has no such weight"
 
     def _is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)

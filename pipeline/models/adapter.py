@@ -52,6 +52,8 @@ class Adapter:
         harmless: further keys that change no logit.
         older: names that the class had in former releases.
         copies: stock weight -> the one of the table that it always equals; files have both or either.
+        stand_ins: stock weight -> the one that files hold in its place when they do not have it, since they saved two equal ones once.
+        zeros: stock tensors that ours has none of; files may have them, all zero.
         unused: patterns (fnmatch) of stock tensors that files may have and the class does not compute with.
         renamed: (regular expression, replacement) for weights whose names in files differ from the class's.
     """
@@ -67,6 +69,8 @@ class Adapter:
     harmless: tuple[str, ...] = ()
     older: tuple[str, ...] = ()
     copies: dict[str, str] = field(default_factory=dict)
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    zeros: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 

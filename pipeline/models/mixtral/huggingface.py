@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.models.adapter import Adapter, Blocks, Row, rows
+from pipeline.models.rope_json import UNSCALED
 
 ADAPTER = Adapter(
     architecture="MixtralForCausalLM",
@@ -19,13 +22,28 @@ ADAPTER = Adapter(
         "num_local_experts": "experts",
         "num_experts_per_tok": "top_k",
         "sliding_window": "window",
-        "rope_theta": "rope_theta",
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
     },
     constants={"hidden_act": "silu", "attention_dropout": 0.0},
-    defaults={"head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"], "sliding_window": None},
+    defaults={
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096 * 32,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32),
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
+    nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})),),
     # how it was trained: not ours to continue, and not the same formula
     harmless=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
     table=(

@@ -20,6 +20,15 @@ def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
     return {"gated": found == _GATED}
 
 
+def _write_tie(config: T5Config) -> dict[str, Any]:
+    return {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": config.tie_embeddings}
+
+
+def _read_tie(content: dict[str, Any]) -> dict[str, Any]:
+    """Newer releases say that embedding and head are tied even where they are not; the scaling of the head's input tells."""
+    return {"tie_embeddings": content.get("scale_decoder_outputs", content.get("tie_word_embeddings", True))}
+
+
 def _attention(part: str, layer: int, theirs: str, ours: str) -> tuple[Row, ...]:
     """An attention layer and its norm, in every block of the encoder or the decoder."""
     stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
@@ -79,7 +88,6 @@ ADAPTER = Adapter(
         "relative_attention_max_distance": "max_distance",
         "layer_norm_epsilon": "norm_eps",
         "initializer_factor": "init_std",
-        "tie_word_embeddings": "tie_embeddings",
     },
     constants={"is_encoder_decoder": True, "dropout_rate": 0.0},
     defaults={
@@ -88,15 +96,16 @@ ADAPTER = Adapter(
         "relative_attention_max_distance": 128,
         "layer_norm_epsilon": 1e-6,
         "initializer_factor": 1.0,
-        "tie_word_embeddings": True,
     },
     nested=(
         depths("num_layers", "num_decoder_layers", decoder_default=True),
         Nested(("feed_forward_proj",), lambda config: {"feed_forward_proj": _GATED if config.gated else _PLAIN}, _read_feed_forward),
+        Nested(("tie_word_embeddings", "scale_decoder_outputs"), _write_tie, _read_tie),
     ),
-    harmless=("dense_act_fn", "is_gated_act", "scale_decoder_outputs", "is_decoder"),  # what newer releases write beside those
+    harmless=("dense_act_fn", "is_gated_act", "is_decoder"),  # what newer releases write beside those
     older=("T5WithLMHeadModel",),
     copies={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
+    stand_ins={"lm_head.weight": "shared.weight"},
     unused=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     table=_table,
 )

@@ -65,6 +65,7 @@ ADAPTER = Adapter(
     nested=(depths("encoder_layers", "decoder_layers"),),
     harmless=("init_std", "is_decoder", "num_hidden_layers"),
     copies={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
+    zeros=("final_logits_bias",),
     unused=("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),  # sines and cosines, computed
     table=(
         *rows("model.shared", "embed.tokens"),
