@@ -7,8 +7,12 @@ from typing import Any
 #: Of all variants, where a family has the field; a variant's own come after.
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
 
+#: Rotary positions stretched to four times the first length.
+SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
+
 #: family -> variant -> fields of its configuration
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bert": {"sentence pairs": {}, "masked": {"next_sentence": False}, "untied": {"tie_embeddings": False}},
     "bloom": {"tied": {}, "six heads": {"heads": 6, "tie_embeddings": False}},  # ALiBi's slopes follow another rule beside powers of 2
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
@@ -16,6 +20,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "grouped": {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "rope_theta": 500000.0, "norm_eps": 1e-3},
         "tied": {"kv_heads": 1, "tie_embeddings": True},
+        "biases": {"kv_heads": 2, "attention_bias": True},
+        "linear": {**SCALED, "rope_scaling": "linear"},
+        "llama3": {**SCALED, "rope_scaling": "llama3", "rope_original_positions": 16},
+        "yarn": {**SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
+        "qwen3": {"kv_heads": 2, "head_width": 16, "query_key_norm": True},
     },
     "mistral": {
         "window": {"kv_heads": 2, "head_dim": 16, "window": 6},
@@ -26,9 +35,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"kv_heads": 2, "experts": 3, "top_k": 1, "window": 6, "tie_embeddings": True},
     },
     "opt": {"pre-norm": {}, "post-norm": {"pre_norm": False, "embed_width": 32}},
+    "roberta": {"tied": {}, "untied": {"tie_embeddings": False}},
     "t5": {
         "tied": {"layers": 4, "head_width": 12},
-        "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False},
+        "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False, "init_std": 0.05},
         "uneven": {"layers": 3, "encoder_layers": 1, "buckets": 8, "max_distance": 16},
     },
     "transformer": {"tied": {"layers": 4}, "uneven": {"layers": 3, "encoder_layers": 2}},

@@ -80,7 +80,8 @@ def stock_rows(config: ModelConfig) -> tuple[list[Row], dict[str, str]]:
     of_weight = {row.ours: row.theirs for row in every}
     copies = {row.theirs: of_weight[(tied[row.ours[0]],)] for row in every if row.ours[0] in tied}
     own = [row for row in every if row.theirs not in copies]
-    return own, {**{copy: name for copy, name in stock.copies.items() if copy not in of_weight}, **copies}
+    named = {row.theirs for row in own}
+    return own, {**{copy: name for copy, name in stock.copies.items() if copy not in named}, **copies}
 
 
 def adapter_of(content: Mapping[str, Any]) -> tuple[str, Adapter]:

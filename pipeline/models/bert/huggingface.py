@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipeline.models.adapter import Adapter, Table, rows
+from pipeline.models.bert.config import BertConfig
 
 _BOTH = ("weight", "bias")
 
@@ -51,13 +54,23 @@ def encoder(prefix: str) -> Table:
     )
 
 
-_MASKED: Table = (
-    *encoder("bert"),
-    *rows("cls.predictions", "head.output", leaves=("bias",)),
-    *rows("cls.predictions.transform.dense", "head.dense", leaves=_BOTH),
-    *rows("cls.predictions.transform.LayerNorm", "head.norm", leaves=_BOTH),
-    *rows("cls.predictions.decoder", "head.output"),
-)
+def bias(theirs: str, decoder: str, config: Any) -> Table:
+    """The bias over the vocabulary, and the output matrix. The class shares the bias between two names only where it ties the matrix."""
+    shared = rows(theirs, "head.output", leaves=("bias",))
+    return (*shared, *rows(decoder, "head.output")) if config.tie_embeddings else (*rows(decoder, "head.output", leaves=_BOTH), *shared)
+
+
+def _table(config: BertConfig) -> Table:
+    """Every weight."""
+    return (
+        *encoder("bert"),
+        *rows("cls.predictions.transform.dense", "head.dense", leaves=_BOTH),
+        *rows("cls.predictions.transform.LayerNorm", "head.norm", leaves=_BOTH),
+        *bias("cls.predictions", "cls.predictions.decoder", config),
+        *(_SENTENCE if config.next_sentence else ()),
+    )
+
+
 #: The pooler and what reads it.
 _SENTENCE: Table = (
     *rows("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
@@ -71,7 +84,7 @@ def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
         model_type="bert",
         fields={**FIELDS, "max_position_embeddings": "max_positions"},
         constants=CONSTANTS,
-        table=(*_MASKED, *_SENTENCE) if next_sentence else _MASKED,
+        table=_table,
         implied={"next_sentence": next_sentence},
         defaults=DEFAULTS,
         harmless=HARMLESS,

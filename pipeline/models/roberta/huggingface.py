@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.models.adapter import Adapter, Nested, refusal, rows
-from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, HARMLESS, encoder
+from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, HARMLESS, bias, encoder
 from pipeline.models.roberta.config import PADDING
 
 _BOTH = ("weight", "bias")
@@ -24,12 +24,11 @@ ADAPTER = Adapter(
     model_type="roberta",
     fields=FIELDS,
     constants={**CONSTANTS, "pad_token_id": PADDING},
-    table=(
+    table=lambda config: (
         *encoder("roberta"),
-        *rows("lm_head", "head.output", leaves=("bias",)),
         *rows("lm_head.dense", "head.dense", leaves=_BOTH),
         *rows("lm_head.layer_norm", "head.norm", leaves=_BOTH),
-        *rows("lm_head.decoder", "head.output"),
+        *bias("lm_head", "lm_head.decoder", config),
     ),
     implied={"next_sentence": False},
     defaults=DEFAULTS,
