@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from pipeline.config import check_encoder_decoder
 from pipeline.config.cleaning import PERSONAL_KINDS, STEPS
 from pipeline.config.data import WarmupConfig
 from pipeline.config.schema import RunConfig
@@ -28,6 +29,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield from _warmup(config)
         if config.model.objective == "masked":
             yield from _masked(config)
+        if config.model.objective in ("span_corruption", "pairs"):
+            yield from check_encoder_decoder.violations(config)
 
 
 def _clean(config: RunConfig) -> Iterator[Violation]:

@@ -56,6 +56,25 @@ class MaskingConfig:
 
 
 @dataclass
+class SpansConfig:
+    """Span corruption (Raffel et al. 2020): which tokens of a text the encoder does not see and the decoder writes."""
+
+    rate: float = knob(0.15, "share of the tokens that are taken out", above=0, at_most=0.5)
+    mean_length: float = knob(3.0, "mean length of the spans in which they stand", unit="tokens", at_least=2)
+    sentinel: str = knob("<extra_id_*>", "special tokens that stand for the spans; * is 0, 1, ...")
+
+
+@dataclass
+class PairsConfig:
+    """Pairs of a source, which the encoder reads, and a target, which the decoder writes: translation, summaries."""
+
+    train: list[str] = knob([], "files to train on: .tsv (source, tab, target), or .jsonl")
+    validation: list[str] = knob([], "files to validate on")
+    source: str = knob("source", "field of a JSON record that holds the source")
+    target: str = knob("target", "field of a JSON record that holds the target")
+
+
+@dataclass
 class WarmupConfig:
     """A value that holds until a step."""
 
@@ -105,6 +124,11 @@ class DataConfig:
     )
     infill: InfillConfig = field(default_factory=InfillConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
+    spans: SpansConfig = field(default_factory=SpansConfig)
+    pairs: PairsConfig = field(default_factory=PairsConfig)
+    decoder_start: str | None = knob(
+        None, "special token that an encoder-decoder's decoder reads first, and padding; <pad> or [PAD] of the tokenizer when unset"
+    )
     verify: str = knob(
         "lazy",
         "compare token shards with their checksums: never, in the background when first read, or all before the start; "

@@ -16,7 +16,7 @@ from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.infill import Infill, sentinel_ids
-from pipeline.data.load.loader import Corpus, Samples, Sequences, Windows, too_short
+from pipeline.data.load.loader import Corpus, Samples, Sequences, Source, Windows, too_short
 from pipeline.data.load.mixture import Mixture, Phase, units
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.stream import TokenStream
@@ -53,7 +53,7 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
     return Samples(corpora, stream, sequences, config.training.seed, mixture, _infill(config, corpora[0]))
 
 
-def check_epochs(config: RunConfig, samples: Samples) -> None:
+def check_epochs(config: RunConfig, samples: Source) -> None:
     """Tell how often a run reads each corpus of its blend.
 
     Raises:
@@ -90,7 +90,7 @@ def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1), length: 
     return Samples([whole], stream, windows, None) if windows.counts[0] > 0 else None
 
 
-def fingerprint(config: RunConfig, samples: Samples, consumed: int) -> str:
+def fingerprint(config: RunConfig, samples: Source, consumed: int) -> str:
     """What determines the first `consumed` samples, as a short text: a run that has seen them may go on where it is the same.
 
     Phases that begin later do not count, nor do corpora that have had no weight until then: they may still be changed or added.

@@ -69,6 +69,24 @@ class Corpus:
         return xxhash.xxh3_64_intdigest(f"{seed} {self.name}".encode()) if self.name else seed
 
 
+class Source(Protocol):
+    """What training samples are made of, as far as a run must know it.
+
+    Attributes:
+        corpora: one, or several with a mixture.
+        counts: (corpora,) int64, samples of each: an epoch.
+        mixture: which corpus a sample is of; None with one corpus.
+        end_of_document: id of the token that closes every document.
+        vocab_size: one more than the largest token id.
+    """
+
+    corpora: Sequence[Corpus]
+    counts: np.ndarray
+    mixture: Mixture | None
+    end_of_document: int
+    vocab_size: int
+
+
 class Sequences(Protocol):
     """What corpora are cut into.
 
@@ -97,7 +115,7 @@ class Windows:
         return self._stream.read(self._starts[corpora] + places * self._length, self._length + 1)
 
 
-class Samples:
+class Samples(Source):
     """Samples of one corpus, or of several in a mixture.
 
     Attributes:

@@ -15,6 +15,8 @@ from pipeline.data.load.objectives.objective import Objective
 class Causal(Objective):
     """Each position's target is the next token."""
 
+    samples: Samples
+
     def __init__(self, samples: Samples, *, document_mask: bool = False) -> None:
         """Take samples of whole sequences and one token more.
 

@@ -45,6 +45,8 @@ class Masked(Objective):
     token, and some stay. A sample's choices change from epoch to epoch. Special tokens are neither chosen nor drawn.
     """
 
+    samples: Samples
+
     def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
         """Take samples of whole texts."""
         self.samples = samples

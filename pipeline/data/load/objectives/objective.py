@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.loader import Samples, Source
 
 
 class Objective(ABC):
@@ -17,11 +17,11 @@ class Objective(ABC):
     What it makes of sample i depends on (seed, i) alone: not on the ranks, the batch or what was made before.
 
     Attributes:
-        samples: the text.
+        samples: the text, or what else samples are made of.
         bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None where the loss does not measure all of the text.
     """
 
-    samples: Samples
+    samples: Source
     bytes_per_token: float | None = None
 
     @staticmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.loader import Source
 from pipeline.errors import UserError, Violation
 from pipeline.files import digest
 
@@ -19,7 +19,7 @@ class SpecialTokens:
         ids: of each, by its text.
     """
 
-    def __init__(self, config: RunConfig, samples: Samples) -> None:
+    def __init__(self, config: RunConfig, samples: Source) -> None:
         """Read them.
 
         Raises:
@@ -56,3 +56,12 @@ class SpecialTokens:
         if problems:
             raise UserError(problems)
         return found
+
+
+def decoder_start(config: RunConfig, special: SpecialTokens) -> int:
+    """The id of the token that a decoder reads first, which also stands where a decoder has nothing to read.
+
+    Raises:
+        UserError: as SpecialTokens.find.
+    """
+    return special.find({"data.decoder_start": (config.data.decoder_start, ("<pad>", "[PAD]"))})[0]
