@@ -5,7 +5,7 @@ import logging
 
 import numpy as np
 import pytest
-from helpers import SHARDS, pipeline
+from helpers import pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer

@@ -84,5 +84,7 @@ def test_what_is_missing_is_named_before_work(tokens, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("key", ["data.spans.sentinel=<id>", "parallel.context=2"])
 def test_settings_that_do_not_go_together(key):
-    told = pipeline("stage=pretrain", "model=t5-tiny", f"{key.partition('=')[0]}='{key.partition('=')[2]}'" if "<" in key else key, expect=2)
+    told = pipeline(
+        "stage=pretrain", "model=t5-tiny", f"{key.partition('=')[0]}='{key.partition('=')[2]}'" if "<" in key else key, expect=2
+    )
     assert key.partition("=")[0] in told

@@ -11,6 +11,7 @@ from pipeline.checkpoint import huggingface, reader
 from pipeline.checkpoint.format import INDEX
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
+from pipeline.data.load.objectives.special import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError, together
 from pipeline.files import digest, publish_folder
@@ -69,7 +70,9 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     partial.mkdir(parents=True)
     dtype = DTYPES[stage.dtype]
     parameters = huggingface.write_weights(partial, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
-    huggingface.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document)
+    named = checkpoint.config.get("data", {}).get("decoder_start")
+    padding = tokenizer.first_of([named] if named else DECODER_STARTS)
+    huggingface.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
     huggingface.copy_tokenizer(
         Path(config.tokenizer.path), partial, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )

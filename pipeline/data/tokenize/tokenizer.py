@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -86,6 +86,10 @@ class TextEncoder:
         if self.end_of_document in self.encode([end_of_document])[0].tolist():
             rule = f"is an ordinary token of {path}: documents that spell it would end there"
             raise UserError.of("tokenizer.end_of_document", end_of_document, rule, "choose one of its special tokens")
+
+    def first_of(self, tokens: Iterable[str]) -> int | None:
+        """The id of the first of these special tokens that the tokenizer has."""
+        return next((self._tokenizer.token_to_id(token) for token in tokens if token in self.special_tokens), None)
 
     @property
     def dtype(self) -> np.dtype:

@@ -11,6 +11,9 @@ from pipeline.data.load.loader import Source
 from pipeline.errors import UserError, Violation
 from pipeline.files import digest
 
+#: What data.decoder_start is when it names nothing: the first of these that the tokenizer has.
+DECODER_STARTS = ("<pad>", "[PAD]")
+
 
 class SpecialTokens:
     """What the tokenizer.json of `tokenizer.path` says of special tokens.
@@ -64,4 +67,4 @@ def decoder_start(config: RunConfig, special: SpecialTokens) -> int:
     Raises:
         UserError: as SpecialTokens.find.
     """
-    return special.find({"data.decoder_start": (config.data.decoder_start, ("<pad>", "[PAD]"))})[0]
+    return special.find({"data.decoder_start": (config.data.decoder_start, DECODER_STARTS)})[0]
