@@ -150,8 +150,8 @@ FAMILIES: dict[str, Model] = {
     "deepseek_v3": _model("deepseek-tiny", rows=SOME + CONTEXT[:3] + EXPERT, own_loss=True),
     "bert": _model("bert-tiny", own_loss=True),
     "roberta": _model("roberta-tiny", own_loss=True),
-    "t5": _model("t5-tiny", own_loss=True),
-    "transformer": _model("transformer-tiny", own_loss=True),
+    "t5": _model("t5-tiny", "model.gated=true", own_loss=True),
+    "transformer": _model("transformer-tiny", SMOOTH, "model.init_std=2", own_loss=True),
 }
 
 

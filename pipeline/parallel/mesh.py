@@ -93,9 +93,10 @@ def build(layout: Layout, device: torch.device) -> Mesh:
     ends = (layout.holder(0), layout.holder(layout.stage_count - 1))
     world = dist.group.WORLD
     assert world is not None
-    groups = _groups(world, replace(layout, schedule="", stages_per_rank=1, micro_batches=1), rank, ends)
+    groups = dict(_groups(world, replace(layout, schedule="", stages_per_rank=1, micro_batches=1), rank, ends))
+    ends_group = groups.pop("ends")
     at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]
-    return Mesh(layout, rank, device, **{**groups, "ends": groups["ends"] if at_an_end else None})
+    return Mesh(layout, rank, device, **groups, ends=ends_group if at_an_end else None)
 
 
 @cache

@@ -23,6 +23,9 @@ class TransformerConfig(Halves):
     max_positions: int = knob(1024, "longest sequence", unit="tokens", at_least=2)
     norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
     init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
+    activation: str = knob(
+        "relu", "between the feed-forward's products; silu is that of many OPUS-MT models", choices=("relu", "gelu", "silu")
+    )
     label_smoothing: float = knob(0.1, "share of a label that is spread over the vocabulary", at_least=0, at_most=0.999)
     tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
 

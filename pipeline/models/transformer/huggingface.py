@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, Row, rows
+from typing import Any
+
+from pipeline.models.adapter import Adapter, Nested, Row, refusal, rows
 from pipeline.models.encoder_decoder import depths
+from pipeline.models.transformer.config import TransformerConfig
 
 _BOTH = ("weight", "bias")
 
@@ -30,6 +33,18 @@ def _feed_forward(part: str) -> tuple[Row, ...]:
     )
 
 
+def _write_activation(config: TransformerConfig) -> dict[str, Any]:
+    return {"activation_function": {"silu": "swish"}.get(config.activation, config.activation)}
+
+
+def _read_activation(content: dict[str, Any]) -> dict[str, Any]:
+    theirs = content.get("activation_function", "gelu")
+    known = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
+    if theirs not in known:
+        raise refusal("activation_function", theirs, f"must be one of {', '.join(known)}")
+    return {"activation": known[theirs]}
+
+
 ADAPTER = Adapter(
     architecture="MarianMTModel",
     model_type="marian",
@@ -45,7 +60,6 @@ ADAPTER = Adapter(
         "tie_word_embeddings": "tie_embeddings",
     },
     constants={
-        "activation_function": "relu",
         "scale_embedding": True,
         "share_encoder_decoder_embeddings": True,
         "is_encoder_decoder": True,
@@ -58,11 +72,10 @@ ADAPTER = Adapter(
         "decoder_vocab_size": lambda content: content["vocab_size"],
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
-        "activation_function": "gelu",
         "scale_embedding": False,
         "share_encoder_decoder_embeddings": True,
     },
-    nested=(depths("encoder_layers", "decoder_layers"),),
+    nested=(depths("encoder_layers", "decoder_layers"), Nested(("activation_function",), _write_activation, _read_activation)),
     harmless=("init_std", "is_decoder", "num_hidden_layers"),
     copies={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
     zeros=("final_logits_bias",),

@@ -28,7 +28,7 @@ def build(config: TransformerConfig) -> EncoderDecoder:
             attention_norm=norm(),
             attention=attention(),
             mlp_norm=norm(),
-            mlp=MLP(config.hidden, config.ffn_hidden, bias=True, activation="relu"),
+            mlp=MLP(config.hidden, config.ffn_hidden, bias=True, activation=config.activation),
             post_norm=True,
             cross_norm=norm() if decoder else None,
             cross=attention() if decoder else None,
