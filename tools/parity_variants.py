@@ -10,10 +10,41 @@ SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96,
 #: Rotary positions stretched to four times the first length.
 SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
 
+#: A small DeepSeek: one dense block, two with experts. The stock class has no multi-token prediction.
+LATENT = {
+    "layers": 3,
+    "dense_layers": 1,
+    "query_rank": 24,
+    "key_value_rank": 16,
+    "plain_dim": 12,
+    "rotary_dim": 8,
+    "value_dim": 10,
+    "experts": 8,
+    "shared_experts": 2,
+    "expert_ffn_hidden": 20,
+    "top_k": 3,
+    "groups": 4,
+    "groups_chosen": 2,
+    "mtp_depth": 0,
+}
+
 #: family -> variant -> fields of its configuration
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "bert": {"sentence pairs": {}, "masked": {"next_sentence": False}, "untied": {"tie_embeddings": False}},
+    "bert": {"sentence pairs": {}, "masked": {"next_sentence": False}, "untied": {"next_sentence": False, "tie_embeddings": False}},
     "bloom": {"tied": {}, "six heads": {"heads": 6, "tie_embeddings": False}},  # ALiBi's slopes follow another rule beside powers of 2
+    "deepseek_v3": {
+        "latent queries": LATENT,
+        "direct queries": {**LATENT, "query_rank": None, "normalise_weights": False, "groups": 1, "groups_chosen": 1},
+        "yarn": {
+            **LATENT,
+            "rope_scaling": "yarn",
+            "rope_factor": 4.0,
+            "rope_original_positions": 10,
+            "rope_beta_fast": 4.0,
+            "rope_mscale": 0.7,
+            "rope_mscale_all": 1.0,
+        },
+    },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
     "llama": {
@@ -38,7 +69,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "roberta": {"tied": {}, "untied": {"tie_embeddings": False}},
     "t5": {
         "tied": {"layers": 4, "head_width": 12},
-        "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False, "init_std": 0.05},
+        "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False, "init_std": 0.3},
         "uneven": {"layers": 3, "encoder_layers": 1, "buckets": 8, "max_distance": 16},
     },
     "transformer": {"tied": {"layers": 4}, "uneven": {"layers": 3, "encoder_layers": 2}},
