@@ -1,0 +1,245 @@
+"""Experts over ranks: every layout trains as one plain process does, and tokens travel to their experts and back."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from world import configured
+
+from pipeline.config.check import violations
+
+TINY = (
+    "stage=pretrain",
+    "model=mixtral-tiny",
+    "precision=fp32",
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn_hidden=24",
+    "model.balance_loss=0.1",
+    "model.z_loss=0.05",
+    "model.vocab_size=67",
+    "model.max_positions=16",
+    "training.sequence_length=8",
+    "training.global_batch_size=16",
+    "training.micro_batch_size=2",
+    "training.steps=3",
+    "optimizer.warmup_steps=2",
+    "optimizer.lr=0.01",
+    "optimizer.eps=1e-6",
+    "optimizer.gradient_clipping=0.5",
+)
+
+
+def batches(config):
+    training = config.training
+    shape = (training.steps, training.global_batch_size, training.sequence_length + 1)
+    return torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def train_plainly(*overrides):
+    """Losses, norms and final weights of a straight loop over the plain model."""
+    from pipeline.layers.experts import mixtures
+    from pipeline.models import registry
+    from pipeline.models.init import initialise
+    from pipeline.training.optimizer import adamw, decay_groups, learning_rate
+
+    config = configured(*TINY, *overrides)
+    model = registry.build(config.model)
+    initialise(model, config.model, config.training.seed)
+    optimizer = adamw(decay_groups(model.parameters(), config.optimizer.weight_decay), config.optimizer, 0.0)
+    parts = config.training.global_batch_size // config.training.micro_batch_size
+    numbers = []
+    for mixture in mixtures(model):
+        mixture.loss_scale = 1 / parts
+    for step, batch in enumerate(batches(config)):
+        loss = torch.zeros(())
+        for part in batch.chunk(parts):
+            own = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / parts
+            own.backward()
+            loss += own.detach()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.optimizer, config.training)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clipping)
+        records = [mixture.take_record() for mixture in mixtures(model)]
+        numbers.append((float(loss), float(norm), *statistics(records, config.model.experts)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def statistics(records, experts):
+    """router_entropy, router_load_max, router_dropped and aux_loss, from the layers' records."""
+    means = [record[experts:-1] / record[-1] for record in records]
+    worst = max(float(record[:experts].max() / record[:experts].mean()) for record in records)
+    entropy, dropped, loss = (torch.stack(values) for values in zip(*means, strict=True))
+    return float(entropy.mean()), worst, float(dropped.mean()), float(loss.sum())
+
+
+def train_in_layout(*overrides):
+    """The same on this rank's part of a layout."""
+    from pipeline.checkpoint.assemble import paste
+    from pipeline.config import check
+    from pipeline.config.layout import Layout
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.batches import causal
+    from pipeline.training.trainer import Trainer
+
+    config = configured(*TINY, *overrides)
+    check.check(config, dist.get_world_size())
+    mesh = meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
+    trainer = Trainer(config, mesh)
+    numbers = []
+    for batch in batches(config):
+        loss, result = trainer.train(*causal(batch.chunk(mesh.layout.shares)[mesh.layout.share(mesh.where)]))
+        more = [float(result.more[key]) for key in ("router_entropy", "router_load_max", "router_dropped", "aux_loss")]
+        numbers.append((float(loss), float(result.gradient_norm), *more))
+    owned = [(f.piece, f.start, f.tensors["weight"].clone()) for f in trainer.engine.fragments() if f.owned]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, owned)
+    whole = {}
+    for piece, start, values in (fragment for rank in gathered for fragment in rank):
+        paste(whole.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
+    return numbers, whole
+
+
+def compare(ranks, reference):
+    numbers, weights = reference
+    for found, whole in ranks:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(numbers), rtol=1e-5, atol=1e-6)
+        assert whole.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert float((whole[name] - weight).norm() / weight.norm()) < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def reference():
+    numbers, weights = train_plainly()
+    assert max(norm for _, norm, *_ in numbers) > 0.5, "clipping is active"
+    assert all(aux > 0.2 for *_, aux in numbers), "two layers, each at least 0.1"
+    return numbers, weights
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.expert=2 parallel.zero_stage=0",
+        "parallel.expert=2 parallel.zero_stage=1",
+        "parallel.expert=2 parallel.zero_stage=2",
+        "parallel.expert=2 parallel.zero_stage=3",
+        "parallel.expert=4 parallel.zero_stage=0",
+        "parallel.expert=4 parallel.zero_stage=1 training.activation_checkpointing=full",
+        "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=1",
+        "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=0 parallel.sequence_parallel=false",
+        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=1",
+        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=3 training.activation_checkpointing=selective",
+        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=2 parallel.schedule=zbv",
+        "parallel.tensor=2 parallel.zero_stage=3",
+        "parallel.pipeline=2 parallel.tensor=2 parallel.zero_stage=0",
+    ],
+)
+def test_a_layout_trains_as_one_process_does(world, reference, layout):
+    compare(world.run(train_in_layout, *layout.split()), reference)
+
+
+def _experts(group_size, counts_of_rank, dropped):
+    """Values and gradients of RemoteExperts on each rank's rows, and of all experts on the same rows without any exchange."""
+    from pipeline.layers.experts import Experts
+    from pipeline.parallel.expert import RemoteExperts
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    whole = Experts(8, 6, 10).double()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    mine = Experts(8 // group_size, 6, 10).double()
+    with torch.no_grad():
+        for own, full in zip(mine.parameters(), whole.parameters(), strict=True):
+            own.copy_(full.chunk(group_size)[rank])
+    counts = torch.tensor(counts_of_rank[rank])
+    x = torch.randn(int(counts.sum()) + dropped, 6, generator=generator.manual_seed(rank + 1), dtype=torch.float64)
+    results = []
+    for module in (RemoteExperts(mine, group), whole):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf, counts)[: counts.sum()]
+        y.sin().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    gradients = [parameter.grad for parameter in whole.parameters()]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    expected = [gradient.chunk(group_size)[rank] for gradient in gradients]
+    return [*zip(*results, strict=True), *zip((p.grad for p in mine.parameters()), expected, strict=True)]
+
+
+@pytest.mark.parametrize("dropped", [0, 3])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[2, 0, 1, 3, 0, 0, 5, 1], [0, 0, 0, 0, 0, 0, 0, 9], [1] * 8, [3, 1, 4, 1, 5, 9, 2, 6]],
+        [[0, 7, 0, 0, 0, 0, 0, 0]] * 4,
+        [[0] * 8, [4] + [0] * 7, [0] * 8, [0] * 7 + [2]],
+        [[0] * 8] * 4,
+    ],
+)
+def test_remote_experts_are_the_experts(world, counts, dropped):
+    for rank in world.run(_experts, 4, counts, dropped):
+        for ours, expected in rank:
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def _gradcheck():
+    from pipeline.parallel.expert import exchange
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    sent, received = [rank, 1, 0, 2], [[0, 1, 2, 3], [1] * 4, [0] * 4, [2] * 4][rank]
+    rows = torch.randn(sum(sent), 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True)
+    there_and_back = exchange(exchange(rows, sent, received, group) * (rank + 1), received, sent, group)
+    there_and_back.sum().backward()
+    factors = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64).repeat_interleave(torch.tensor(sent)).unsqueeze(1)
+    return torch.equal(there_and_back, rows * factors), torch.equal(rows.grad, factors.expand_as(rows))
+
+
+def test_an_exchange_and_its_gradient_go_the_same_way(world):
+    assert world.run(_gradcheck) == [(True, True)] * 4
+
+
+def test_a_stack_is_drawn_matrix_by_matrix():
+    from pipeline.layers.init import initial_tensor
+    from pipeline.parallel.apply import initial_piece
+    from pipeline.parallel.pieces import cut
+
+    full = initial_tensor("blocks.0.mlp.experts.up", (4, 6, 8), 0.02, 3)
+    assert math.isclose(full.std(), 0.02, rel_tol=0.2)
+    assert torch.equal(full[2], initial_tensor("blocks.0.mlp.experts.up.2", (6, 8), 0.02, 3))
+    for expert, tensor in ((0, 0), (1, 2)):
+        piece = cut("blocks.0.mlp.experts.up", (4, 6, 8), "expert_column", {"expert": (2, expert), "tensor": (3, tensor)})
+        assert torch.equal(initial_piece(piece, 0.02, 3), piece.of(full))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("model=llama-tiny", "parallel.expert=2"), "the model family llama has no experts"),
+        (("model=mixtral-tiny", "parallel.expert=3"), "must divide model.experts=4"),
+        (("model=mixtral-tiny", "model.top_k=5"), "is more than model.experts=4"),
+    ],
+)
+def test_mistakes_are_refused(overrides, words):
+    found = violations(configured("stage=pretrain", "training.global_batch_size=12", "training.micro_batch_size=1", *overrides), 6)
+    assert [violation.rule for violation in found] == [words]
+
+
+def test_a_token_is_counted_with_the_experts_it_goes_to():
+    from pipeline.planner.flops import flops_per_token
+
+    config = configured("stage=pretrain", "model=mixtral-8x7b").model
+    head, embedding = 32000 * 4096, 32000 * 4096
+    norms = (2 * 32 + 1) * 4096
+    active = 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336  # six of eight experts rest
+    assert active == pytest.approx(12.88e9, rel=1e-3), "as Mistral AI publishes"
+    assert flops_per_token(config, 0) == 6 * (active - embedding - norms)
+    assert head == embedding
