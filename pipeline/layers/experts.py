@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,10 +77,11 @@ class Mixture(nn.Module):
         experts: what is chosen from.
         balance: losses that join the model's loss in the backward pass.
         capacity_factor: an expert takes at most this factor times the mean load of a micro-batch, the earliest tokens first; what is
-            beyond contributes nothing (Fedus et al. 2022, section 2.2). None drops nothing.
+            beyond contributes nothing (Fedus et al. 2022, section 2.2). Each rank counts its own tokens. None drops nothing.
 
     Attributes:
         loss_scale: of the balance losses, where the model's loss is scaled too: who adds up gradients of several micro-batches sets it.
+        total: as in Balance.loss; who cuts the sequences sets it.
         record: sums since `take_record`, fp32 (experts + 4,), None before the first backward pass: choices of each expert, mean entropy
             of a token's scores (nats), share of dropped choices, balance losses, micro-batches.
     """
@@ -90,6 +91,7 @@ class Mixture(nn.Module):
         self.router, self.experts = router, experts
         self.balance, self.capacity_factor = balance or Balance(), capacity_factor
         self.loss_scale = 1.0
+        self.total: Callable[[Tensor], Tensor] | None = None
         self.record: Tensor | None = None
 
     @torch.compiler.disable  # the split into experts has other sizes each time
@@ -129,7 +131,7 @@ class Mixture(nn.Module):
         """Let the balance losses into the backward pass, and note there what the routing was."""
         if not torch.is_grad_enabled():
             return y
-        loss = self.balance.loss(routing, real)
+        loss = self.balance.loss(routing, real, self.total)
         count = routing.shares.shape[1]
         with torch.no_grad():
             tokens = real.sum().clamp(min=1)

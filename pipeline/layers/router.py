@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Routing:
-    """What a router says of every token; fp32 (or wider, where the model is).
+class Routing(NamedTuple):
+    """What a router says of every token; fp32 (or wider, where the model is). A tuple, in which ZeRO 3 finds the tensors.
 
     Attributes:
         logits: (tokens, experts).
@@ -100,7 +101,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 class Balance:
     """Coefficients of the losses that a mixture adds to the model's loss; 0 leaves one out.
 
-    Each is taken for every layer and micro-batch by itself, as a mean over its tokens, and added over the layers.
+    Each is taken for every layer and micro-batch of a rank by itself, as a mean over its tokens, and added over the layers.
 
     Attributes:
         batch: experts * sum over experts of (share of the choices) * (mean share of the scores), over a micro-batch's tokens
@@ -115,35 +116,42 @@ class Balance:
     sequence: float = 0.0
     z: float = 0.0
 
-    def loss(self, routing: Routing, real: Tensor) -> Tensor:
+    def loss(self, routing: Routing, real: Tensor, total: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The weighted sum of the losses.
 
         Args:
             routing: of batch * sequence tokens.
             real: (batch, sequence) of bool, False for padding, which counts nowhere.
+            total: makes sums over parts of the sequences those over the whole, where others have the other parts.
 
         Returns:
             A 0-dim tensor.
         """
-        total = routing.logits.new_zeros(())
-        counted = real.to(routing.logits.dtype)
-        if self.batch:
-            total = total + self.batch * _unevenness(routing, counted.view(1, -1))
-        if self.sequence:
-            total = total + self.sequence * _unevenness(routing, counted)
-        if self.z:
-            squares = routing.logits.logsumexp(dim=1).square() * counted.flatten()
-            total = total + self.z * squares.sum() / counted.sum().clamp(min=1)
-        return total
+        if not (self.batch or self.sequence or self.z):
+            return routing.logits.new_zeros(())
+        experts = routing.shares.shape[1]
+        sums = _sums(routing, real.to(routing.logits.dtype))
+        sums = sums if total is None else total(sums)
+        whole = sums.sum(dim=0, keepdim=True)
+        loss = self.batch * _unevenness(whole, experts) + self.sequence * _unevenness(sums, experts)
+        return loss + self.z * whole[0, -2] / whole[0, -1].clamp(min=1)
 
 
-def _unevenness(routing: Routing, counted: Tensor) -> Tensor:
-    """The number of experts times sum_i f_i P_i in each row of `counted` (rows, tokens), and the mean over the rows that have tokens."""
-    experts, top_k = routing.shares.shape[1], routing.experts.shape[1]
-    rows, width = counted.shape
-    tokens = counted.sum(dim=1, keepdim=True).clamp(min=1)
-    chosen = counted.new_zeros(rows, experts)
-    chosen = chosen.scatter_add(1, routing.experts.view(rows, -1), counted.repeat_interleave(top_k, dim=1)) / (tokens * top_k)
-    mean = (routing.shares.view(rows, width, experts) * counted.unsqueeze(2)).sum(dim=1) / tokens
-    filled = (counted.sum(dim=1) > 0).sum().clamp(min=1)
-    return experts * (chosen * mean).sum() / filled
+def _sums(routing: Routing, counted: Tensor) -> Tensor:
+    """Sums over the tokens of each sequence, weighted by `counted` (batch, sequence): (batch, 2 * experts + 2).
+
+    They are a token's choices (each 1 / top_k) and its shares, by expert, then its square for the z-loss and 1.
+    """
+    (rows, width), top_k = counted.shape, routing.experts.shape[1]
+    chosen = counted.new_zeros(rows, routing.shares.shape[1])
+    chosen = chosen.scatter_add(1, routing.experts.view(rows, -1), counted.repeat_interleave(top_k, dim=1) / top_k)
+    shares = (routing.shares.unflatten(0, (rows, width)) * counted.unsqueeze(2)).sum(dim=1)
+    squares = (routing.logits.logsumexp(dim=1).square().view(rows, width) * counted).sum(dim=1, keepdim=True)
+    return torch.cat([chosen, shares, squares, counted.sum(dim=1, keepdim=True)], dim=1)
+
+
+def _unevenness(sums: Tensor, experts: int) -> Tensor:
+    """The number of experts times sum_i f_i P_i in each row of `_sums`, and the mean over the rows that have tokens."""
+    tokens = sums[:, -1:]
+    chosen, shares = (sums[:, start : start + experts] / tokens.clamp(min=1) for start in (0, experts))
+    return experts * (chosen * shares).sum() / (tokens > 0).sum().clamp(min=1)

@@ -57,8 +57,7 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
     for stage in model.parts():
         if mesh.layout.tensor > 1:
             tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
-        if mesh.layout.expert > 1:
-            expert.apply(stage, mesh.expert)
+        expert.apply(stage, mesh)
         recompute(stage, config.training.activation_checkpointing)
         if compiles(config, mesh.device):
             for block in stage.blocks.values():

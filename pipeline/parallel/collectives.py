@@ -8,6 +8,7 @@
 | reduce_scatter_sequence: reduce-scatter | all-gather |
 | scatter_sequence: take own rows | all-gather |
 | own_heads: take own heads | all-gather |
+| total: all-reduce | all-reduce |
 | share: nothing | divide by the ranks |
 
 Activations are (batch, sequence, hidden); the sequence forms cut dim 1. Inputs are cloned before an in-place collective,
@@ -125,3 +126,8 @@ def share(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def own_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Take this rank's attention heads of something that every rank holds for all, (heads, ...)."""
     return _pair(tensor, group, _own_heads, _all_gather_heads)
+
+
+def total(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over ranks each of which goes on with a loss of its own that depends on the sum; gradients are averaged over them later."""
+    return _pair(tensor, group, all_reduce, all_reduce)

@@ -5,6 +5,7 @@ As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), but each 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline.layers.experts import dispatch, inverse, mixtures
+from pipeline.parallel import collectives
+from pipeline.parallel.mesh import Mesh
 
 
 class _Exchange(torch.autograd.Function):
@@ -89,7 +92,10 @@ def _by_expert(coming: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(coming.flatten(), output_size=rows).argsort(stable=True)
 
 
-def apply(model: nn.Module, group: ProcessGroup) -> None:
-    """Let every mixture of a model whose stacks are cut reach the experts of all ranks."""
+def apply(model: nn.Module, mesh: Mesh) -> None:
+    """Let every mixture reach the experts of all ranks, where their stacks are cut, and count whole sequences, where those are."""
     for mixture in list(mixtures(model)):
-        mixture.experts = RemoteExperts(mixture.experts, group)
+        if mesh.layout.expert > 1:
+            mixture.experts = RemoteExperts(mixture.experts, mesh.expert)
+        if mesh.layout.context > 1:
+            mixture.total = partial(collectives.total, group=mesh.context)

@@ -98,11 +98,13 @@ class ZeroEngine(Engine):
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         self.model = model
         self._config, self._mesh = config, mesh
-        for parameter, piece in model.pieces.items():
+        for parameter in model.pieces:
             parameter.grad_dtype = torch.float32
-            # what the global norm counts: ZeRO 3 asks the first mark alone, ZeRO 1 and 2 both
-            parameter.model_parallel = gradients.is_counted(model, mesh, parameter)  # type: ignore[attr-defined]
-            parameter.ds_pipe_replicated = piece.copy  # type: ignore[attr-defined]
+            # What the global norm counts: ZeRO 3 asks the first mark alone; ZeRO 1 and 2 the second too, since they count all else of
+            # tensor rank 0.
+            counted = gradients.is_counted(model, mesh, parameter)
+            parameter.model_parallel = counted  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = not counted  # type: ignore[attr-defined]
         optimizer = adamw(decay_groups(model.pieces, config.optimizer.weight_decay), config.optimizer, config.optimizer.lr)
         self._engine, self._zero, *_ = _deepspeed(mesh.device).initialize(
             model=model, optimizer=optimizer, config=_settings(config, mesh), mpu=_Units(mesh), dist_init_required=False

@@ -21,7 +21,7 @@ class MixtralConfig:
     ffn_hidden: int = knob(14336, "width inside each expert", at_least=1)
     experts: int = knob(8, "experts a block", at_least=1)
     top_k: int = knob(2, "experts a token goes to", at_least=1)
-    balance_loss: float = knob(0.02, "coefficient of the load-balancing loss, a layer and micro-batch", at_least=0)
+    balance_loss: float = knob(0.02, "coefficient of the load-balancing loss of each layer", at_least=0)
     z_loss: float = knob(0.0, "coefficient of the router's z-loss", at_least=0)
     capacity_factor: float | None = knob(None, "choices an expert takes of a micro-batch, over the mean; the rest is dropped", above=0)
     vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
