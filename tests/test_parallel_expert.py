@@ -1,26 +1,28 @@
 """Experts over ranks: every layout trains as one plain process does, and tokens travel to their experts and back."""
 
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from world import configured
 
 from pipeline.config.check import violations
 
+MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1")
+DEEPSEEK = (
+    *("model=deepseek-tiny", "model.query_rank=12", "model.key_value_rank=12", "model.plain_dim=6", "model.rotary_dim=4"),
+    *("model.value_dim=8", "model.expert_ffn_hidden=12", "model.balance_loss=0.1", "model.bias_step=0.01"),
+)
 TINY = (
     "stage=pretrain",
-    "model=mixtral-tiny",
     "precision=fp32",
     "model.layers=2",
     "model.hidden=32",
     "model.heads=4",
-    "model.kv_heads=2",
     "model.ffn_hidden=24",
-    "model.balance_loss=0.1",
-    "model.z_loss=0.05",
     "model.vocab_size=67",
     "model.max_positions=16",
     "training.sequence_length=8",
@@ -41,7 +43,7 @@ def batches(config):
 
 
 def train_plainly(*overrides):
-    """Losses, norms and final weights of a straight loop over the plain model."""
+    """Losses, norms, statistics and final weights of a straight loop over the plain model."""
     from pipeline.layers.experts import mixtures
     from pipeline.models import registry
     from pipeline.models.init import initialise
@@ -50,7 +52,8 @@ def train_plainly(*overrides):
     config = configured(*TINY, *overrides)
     model = registry.build(config.model)
     initialise(model, config.model, config.training.seed)
-    optimizer = adamw(decay_groups(model.parameters(), config.optimizer.weight_decay), config.optimizer, 0.0)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = adamw(decay_groups(learned, config.optimizer.weight_decay), config.optimizer, 0.0)
     parts = config.training.global_batch_size // config.training.micro_batch_size
     numbers = []
     for mixture in mixtures(model):
@@ -58,16 +61,20 @@ def train_plainly(*overrides):
     for step, batch in enumerate(batches(config)):
         loss = torch.zeros(())
         for part in batch.chunk(parts):
-            own = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / parts
+            own = model(part[:, :-1], targets=part[:, 1:]) / parts
             own.backward()
             loss += own.detach()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clipping)
+        norm = torch.nn.utils.clip_grad_norm_(learned, config.optimizer.gradient_clipping)
         records = [mixture.take_record() for mixture in mixtures(model)]
         numbers.append((float(loss), float(norm), *statistics(records, config.model.experts)))
         optimizer.step()
         optimizer.zero_grad()
+        for mixture, record in zip(mixtures(model), records, strict=True):
+            if mixture.router.bias is not None:
+                load = record[: config.model.experts]
+                mixture.router.bias += config.model.bias_step * torch.sign(load.mean() - load)
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -79,31 +86,43 @@ def statistics(records, experts):
     return float(entropy.mean()), worst, float(dropped.mean()), float(loss.sum())
 
 
-def train_in_layout(*overrides):
-    """The same on this rank's part of a layout."""
-    from pipeline.checkpoint.assemble import paste
+def make(*overrides):
+    """A trainer of this rank in a layout of the world."""
     from pipeline.config import check
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
-    from pipeline.training.batches import causal
     from pipeline.training.trainer import Trainer
 
     config = configured(*TINY, *overrides)
     check.check(config, dist.get_world_size())
-    mesh = meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
-    trainer = Trainer(config, mesh)
+    return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+
+
+def run(config, trainer):
+    """Losses, norms and statistics of this rank's run."""
+    from pipeline.training.batches import causal
+
     numbers = []
     for batch in batches(config):
-        loss, result = trainer.train(*causal(batch.chunk(mesh.layout.shares)[mesh.layout.share(mesh.where)]))
+        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.shares)[trainer.mesh.layout.share(trainer.mesh.where)]))
         more = [float(result.more[key]) for key in ("router_entropy", "router_load_max", "router_dropped", "aux_loss")]
         numbers.append((float(loss), float(result.gradient_norm), *more))
+    return numbers
+
+
+def train_in_layout(*overrides):
+    """The same on this rank's part of a layout; rank 0 has the weights."""
+    from pipeline.checkpoint.assemble import paste
+
+    config, trainer = make(*overrides)
+    numbers = run(config, trainer)
     owned = [(f.piece, f.start, f.tensors["weight"].detach().clone()) for f in trainer.engine.fragments() if f.owned]
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, owned)
     whole = {}
     for piece, start, values in (fragment for rank in gathered for fragment in rank):
         paste(whole.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
-    return numbers, whole if mesh.rank == 0 else None
+    return numbers, whole if dist.get_rank() == 0 else None
 
 
 def compare(ranks, reference):
@@ -118,7 +137,7 @@ def compare(ranks, reference):
 
 @pytest.fixture(scope="module")
 def reference():
-    numbers, weights = train_plainly()
+    numbers, weights = train_plainly(*MIXTRAL)
     assert max(norm for _, norm, *_ in numbers) > 0.5, "clipping is active"
     assert all(aux > 0.2 for *_, aux in numbers), "two layers, each at least 0.1"
     return numbers, weights
@@ -128,22 +147,67 @@ def reference():
     "layout",
     [
         "parallel.expert=2 parallel.zero_stage=0",
-        "parallel.expert=2 parallel.zero_stage=1",
         "parallel.expert=2 parallel.zero_stage=2",
         "parallel.expert=2 parallel.zero_stage=3",
-        "parallel.expert=4 parallel.zero_stage=0",
         "parallel.expert=4 parallel.zero_stage=1 training.activation_checkpointing=full",
         "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=1",
         "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=0 parallel.sequence_parallel=false",
-        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=1",
         "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=3 training.activation_checkpointing=selective",
-        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=2 parallel.schedule=zbv",
-        "parallel.tensor=2 parallel.zero_stage=3",
-        "parallel.pipeline=2 parallel.tensor=2 parallel.zero_stage=0",
+        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=2 parallel.schedule=zbv model.layers=4",
     ],
 )
 def test_a_layout_trains_as_one_process_does(world, reference, layout):
-    compare(world.run(train_in_layout, *layout.split()), reference)
+    same = reference if "layers" not in layout else train_plainly(*MIXTRAL, "model.layers=4")
+    compare(world.run(train_in_layout, *MIXTRAL, *layout.split()), same)
+
+
+@pytest.fixture(scope="module")
+def corrected():
+    numbers, weights = train_plainly(*DEEPSEEK)
+    biases = [weight for name, weight in weights.items() if name.endswith("router.bias")]
+    assert len(biases) == 2, "of a block and of the prediction of a second token"
+    assert all(0.01 - 1e-6 <= bias.abs().max() <= 0.03 + 1e-6 for bias in biases), "three steps of 0.01"
+    return numbers, weights
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=1",
+        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=3",
+        "parallel.expert=4 parallel.zero_stage=0 training.activation_checkpointing=full",
+    ],
+)
+def test_biases_follow_the_load_of_all_ranks(world, corrected, layout):
+    compare(world.run(train_in_layout, *DEEPSEEK, *layout.split()), corrected)
+
+
+def _save_and_load(folder, first, second):
+    """The biases of all routers: as saved in a layout, and as read in another one. They differ from the initial ones."""
+    from pipeline.checkpoint import save
+    from pipeline.checkpoint.format import Index, Progress
+    from pipeline.checkpoint.reader import Checkpoint
+
+    config, trainer = make(*first)
+    run(config, trainer)
+    path = save.save(Path(folder), Index(Progress(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    saved = {name: Checkpoint(path).tensor(name) for name in Checkpoint(path).names() if name.endswith("router.bias")}
+    config, trainer = make(*second)
+    save.load(Checkpoint(path), trainer.engine.fragments())
+    trainer.engine.loaded(3)
+    return saved, {piece.name: value for value, piece in trainer.model.fixed.items()}
+
+
+def test_a_checkpoint_keeps_the_biases(world, tmp_path):
+    first = (*DEEPSEEK, "parallel.expert=2", "parallel.zero_stage=3", "precision=bf16")
+    second = (*DEEPSEEK, "parallel.pipeline=2", "parallel.tensor=2", "parallel.zero_stage=1")
+    found = {}
+    for saved, loaded in world.run(_save_and_load, str(tmp_path), first, second):
+        assert len(saved) == 2
+        assert all(bias.abs().max() > 0.009 for bias in saved.values())
+        assert all(torch.equal(saved[name], bias) for name, bias in loaded.items()), "no bit is lost, in bf16 neither"
+        found |= loaded
+    assert found.keys() == saved.keys()
 
 
 def _experts(group_size, counts_of_rank, dropped):
@@ -227,6 +291,7 @@ def test_a_stack_is_drawn_matrix_by_matrix():
         (("model=llama-tiny", "parallel.expert=2"), "the model family llama has no experts"),
         (("model=mixtral-tiny", "parallel.expert=3"), "must divide model.experts=4"),
         (("model=mixtral-tiny", "model.top_k=5"), "is more than model.experts=4"),
+        (("model=deepseek-tiny", "model.expert_ffn_hidden=99", "parallel.tensor=2"), "must divide model.expert_ffn_hidden=99"),
     ],
 )
 def test_mistakes_are_refused(overrides, words):

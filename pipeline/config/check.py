@@ -72,13 +72,17 @@ def _tensor(config: RunConfig) -> Iterator[Violation]:
 
 
 def _expert(config: RunConfig) -> Iterator[Violation]:
-    """Expert parallelism shares out whole experts."""
+    """Expert parallelism shares out whole experts, and tensor parallelism cuts each."""
     ranks, experts = config.parallel.expert, getattr(config.model, "experts", 0)
     if ranks > 1 and not experts:
         rule = f"the model family {config.model.family} has no experts"
         yield Violation("parallel.expert", ranks, rule, "leave it at 1, or choose a mixture (model=mixtral-8x7b)")
     elif experts % ranks:
         yield Violation("parallel.expert", ranks, f"must divide model.experts={experts}", "choose a divisor of model.experts")
+    tensor, width = config.parallel.tensor, getattr(config.model, "expert_ffn_hidden", 0)
+    if width % tensor:
+        why = f"must divide model.expert_ffn_hidden={width}"
+        yield Violation("parallel.tensor", tensor, why, "choose a divisor of model.expert_ffn_hidden")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
