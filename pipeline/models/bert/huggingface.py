@@ -27,7 +27,17 @@ CONSTANTS = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
-DEFAULTS = {"tie_word_embeddings": True, "layer_norm_eps": 1e-12, "initializer_range": 0.02, "type_vocab_size": 2}
+DEFAULTS = {
+    "vocab_size": 30522,
+    "type_vocab_size": 2,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
 #: What Google's files say of the pooler, all of it the same in every model.
 HARMLESS = (
     *("directionality", "add_cross_attention"),
@@ -86,7 +96,7 @@ def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
         constants=CONSTANTS,
         table=_table,
         implied={"next_sentence": next_sentence},
-        defaults=DEFAULTS,
+        defaults={**DEFAULTS, "max_position_embeddings": 512},
         harmless=HARMLESS,
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         unused=("bert.embeddings.position_ids", *(() if next_sentence else ("bert.pooler.*", "cls.seq_relationship.*"))),

@@ -13,7 +13,7 @@ _BOTH = ("weight", "bias")
 
 def _positions(content: dict[str, Any]) -> dict[str, Any]:
     """The longest sequence: the table of positions has rows before that of position 0."""
-    rows_there = content.get("max_position_embeddings")
+    rows_there = content.get("max_position_embeddings", 512)
     if not isinstance(rows_there, int) or rows_there <= PADDING + 2:
         raise refusal("max_position_embeddings", rows_there, f"must be a number above {PADDING + 2}", "mend config.json")
     return {"max_positions": rows_there - PADDING - 1}
@@ -31,7 +31,7 @@ ADAPTER = Adapter(
         *bias("lm_head", "lm_head.decoder", config),
     ),
     implied={"next_sentence": False},
-    defaults=DEFAULTS,
+    defaults={**DEFAULTS, "vocab_size": 50265},
     nested=(
         Nested(
             keys=("max_position_embeddings",),
