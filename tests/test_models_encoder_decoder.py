@@ -7,14 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_convert import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from pipeline.layers.attention import Attention, plain
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.position_bias import RelativeBias
 from pipeline.models import registry
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
+from pipeline.planner.flops import flops_per_token
 
 SIZES = {"hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 200}
 CONFIGS = {
@@ -107,6 +110,17 @@ def test_buckets_are_those_of_the_stock_class(buckets, distance, causal):
     ours = RelativeBias(1, buckets, distance, causal=causal).buckets(offsets)
     theirs = T5Attention._relative_position_bucket(offsets, bidirectional=not causal, num_buckets=buckets, max_distance=distance)
     assert torch.equal(ours, theirs)
+
+
+@EVERY
+def test_operations_are_those_that_torch_counts(name):
+    model = random_model(CONFIGS[name])
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core = plain  # the CPU's flash attention is not counted
+    with FlopCounterMode(display=False) as counter:
+        model(tokens_of(1, 1, 40), decoder_tokens=tokens_of(2, 1, 10))
+    assert flops_per_token(CONFIGS[name], 40, 10) == pytest.approx(3 * counter.get_total_flops() / 40)
 
 
 def test_initial_weights_follow_the_recipes():

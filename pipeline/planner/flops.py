@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.experts import mixtures
 from pipeline.models import registry
 from pipeline.models.families import ModelConfig
@@ -12,20 +13,36 @@ from pipeline.models.families import ModelConfig
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
 
-def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> float:
     """Forward and backward operations a token, as Chowdhery et al. 2022 (PaLM, appendix B) count them for MFU.
 
     Six for every weight of a matrix product (the output head included, the embedding lookup not; of a mixture's experts as many as a
     token goes to), and 12 * layers * hidden * sequence for the products of attention, not halved for causality. Recomputation does not
-    count.
+    count. Of an encoder-decoder the tokens are the encoder's; with each come `decoder_length / sequence_length` of the decoder's
+    (as many when None).
     """
     with torch.device("meta"):
         whole = registry.build(model)
+    if isinstance(whole, EncoderDecoder):
+        return _of_encoder_decoder(whole, model, sequence_length, sequence_length if decoder_length is None else decoder_length)
     weights = sum(p.numel() for name, p in whole.named_parameters() if p.dim() == 2 and not name.startswith("embed."))
     weights += sum(int(p.numel() * m.router.top_k / len(p)) for m in mixtures(whole) for p in m.experts.parameters())
     if model.tie_embeddings:
         weights += model.vocab_size * model.hidden
     return 6.0 * weights + 12.0 * model.layers * model.heads * model.head_dim * sequence_length
+
+
+def _of_encoder_decoder(whole: EncoderDecoder, model: ModelConfig, source: int, target: int) -> float:
+    """The same of two stacks: keys and values of cross-attention are made of the encoder's tokens, all else of the decoder's of its own."""
+    encoder, decoder, share = whole.encoder_blocks, len(whole.blocks) - whole.encoder_blocks, target / source
+    weights = 0.0
+    for index, block in whole.blocks.items():
+        for name, parameter in block.named_parameters():
+            reads_source = int(index) < encoder or name in ("cross.key.weight", "cross.value.weight")
+            weights += parameter.numel() * (1 if reads_source else share) if parameter.dim() == 2 else 0
+    weights += share * model.vocab_size * model.hidden
+    keys = encoder * source + decoder * share * (target + source)
+    return 6.0 * weights + 12.0 * keys * model.heads * model.head_dim
 
 
 def peak_flops(device: torch.device) -> float | None:

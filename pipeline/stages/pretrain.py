@@ -53,7 +53,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             make_folder(Path(config.run_dir))
             _write_config(config)
         length = config.training.sequence_length
-        flops, peak = flops_per_token(config.model, length), peak_flops(device)
+        flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
         all_peaks = None if peak is None else peak * ranks.world_size
         with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, progress, length, flops, all_peaks) as metrics:
             progress = loop.train(config, trainer, training_data, validation_data, progress, metrics)

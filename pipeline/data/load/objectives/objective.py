@@ -18,10 +18,12 @@ class Objective(ABC):
 
     Attributes:
         samples: the text, or what else samples are made of.
+        decoder_length: tokens that a decoder reads beside the encoder's, 0 without one.
         bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None where the loss does not measure all of the text.
     """
 
     samples: Source
+    decoder_length: int = 0
     bytes_per_token: float | None = None
 
     @staticmethod

@@ -62,7 +62,8 @@ class Pairs(Objective):
             start: what the decoder reads first.
         """
         self.samples = samples
-        self._length, self._start = length, start
+        self._length = self.decoder_length = length
+        self._start = start
         self._cut = 0
 
     @staticmethod

@@ -91,7 +91,7 @@ class SpanCorruption(Objective):
         """
         self.samples, self._sizes, self._seed, self._start = samples, sizes, seed, start
         self._sentinels = sentinels
-        self._decoder_length = decoder_length or sizes.decoder
+        self.decoder_length = decoder_length or sizes.decoder
 
     @staticmethod
     def text_length(config: RunConfig) -> int:
@@ -117,7 +117,7 @@ class SpanCorruption(Objective):
         taken = self._taken(indices)
         encoder = self._marked(text, ~taken)
         written = self._marked(text, taken)
-        padding = ((0, 0), (0, self._decoder_length - self._sizes.decoder))
+        padding = ((0, 0), (0, self.decoder_length - self._sizes.decoder))
         return {
             "tokens": encoder,
             "decoder_tokens": np.pad(np.insert(written[:, :-1], 0, self._start, axis=1), padding, constant_values=self._start),
