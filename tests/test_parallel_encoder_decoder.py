@@ -26,7 +26,7 @@ TINY = (
 MODELS = {
     "t5": ("model=t5-tiny", "model.head_width=16"),
     "t5-1.1": ("model=t5-tiny", "model.head_width=8", "model.gated=true", "model.tie_embeddings=false"),
-    "transformer": ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3"),
+    "transformer": ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3", "data.pairs.train=[unread.tsv]"),
 }
 
 
@@ -78,10 +78,10 @@ ALONG = ("parallel.tensor=2", "parallel.pipeline=2")
 LAYOUTS = [
     ("t5", ALONG),
     ("t5", ("parallel.pipeline=4", "parallel.zero_stage=0", "training.activation_checkpointing=full")),
-    ("t5", ("parallel.tensor=4", "parallel.sequence_parallel=false")),
+    ("t5", ("parallel.tensor=4", "parallel.sequence_parallel=false", "training.activation_checkpointing=selective")),
     ("t5", ("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.zero_stage=2")),
     ("t5", ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.tensor=2")),
-    ("t5-1.1", ("parallel.zero_stage=3", "parallel.tensor=2", "training.activation_checkpointing=selective")),
+    ("t5-1.1", ("parallel.zero_stage=3", "parallel.tensor=2")),
     ("transformer", ALONG),
     ("transformer", ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.zero_stage=2")),
 ]
