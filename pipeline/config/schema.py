@@ -33,6 +33,12 @@ class TrainingConfig:
         "what the backward pass recomputes: nothing, all but matrix products and attention, or whole blocks",
         choices=("none", "selective", "full"),
     )
+    attention: str = knob(
+        "auto",
+        "core of attention: PyTorch's kernels (sdpa), flex attention, or the plain formula; auto takes sdpa, but flex on a GPU where "
+        "documents, windows or ALiBi would cost sdpa a (sequence, sequence) tensor",
+        choices=("auto", "sdpa", "flex", "plain"),
+    )
     compile: str = knob("auto", "compile the blocks; auto does on a GPU", choices=("auto", "on", "off"))
     validate_every: int = knob(0, "steps between validations; 0 validates at the end only", unit="steps", at_least=0)
     validation_batches: int = knob(8, "global batches a validation reads", at_least=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +36,21 @@ class Mask:
     prefix: Tensor | None = None
     slopes: Tensor | None = None
     bias: Tensor | None = None
-    _made: dict[int | None, Tensor | None] = field(default_factory=dict, compare=False, repr=False)
+    _made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made at the first call: blocks share their mask, so what they derive from it is made once a pass."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def having(self, **changes: Any) -> Mask:
+        """The mask with other attributes; nothing that was made of this one is kept."""
+        return replace(self, **changes, _made={})
 
     def with_keys(self, documents: Tensor | None, positions: Tensor | None) -> Mask:
         """The mask of the same queries towards other keys."""
-        return replace(self, key_documents=documents, key_positions=positions, _made={})
+        return self.having(key_documents=documents, key_positions=positions)
 
     def places(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of queries and keys, (batch or 1, queries) and (batch or 1, keys)."""
@@ -57,15 +69,15 @@ class Mask:
             device: where to make it.
             window: keys that a query may look at, itself and those before it (both sides, when not causal).
         """
-        if window is not None and window >= keys and self.key_positions is None:
-            window = None
-        moved = self.positions is not None or self.key_positions is not None
-        plain = window is None and self.documents is None and self.key_documents is None and self.prefix is None
-        if plain and not (self.causal and moved):
+        if not self.has_rules(keys, window):
             return None
-        if window not in self._made:
-            self._made[window] = self._visible(queries, keys, device, window)
-        return self._made[window]
+        return self.once(("visible", window), lambda: self._visible(queries, keys, device, window))
+
+    def has_rules(self, keys: int, window: int | None = None) -> bool:
+        """Whether `visible` is more than `causal` can say; arguments as there."""
+        limited = window is not None and (window < keys or self.key_positions is not None)
+        moved = self.positions is not None or self.key_positions is not None
+        return limited or self.documents is not None or self.key_documents is not None or self.prefix is not None or (self.causal and moved)
 
     def _visible(self, queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
         own, other = self.places(queries, keys, device)

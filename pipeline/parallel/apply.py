@@ -13,14 +13,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers.attention import Core, plain, sdpa
+from pipeline.layers.flex import automatic, flex
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import expert, tensor
+from pipeline.parallel import context, expert, tensor
 from pipeline.parallel.cut import cut_weights, replace_weights, take_stage
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.pieces import Piece
 
+#: training.attention -> what computes it
+CORES: dict[str, Core] = {"auto": automatic, "sdpa": sdpa, "flex": flex, "plain": plain}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,13 +62,25 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
         if mesh.layout.tensor > 1:
             tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
         expert.apply(stage, mesh)
+        for layer in attention_layers(stage):
+            layer.core = CORES[config.training.attention]
+        if mesh.layout.context > 1:
+            context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         recompute(stage, config.training.activation_checkpointing)
         if compiles(config, mesh.device):
+            if mesh.layout.context > 1:
+                for layer in attention_layers(stage):
+                    layer.core = torch.compiler.disable(layer.core)  # ranks talk within it
             for block in stage.blocks.values():
                 block.compile()
     if mesh.device.type != "meta":
         fill(model, config, mesh.device)
     return model
+
+
+def attention_layers(model: nn.Module) -> list[Any]:
+    """Every module whose `core` computes attention."""
+    return [module for module in model.modules() if hasattr(module, "core")]
 
 
 def cut_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:

@@ -10,6 +10,8 @@
 | own_heads: take own heads | all-gather |
 | total: all-reduce | all-reduce |
 | share: nothing | divide by the ranks |
+| heads_for_tokens: all-to-all | tokens_for_heads |
+| tokens_for_heads: all-to-all | heads_for_tokens |
 
 Activations are (batch, sequence, hidden); the sequence forms cut dim 1. Inputs are cloned before an in-place collective,
 since autograd may hand the same buffer to others.
@@ -65,6 +67,25 @@ def _all_gather_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
     gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
     return gathered
+
+
+def _heads_for_tokens(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, heads, tokens / ranks, head_dim) -> (batch, heads / ranks, tokens, head_dim): some heads of all tokens."""
+    sent = tensor.unflatten(1, (group.size(), -1)).permute(1, 0, 2, 3, 4).contiguous()
+    return _all_to_all(sent, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _tokens_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, heads / ranks, tokens, head_dim) -> (batch, heads, tokens / ranks, head_dim): all heads of some tokens."""
+    sent = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return _all_to_all(sent, group).transpose(0, 1).flatten(1, 2)
+
+
+def _all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Row i of dim 0 goes to rank i; row i of the result comes from there."""
+    received = torch.empty_like(tensor)
+    dist.all_to_all_single(received, tensor, group=group)
+    return received
 
 
 Step = Callable[[Tensor, ProcessGroup], Tensor]
@@ -131,3 +152,18 @@ def own_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def total(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over ranks each of which goes on with a loss of its own that depends on the sum; gradients are averaged over them later."""
     return _pair(tensor, group, all_reduce, all_reduce)
+
+
+def heads_for_tokens(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Give heads away for the other ranks' tokens: (batch, heads, tokens / ranks, head_dim) -> (batch, heads / ranks, tokens, head_dim)."""
+    return _pair(tensor, group, _heads_for_tokens, _tokens_for_heads)
+
+
+def tokens_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Give tokens away for the other ranks' heads: the inverse of heads_for_tokens, which is its transpose too."""
+    return _pair(tensor, group, _tokens_for_heads, _heads_for_tokens)
+
+
+def gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor, all of one shape, by rank. Without a gradient."""
+    return list(_all_gather_heads(tensor, group).chunk(group.size()))

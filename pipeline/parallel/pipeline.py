@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.experts import mixtures
+from pipeline.parallel import context
 from pipeline.parallel.apply import DTYPES
 from pipeline.parallel.mesh import Mesh
 
@@ -28,15 +30,16 @@ class Pipeline:
         mesh: this rank's groups.
         shape: (sequences, tokens a sequence) of the rank's share, and the decoder's tokens a sequence where there is one. However it is
             cut into sequences, a micro-batch has the tokens of training.micro_batch_size samples.
+            Context ranks are given whole sequences and cut their tokens out.
     """
 
     def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, ...]) -> None:
         layout, training = mesh.layout, config.training
         micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], *shape[1:])
         micro_batches = shape[0] // micro_batch[0]
+        self._micro_batches, self._mesh, self._context_kind = micro_batches, mesh, config.parallel.context_kind
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
-        self._device = mesh.device
         self._mixtures = list(mixtures(stages))
         # Losses of mixtures are means over a micro-batch, and each tensor rank has the whole one within its region.
         self._mixture_scale = 1 / (micro_batches * layout.tensor)
@@ -66,17 +69,39 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor, batch: Batch) -> Tensor:
         """The mean loss alone; arguments and result as in train."""
-        with torch.no_grad():
+        with torch.no_grad(), _forward_only(self._schedule):
             return self._run(self._schedule.eval, inputs, batch)
 
     def _run(self, step: Any, inputs: Tensor, batch: Batch) -> Tensor:
+        if self._mesh.layout.context > 1:
+            inputs, batch = context.cut(inputs, batch, self._mesh.context, self._context_kind, self._micro_batches)
         losses: list[Tensor] = []
         arguments = (inputs,) if self.is_first else ()
         with_loss = {"target": batch["targets"], "losses": losses} if self.is_last else {}
         step(*arguments, **batch, **with_loss, return_outputs=False)
         if not losses:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self._mesh.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+#: The actions of PyTorch's schedules that an evaluation has, as they write them.
+_AHEAD = ("F", "SEND_F", "RECV_F")
+
+
+@contextmanager
+def _forward_only(schedule: Any) -> Iterator[None]:
+    """Take the backward passes out of a schedule: PyTorch's `eval` stumbles over them where a rank holds two stages in a row (zbv)."""
+    whole = getattr(schedule, "pipeline_order_with_comms", None)
+    if whole is None:
+        yield
+        return
+    schedule.pipeline_order_with_comms = {
+        rank: [action for action in actions if action.computation_type.value in _AHEAD] for rank, actions in whole.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = whole
 
 
 class _Alone:
@@ -125,7 +150,8 @@ def _stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_b
 
     layout = mesh.layout
     last = layout.stage_count - 1
-    sequences, *lengths = micro_batch
+    sequences, *whole = micro_batch
+    lengths = [length // layout.context for length in whole]
     tokens = torch.empty(sequences, lengths[0], dtype=torch.int64, device="meta")
     cut = layout.tensor if config.parallel.sequence_parallel else 1
     loss = torch.empty((), dtype=torch.float32, device="meta")

@@ -1,0 +1,156 @@
+"""The cores of attention against each other: PyTorch's kernels, flex attention and attention in parts, each equal to the formula."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pipeline.layers import partial_attention
+from pipeline.layers.additive_attention import AdditiveAttention
+from pipeline.layers.attention import Scope, plain, sdpa
+from pipeline.layers.flex import automatic, flex
+from pipeline.layers.mask import Mask
+from pipeline.layers.position_bias import Slopes
+
+
+class InParts(torch.autograd.Function):
+    """Attention over two halves of the keys that are merged, with the hand-written backward pass: a ring of one rank."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, masks, window, scale):
+        middle = k.shape[2] // 2
+        parts = [slice(0, middle), slice(middle, k.shape[2])]
+        found = [partial_attention.forward(q, k[:, :, p], v[:, :, p], masks[i], window=window, scale=scale) for i, p in enumerate(parts)]
+        out, total = partial_attention.merge(*found[0], *found[1])
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.rest = masks, window, scale, parts
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, total = ctx.saved_tensors
+        masks, window, scale, parts = ctx.rest
+        grads = [
+            partial_attention.backward(grad, q, k[:, :, p], v[:, :, p], out, total, masks[i], window=window, scale=scale)
+            for i, p in enumerate(parts)
+        ]
+        return grads[0][0] + grads[1][0], *(torch.cat([grads[0][i], grads[1][i]], dim=2) for i in (1, 2)), None, None, None
+
+
+def in_parts(q, k, v, mask, *, window=None, scale=None):
+    """A core."""
+    own, other = (place.expand(len(q), -1) for place in mask.places(q.shape[2], k.shape[2], q.device))
+    documents = mask.documents if mask.key_documents is None else mask.key_documents
+    middle = k.shape[2] // 2
+    masks = [
+        mask.having(
+            positions=own,
+            key_positions=other[:, p],
+            key_documents=None if documents is None else documents[:, p],
+            bias=None if mask.bias is None else mask.bias[..., p],
+        )
+        for p in (slice(0, middle), slice(middle, k.shape[2]))
+    ]
+    return InParts.apply(q, k, v, masks, window, scale)
+
+
+CORES = {"sdpa": sdpa, "automatic": automatic, "flex": flex, "in parts": in_parts}
+
+CASES = st.fixed_dictionaries(
+    {
+        "queries": st.integers(2, 9),
+        "keys": st.integers(2, 9),
+        "cross": st.booleans(),
+        "kv_heads": st.sampled_from([1, 2]),
+        "groups": st.sampled_from([1, 3]),
+        "causal": st.booleans(),
+        "window": st.sampled_from([None, 1, 3]),
+        "documents": st.sampled_from([None, "some", "padding"]),
+        "prefix": st.booleans(),
+        "scores": st.sampled_from([None, "slopes", "bias"]),
+        "scale": st.sampled_from([None, 0.3]),
+    }
+)
+NOWHERE = {"queries": 3, "keys": 4, "cross": True, "kv_heads": 1, "groups": 1, "causal": False}
+NOWHERE |= {"window": None, "documents": None, "prefix": False, "scores": None, "scale": None}
+
+
+def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
+    """Queries, keys and values, the mask, and a gradient of the output."""
+    chance = torch.Generator().manual_seed(case["queries"] * 10 + case["keys"])
+    heads, queries = case["kv_heads"] * case["groups"], case["queries"]
+    keys = case["keys"] if case["cross"] else queries
+    shapes = (heads, queries, 8), (case["kv_heads"], keys, 8), (case["kv_heads"], keys, 8)
+    inputs = [torch.randn(2, *shape, generator=chance, dtype=torch.float64).requires_grad_() for shape in shapes]
+    ids = {count: torch.randint(-1, 2, (2, count), generator=chance).sort(dim=1, descending=True)[0] for count in (queries, keys)}
+    own, theirs = ids[queries], ids[keys]
+    if case["documents"] == "padding":
+        theirs = torch.full_like(theirs, -1)  # every query is alone
+        own = None
+    causal = case["causal"] and not case["cross"]
+    mask = Mask(
+        causal=causal,
+        documents=own if case["documents"] and not case["cross"] else None,
+        key_documents=theirs if case["documents"] and case["cross"] else None,
+        prefix=torch.tensor([1, 2]) if case["prefix"] and causal else None,
+        slopes=Slopes(heads)() if case["scores"] == "slopes" else None,
+        bias=torch.randn(1, heads, queries, keys, generator=chance, dtype=torch.float64) if case["scores"] == "bias" else None,
+    )
+    return inputs, mask, torch.randn(2, heads, queries, 8, generator=chance, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CORES)
+@settings(deadline=None, max_examples=60)
+@given(case=CASES)
+@example(case={**NOWHERE, "documents": "padding"})
+def test_every_core_is_the_formula(name, case):
+    inputs, mask, grad = drawn(case)
+    options = {"window": case["window"], "scale": case["scale"]}
+    expected = plain(*inputs, mask, **options)
+    found = CORES[name](*inputs, mask.having(), **options)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    gradients = torch.autograd.grad(found, inputs, grad)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("core", [plain, *CORES.values()], ids=["plain", *CORES])
+def test_who_may_look_nowhere_gets_zeros(core):
+    inputs, mask, grad = drawn({**NOWHERE, "documents": "padding"})
+    out = core(*inputs, mask)
+    assert (out == 0).all()
+    assert all((gradient == 0).all() for gradient in torch.autograd.grad(out, inputs, grad))
+
+
+def test_rows_in_chunks_change_nothing(monkeypatch):
+    case = {**NOWHERE, "queries": 7, "cross": False, "causal": True, "window": 3, "documents": "some", "scores": "slopes"}
+    inputs, mask, grad = drawn(case)
+    expected = in_parts(*inputs, mask, window=3)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    monkeypatch.setattr(partial_attention, "SCORES", 2 * 2 * 3)
+    found = in_parts(*inputs, mask.having(), window=3)
+    torch.testing.assert_close((found, *torch.autograd.grad(found, inputs, grad)), (expected, *wanted))
+
+
+@pytest.mark.parametrize("rules", [{}, {"window": 3}, {"scale": 0.3}], ids=str)
+def test_gradcheck_of_attention_in_parts(rules):
+    inputs, mask, _ = drawn({**NOWHERE, "queries": 5, "cross": False, "causal": True, "groups": 3, "documents": "some"})
+    assert torch.autograd.gradcheck(lambda q, k, v: in_parts(q, k, v, mask, **rules), inputs)
+
+
+def test_additive_attention_is_the_sum_of_the_paper():
+    """alpha_ij = softmax_j(v . tanh(W s_i + U h_j)), c_i = sum_j alpha_ij h_j, for j up to i."""
+    layer = AdditiveAttention(hidden=6, width=5)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 4, 6)
+    found = layer(x, None, Scope())
+    for sequence, i in [(0, 0), (0, 3), (1, 2)]:
+        energies = [layer.score.weight[0] @ (layer.query(x[sequence, i]) + layer.key(x[sequence, j])).tanh() for j in range(i + 1)]
+        alpha = torch.stack(energies).softmax(0)
+        torch.testing.assert_close(found[sequence, i], sum(a * x[sequence, j] for j, a in enumerate(alpha)))
+    nowhere = Scope(cross=Mask(causal=False, key_documents=torch.full((2, 3), -1)))
+    assert (layer(x, torch.randn(2, 3, 6), nowhere) == 0).all()
+    windowless = layer(x, torch.randn(2, 3, 6), Scope())
+    assert windowless.shape == (2, 4, 6)
