@@ -39,7 +39,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         return found
     found += [*config.model.violations(), *_corpora(config)]
     if config.stage.name in PARALLEL_STAGES:
-        found += [*_tensor(config), *_expert(config), *_pipeline(config), *_batch(config, world_size), *_training(config)]
+        found += [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
+        found += [*_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be below the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
@@ -83,6 +84,28 @@ def _expert(config: RunConfig) -> Iterator[Violation]:
     if width % tensor:
         why = f"must divide model.expert_ffn_hidden={width}"
         yield Violation("parallel.tensor", tensor, why, "choose a divisor of model.expert_ffn_hidden")
+
+
+def _context(config: RunConfig) -> Iterator[Violation]:
+    """Context parallelism cuts sequences into equal chunks, two a rank; ulysses gives each rank some heads."""
+    parallel, model = config.parallel, config.model
+    context = parallel.context
+    if context == 1:
+        return
+    if model.objective != "causal":
+        why = f"cuts the sequences of models that predict the next token; model.family={model.family} is trained otherwise"
+        yield Violation("parallel.context", context, why, "use parallel.context=1, and more data, tensor or pipeline ranks")
+    pieces = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
+    for key, length in warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
+        if length % pieces:
+            tensor = f" x parallel.tensor={parallel.tensor}" if pieces != 2 * context else ""
+            yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {pieces}")
+    if parallel.context_kind == "ulysses":
+        for name in ("heads", "kv_heads"):
+            heads = getattr(model, name)
+            if heads % (parallel.tensor * context):
+                why = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor}: ulysses swaps tokens for whole heads"
+                yield Violation("parallel.context", context, why, "use fewer context ranks, or parallel.context_kind=ring")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:

@@ -53,9 +53,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = N
     seen = mask.visible(q.shape[2], k.shape[2], q.device, window)
     if seen is None and mask.causal:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(dim=3).nan_to_num(0.0).to(v.dtype) @ v
+    if seen is None:
+        return scores.softmax(dim=3).to(v.dtype) @ v
+    # Not -inf: a row that is empty has a softmax then, which the second mask makes zero, and its gradient is no nan.
+    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=3).masked_fill(~seen, 0.0)
+    return weights.to(v.dtype) @ v
 
 
 @dataclass(frozen=True)
