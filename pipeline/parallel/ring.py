@@ -165,7 +165,7 @@ class _Ring(torch.autograd.Function):
             # The gradients follow their keys one step behind; the last hop brings them home.
             if collected is not None:
                 own += collected.arrived()
-            collected = _Hop(own, circle.group)
+            collected = _Hop(own, circle.group, tag=1)
             if coming is not None:
                 here = coming.arrived()
         assert collected is not None
@@ -174,9 +174,12 @@ class _Ring(torch.autograd.Function):
 
 
 class _Hop:
-    """A tensor on its way to the next rank, while the previous rank's comes here."""
+    """A tensor on its way to the next rank, while the previous rank's comes here.
 
-    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+    Two may be on their way at once, keys with values and the gradients that follow them: gloo takes messages of one tag in any order.
+    """
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup, tag: int = 0) -> None:
         self._sent = tensor.contiguous()
         self._received = torch.empty_like(self._sent)
         self._work: list[Any] = []
@@ -184,8 +187,8 @@ class _Hop:
             self._received = self._sent
             return
         rank, ranks = group.rank(), group.size()
-        send = dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % ranks)
-        receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % ranks)
+        send = dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % ranks, tag=tag)
+        receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % ranks, tag=tag)
         self._work = dist.batch_isend_irecv([send, receive])
 
     def arrived(self) -> Tensor:

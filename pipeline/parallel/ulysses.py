@@ -31,8 +31,8 @@ class UlyssesCore:
     ) -> torch.Tensor:
         """See Core (layers/attention.py); the mask's documents are those of this rank's tokens, its slopes those of all heads."""
         whole: Mask = mask.once("of all tokens", lambda: self._of_all_tokens(mask))
-        swapped = (collectives.heads_for_tokens(x, self.group) for x in (q, k, v))
-        return collectives.tokens_for_heads(self.inner(*swapped, whole, window=window, scale=scale), self.group)
+        q, k, v = (collectives.heads_for_tokens(x, self.group) for x in (q, k, v))
+        return collectives.tokens_for_heads(self.inner(q, k, v, whole, window=window, scale=scale), self.group)
 
     def _of_all_tokens(self, mask: Mask) -> Mask:
         """Tokens in order, so that positions count from 0; the slopes of the heads that are swapped in."""
