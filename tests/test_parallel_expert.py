@@ -147,12 +147,12 @@ def reference():
     "layout",
     [
         "parallel.expert=2 parallel.zero_stage=0",
-        "parallel.expert=2 parallel.zero_stage=2",
+        "parallel.expert=2 parallel.zero_stage=2 training.activation_checkpointing=selective",
         "parallel.expert=2 parallel.zero_stage=3",
         "parallel.expert=4 parallel.zero_stage=1 training.activation_checkpointing=full",
         "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=1",
         "parallel.expert=2 parallel.tensor=2 parallel.zero_stage=0 parallel.sequence_parallel=false",
-        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=3 training.activation_checkpointing=selective",
+        "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=3",
         "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=2 parallel.schedule=zbv model.layers=4",
     ],
 )
