@@ -18,6 +18,7 @@ from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
+from pipeline.planner.flops import flops_per_token
 
 #: Parameters of the released weights (as their model cards and files count them).
 RELEASED = {
@@ -178,6 +179,21 @@ def test_plan_and_table_name_every_weight(family):
         assert {part for row in exported for part in row.ours} == shapes.keys()
         assert len({row.theirs for row in exported}) == len(exported)
     assert unused == set(), "no choice has such a weight"
+
+
+def test_operations_count_what_is_multiplied_and_seen():
+    projected = OPTConfig(layers=2, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, embed_width=16)
+    matrices = [
+        parameter.numel()
+        for name, parameter in build_on_meta(projected).named_parameters()
+        if name.endswith("weight") and parameter.dim() == 2
+    ]
+    positions = (projected.max_positions + 2) * 32
+    assert flops_per_token(projected, 100) == 6 * (sum(matrices) - positions) + 12 * 2 * 32 * 100
+    sizes = {"layers": 3, "hidden": 32, "heads": 4, "ffn_hidden": 64, "vocab_size": 96}
+    banded, dense = (flops_per_token(GPTConfig(**sizes, banded_window=window), 100) for window in (30, None))
+    assert dense - banded == 12 * 32 * (100 - 30), "one of three layers is banded"
+    assert flops_per_token(GPTConfig(**sizes, banded_window=200), 100) == dense
 
 
 def test_plan_that_is_silent_or_ambiguous_is_an_error():

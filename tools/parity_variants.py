@@ -58,8 +58,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "qwen3": {"kv_heads": 2, "head_width": 16, "query_key_norm": True},
     },
     "mistral": {
-        "window": {"kv_heads": 2, "head_dim": 16, "window": 6},
-        "dense": {"kv_heads": 2, "head_dim": 12, "window": None, "rope_theta": 1e6},
+        "window": {"kv_heads": 2, "head_width": 16, "window": 6},
+        "dense": {"kv_heads": 2, "head_width": 12, "window": None, "rope_theta": 1e6},
     },
     "mixtral": {
         "two of four": {"kv_heads": 2, "experts": 4},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.layers.attention import Attention
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.experts import mixtures
 from pipeline.models import registry
@@ -12,24 +13,29 @@ from pipeline.models.families import ModelConfig
 #: Dense bf16 tensor-core peak of one device, FLOP/s, by part of its name; manufacturers' data sheets.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
+#: Tables whose rows are picked, not multiplied with.
+LOOKED_UP = ("embed.tokens.", "embed.positions.", "embed.segments.")
+
 
 def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> float:
     """Forward and backward operations a token, as Chowdhery et al. 2022 (PaLM, appendix B) count them for MFU.
 
     Six for every weight of a matrix product (the output head included, the embedding lookup not; of a mixture's experts as many as a
-    token goes to), and 12 * layers * hidden * sequence for the products of attention, not halved for causality. Recomputation does not
-    count. Of an encoder-decoder the tokens are the encoder's; with each come `decoder_length / sequence_length` of the decoder's
+    token goes to), and 12 * layers * hidden * sequence for the products of attention, not halved for causality; where a layer sees a
+    window, its length is the sequence's. Recomputation does not count. Of an encoder-decoder the tokens are the encoder's; with each come `decoder_length / sequence_length` of the decoder's
     (as many when None).
     """
     with torch.device("meta"):
         whole = registry.build(model)
     if isinstance(whole, EncoderDecoder):
         return _of_encoder_decoder(whole, model, sequence_length, sequence_length if decoder_length is None else decoder_length)
-    weights = sum(p.numel() for name, p in whole.named_parameters() if p.dim() == 2 and not name.startswith("embed."))
+    weights = sum(p.numel() for name, p in whole.named_parameters() if p.dim() == 2 and not name.startswith(LOOKED_UP))
     weights += sum(int(p.numel() * m.router.top_k / len(p)) for m in mixtures(whole) for p in m.experts.parameters())
     if model.tie_embeddings:
-        weights += model.vocab_size * model.hidden
-    return 6.0 * weights + 12.0 * model.layers * model.heads * model.head_dim * sequence_length
+        weights += whole.get_parameter("embed.tokens.weight").numel()
+    windows = [layer.window for layer in whole.modules() if isinstance(layer, Attention) and layer.window is not None]
+    lengths = model.layers * sequence_length - sum(max(0, sequence_length - window) for window in windows)
+    return 6.0 * weights + 12.0 * lengths * model.heads * model.head_dim
 
 
 def _of_encoder_decoder(whole: EncoderDecoder, model: ModelConfig, source: int, target: int) -> float:
