@@ -32,7 +32,7 @@ CONFIGS = {
     "gpt1": GPT1Config(layers=3, hidden=32, heads=4, vocab_size=96, max_positions=24),
     "llama": LLAMA,
     "mistral": MistralConfig(
-        layers=3, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn_hidden=48, vocab_size=96, max_positions=24, window=9
+        layers=3, hidden=32, heads=4, kv_heads=2, head_width=12, ffn_hidden=48, vocab_size=96, max_positions=24, window=9
     ),
     "opt": OPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24),
     "opt-projected": OPTConfig(

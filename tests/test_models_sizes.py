@@ -215,7 +215,7 @@ def test_plan_that_is_silent_or_ambiguous_is_an_error():
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),
         (MistralConfig(max_positions=4095), ["model.window"]),
         (MistralConfig(max_positions=4095, window=None), []),
-        (MistralConfig(heads=8, kv_heads=3, head_dim=7), ["model.kv_heads", "model.head_dim"]),
+        (MistralConfig(heads=8, kv_heads=3, head_width=7), ["model.head_width", "model.kv_heads"]),
         (OPTConfig(hidden=100, heads=3), ["model.heads"]),
         (T5Config(layers=4, encoder_layers=4, buckets=30), ["model.encoder_layers", "model.buckets"]),
         (T5Config(max_distance=16), ["model.max_distance"]),

@@ -30,8 +30,13 @@ def heads_violations(hidden: int, heads: int) -> Iterator[Violation]:
         yield Violation("model.heads", heads, f"must divide model.hidden={hidden}", "choose a divisor of model.hidden")
 
 
-def groups_violations(heads: int, kv_heads: int) -> Iterator[Violation]:
-    """Query heads that share key and value heads."""
+def rotary_heads_violations(hidden: int, heads: int, kv_heads: int, width: int | None = None) -> Iterator[Violation]:
+    """Heads that are turned in pairs of dims, of a width of their own or of hidden / heads, and share key and value heads."""
+    if width is None:
+        yield from heads_violations(hidden, heads)
+    key, value, dim = ("model.heads", heads, hidden / heads) if width is None else ("model.head_width", width, width)
+    if dim % 2 == 1:
+        yield Violation(key, value, f"gives odd head width {dim:g}; rotary turns pairs", "choose it so that the width of a head is even")
     if heads % kv_heads:
         yield Violation("model.kv_heads", kv_heads, f"must divide model.heads={heads}", "choose a divisor of model.heads")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeline.errors import Violation
 from pipeline.knobs import knob
 from pipeline.models import rope
-from pipeline.models.rules import groups_violations, heads_violations
+from pipeline.models.rules import rotary_heads_violations
 
 
 @dataclass
@@ -41,11 +41,4 @@ class LlamaConfig(rope.RopeConfig):
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        found = [*rope.violations(self), *groups_violations(self.heads, self.kv_heads)]
-        if self.head_width is None and self.hidden % self.heads:
-            found = [*heads_violations(self.hidden, self.heads), *found]
-        elif self.head_dim % 2:
-            key, value = ("model.heads", self.heads) if self.head_width is None else ("model.head_width", self.head_width)
-            rule = f"gives odd head width {self.head_dim}; rotary turns pairs"
-            found.append(Violation(key, value, rule, "choose it so that the width of a head is even"))
-        return found
+        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width), *rope.violations(self)]

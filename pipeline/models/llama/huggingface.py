@@ -44,7 +44,7 @@ def _read_head_dim(content: dict[str, Any]) -> dict[str, Any]:
     return {"head_width": None if content.get("head_dim") in (None, derived) else content["head_dim"]}
 
 
-_HEAD_DIM = Nested(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
+HEAD_DIM = Nested(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
 
 ADAPTER = Adapter(
     architecture="LlamaForCausalLM",
@@ -76,7 +76,7 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
-    nested=(ROPE, _HEAD_DIM),
+    nested=(ROPE, HEAD_DIM),
     implied={"query_key_norm": False},
     table=_table,
 )
@@ -87,7 +87,7 @@ QWEN3 = replace(
     constants={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
     defaults={**ADAPTER.defaults, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
     # its window is off, whatever its width; where the key is missing heads are 128 wide
-    nested=(ROPE, replace(_HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content}))),
+    nested=(ROPE, replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content}))),
     harmless=("sliding_window", "max_window_layers", "layer_types"),
     implied={"query_key_norm": True},
 )

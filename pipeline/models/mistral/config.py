@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
-from pipeline.models.rules import groups_violations, window_violations
+from pipeline.models.rules import rotary_heads_violations, window_violations
 
 
 @dataclass
@@ -18,7 +18,7 @@ class MistralConfig:
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(8, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
-    head_dim: int = knob(128, "width of one head", at_least=2)
+    head_width: int | None = knob(None, "width of a head; hidden/heads when unset", at_least=2)
     ffn_hidden: int = knob(14336, "width inside the feed-forward", at_least=1)
     vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
     max_positions: int = knob(32768, "longest sequence", unit="tokens", at_least=2)
@@ -31,13 +31,18 @@ class MistralConfig:
     tie_embeddings: bool = knob(False, "output head and token embedding are one matrix")
 
     @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.head_width or self.hidden // self.heads
+
+    @property
     def objective(self) -> str:
         """What it is trained to predict: the next token."""
         return "causal"
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        found = [*groups_violations(self.heads, self.kv_heads), *window_violations("model.window", self.window, self.max_positions)]
-        if self.head_dim % 2:
-            found.append(Violation("model.head_dim", self.head_dim, "is odd; rotary turns pairs", "choose an even width"))
-        return found
+        return [
+            *rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width),
+            *window_violations("model.window", self.window, self.max_positions),
+        ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
-from pipeline.models.rules import groups_violations, heads_violations, window_violations
+from pipeline.models.rules import rotary_heads_violations, window_violations
 
 
 @dataclass
@@ -44,10 +44,10 @@ class MixtralConfig:
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        found = [*heads_violations(self.hidden, self.heads), *groups_violations(self.heads, self.kv_heads)]
-        found += window_violations("model.window", self.window, self.max_positions)
-        if not found and self.head_dim % 2:
-            found.append(Violation("model.heads", self.heads, "gives heads of odd width; rotary turns pairs", "choose another divisor"))
+        found = [
+            *rotary_heads_violations(self.hidden, self.heads, self.kv_heads),
+            *window_violations("model.window", self.window, self.max_positions),
+        ]
         if self.top_k > self.experts:
             rule = f"is more than model.experts={self.experts}"
             found.append(Violation("model.top_k", self.top_k, rule, "choose at most as many as there are"))

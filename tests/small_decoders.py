@@ -1,0 +1,128 @@
+"""Small decoders of every family and choice, for tests that compare them with their stock classes."""
+
+from dataclasses import replace
+
+from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.opt.config import OPTConfig
+
+DEEPSEEK = DeepseekV3Config(
+    layers=3,
+    hidden=48,
+    heads=4,
+    query_rank=24,
+    key_value_rank=16,
+    plain_dim=12,
+    rotary_dim=8,
+    value_dim=10,
+    dense_layers=1,
+    ffn_hidden=96,
+    experts=8,
+    shared_experts=2,
+    expert_ffn_hidden=20,
+    top_k=3,
+    groups=4,
+    groups_chosen=2,
+    mtp_depth=0,
+    vocab_size=300,
+    max_positions=40,
+)
+CONFIGS = {
+    "deepseek": DEEPSEEK,
+    "deepseek-yarn": replace(
+        DEEPSEEK,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_positions=10,
+        rope_beta_fast=4.0,
+        rope_mscale=0.7,
+        rope_mscale_all=1.0,
+    ),
+    "deepseek-direct": replace(DEEPSEEK, query_rank=None, normalise_weights=False, groups=1, groups_chosen=1),
+    "bloom": BloomConfig(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
+    "bloom-six-heads": BloomConfig(layers=2, hidden=48, heads=6, vocab_size=300, max_positions=40),  # slopes of no power of two
+    "gpt1": GPT1Config(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
+    "gpt": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
+    "gpt-untied": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
+    "llama": LlamaConfig(layers=2, hidden=48, heads=4, kv_heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
+    "llama-grouped": LlamaConfig(
+        layers=3, hidden=64, heads=8, kv_heads=2, ffn_hidden=80, vocab_size=300, max_positions=64, rope_theta=500000.0, norm_eps=1e-3
+    ),
+    "llama-tied": LlamaConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=True
+    ),
+    "llama-biased": LlamaConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, attention_bias=True
+    ),
+    "llama-interpolated": LlamaConfig(
+        layers=2,
+        hidden=48,
+        heads=4,
+        kv_heads=2,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=40,
+        rope_scaling="linear",
+        rope_factor=4.0,
+    ),
+    "llama-3.1": LlamaConfig(
+        layers=2,
+        hidden=64,
+        heads=2,
+        kv_heads=2,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=128,
+        rope_theta=10000.0,
+        rope_scaling="llama3",
+        rope_factor=4.0,
+        rope_original_positions=32,
+    ),
+    "llama-yarn": LlamaConfig(
+        layers=2,
+        hidden=64,
+        heads=2,
+        kv_heads=2,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=128,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_positions=32,
+        rope_beta_fast=8.0,
+    ),
+    "qwen3": LlamaConfig(  # heads wider than hidden / heads
+        layers=2, hidden=48, heads=4, kv_heads=2, head_width=16, ffn_hidden=96, vocab_size=300, max_positions=40, query_key_norm=True
+    ),
+    "mistral": MistralConfig(  # sequences are five windows long, heads wider than hidden / heads
+        layers=3,
+        hidden=48,
+        heads=4,
+        kv_heads=2,
+        head_width=16,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=40,
+        window=8,
+        rope_theta=500000.0,
+    ),
+    "mistral-unbounded": MistralConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, window=None
+    ),
+    "mixtral": MixtralConfig(
+        layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=40, experts=5, top_k=2, vocab_size=300, max_positions=40, window=16
+    ),
+    "mixtral-all-experts": MixtralConfig(
+        layers=2, hidden=48, heads=4, kv_heads=4, ffn_hidden=96, experts=3, top_k=3, vocab_size=300, max_positions=40, tie_embeddings=True
+    ),
+    "opt": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
+    "opt-projected": OPTConfig(
+        layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, embed_width=24, pre_norm=False, activation="gelu"
+    ),
+    "opt-untied": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
+}
