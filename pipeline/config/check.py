@@ -95,6 +95,9 @@ def _context(config: RunConfig) -> Iterator[Violation]:
     if model.objective != "causal":
         why = f"cuts the sequences of models that predict the next token; model.family={model.family} is trained otherwise"
         yield Violation("parallel.context", context, why, "use parallel.context=1, and more data, tensor or pipeline ranks")
+    if depth := getattr(model, "mtp_depth", 0):  # labels further ahead are made of the next tokens' labels
+        why = f"cuts sequences, and model.mtp_depth={depth} needs them whole"
+        yield Violation("parallel.context", context, why, "use parallel.context=1, or model.mtp_depth=0")
     pieces = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
     for key, length in warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
         if length % pieces:
