@@ -167,7 +167,7 @@ class ImportedWeights:
         """
         problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
         if problems:
-            fix = "choose a folder whose weights belong to its config.json"
+            fix = "choose a folder whose weights belong to its config.json, or mend config.json where it promises what is not there"
             raise UserError([Violation("stage.input", self._stock.path, problem, fix) for problem in problems])
         return [name for name in self._stock.names() if self._is_unused(name)]
 
