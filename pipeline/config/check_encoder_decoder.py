@@ -10,16 +10,13 @@ from pipeline.errors import Violation
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Every broken rule."""
-    data, training, parallel = config.data, config.training, config.parallel
+    data, training = config.data, config.training
     if training.sequence_warmup:
         why = "cuts samples into parts; what an encoder-decoder reads is whole"
         yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", why, "leave it out")
     if training.document_mask:
         why = "tells documents apart for one sequence; an encoder-decoder has two"
         yield Violation("training.document_mask", True, why, "leave it out")
-    if parallel.context > 1:
-        why = "cuts one sequence; an encoder-decoder has two"
-        yield Violation("parallel.context", parallel.context, why, "use 1, and tensor or pipeline ranks instead")
     if data.infill.rate > 0:
         why = "puts documents together anew for models that predict the next token"
         yield Violation("data.infill.rate", data.infill.rate, why, "leave it out, or choose another model")
