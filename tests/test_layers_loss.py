@@ -37,6 +37,17 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, targets), (x, weight))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradcheck_with_bias_smoothing_and_targets_that_count_for_nothing(smoothing):
+    x, weight, targets = example(5, 3, 7)
+    bias = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+    targets[0, 1:3] = loss.IGNORE
+    options = {"label_smoothing": smoothing}
+    assert torch.autograd.gradcheck(lambda a, b, c: linear_cross_entropy(a, b, targets, bias=c, **options), (x, weight, bias))
+    plain = F.cross_entropy((x @ weight.t() + bias).flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction="sum") / 5
+    torch.testing.assert_close(linear_cross_entropy(x, weight, targets, bias=bias, **options), plain)
+
+
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 3, 6, 7], [0, 4, 7, 7]])
 def test_pieces_of_the_vocabulary_give_the_whole(cuts):
     """Each piece runs alone with the others' sums played back; losses agree and input gradients add up."""

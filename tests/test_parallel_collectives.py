@@ -1,8 +1,12 @@
 """Collectives with a gradient, on four real ranks."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.layers.embedding import OutputHead
+from pipeline.layers.loss import IGNORE
+from pipeline.layers.mask import Mask
 from pipeline.parallel import collectives
 
 
@@ -50,3 +54,95 @@ def test_regions_equal_the_undivided_function(world):
         assert value < 1e-12
         assert gradient < 1e-12
         assert sequence_gradient < 1e-12
+
+
+class _OwnRow(torch.autograd.Function):
+    """From all ranks' inputs, which every rank has, to one's own. The gradient is put together again: the world as one function."""
+
+    @staticmethod
+    def forward(ctx, rows):  # noqa: ARG004 - torch's signature
+        return rows[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004 - torch's signature
+        return torch.stack(collectives.gather(grad.contiguous(), dist.group.WORLD))
+
+
+class _AllRows(torch.autograd.Function):
+    """From each rank's output to all of them."""
+
+    @staticmethod
+    def forward(ctx, row):  # noqa: ARG004 - torch's signature
+        return torch.stack(collectives.gather(row, dist.group.WORLD))
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004 - torch's signature
+        return grad[dist.get_rank()].clone()
+
+
+def _ring(x, group):
+    """Ring attention as a function of one tensor."""
+    from pipeline.parallel.ring import RingCore
+
+    q, k, v = x.split((2, 1, 1), dim=1)
+    return RingCore(group)(q, k, v, Mask(), window=5)
+
+
+#: What is checked: the shape of its input, whether all ranks have the same input, and whether they have the same output.
+DIFFERENTIABLE = {
+    "copy": ((2, 3), True, False),
+    "reduce": ((2, 3), False, True),
+    "gather_sequence": ((1, 2, 2), False, False),
+    "reduce_scatter_sequence": ((1, 4, 2), False, False),
+    "scatter_sequence": ((1, 4, 2), True, False),
+    "own_heads": ((4, 2), True, False),
+    "heads_for_tokens": ((1, 4, 2, 1), False, False),
+    "tokens_for_heads": ((1, 1, 8, 1), False, False),
+    "ring": ((1, 4, 2, 2), False, False),
+}
+
+
+def _gradcheck(name: str) -> bool:
+    """Whether the hand-written backward pass, all ranks together, is the derivative by finite differences."""
+    shape, same_input, same_output = DIFFERENTIABLE[name]
+    step = _ring if name == "ring" else getattr(collectives, name)
+
+    def world(x):
+        y = step(x if same_input else _OwnRow.apply(x), dist.group.WORLD)
+        return y if same_output else _AllRows.apply(y)
+
+    whole = shape if same_input else (dist.get_world_size(), *shape)
+    x = torch.randn(whole, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    return torch.autograd.gradcheck(world, x)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradcheck(world, name):
+    assert world.run(_gradcheck, name) == [True] * 4
+
+
+def _gradcheck_of_the_loss(smoothing: float) -> bool:
+    """The same of the cross-entropy over a cut vocabulary, with a bias, label smoothing and targets that count for nothing."""
+    from pipeline.parallel.pieces import cut
+    from pipeline.parallel.tensor import VocabularyHead
+
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    chance = torch.Generator().manual_seed(0)
+    hidden, weights = torch.randn(1, 5, 3, generator=chance), torch.randn(size, 2, 3, generator=chance)
+    biases = torch.randn(size, 2, generator=chance)
+    targets = torch.randint(2 * size, (1, 5), generator=chance)
+    targets[0, 2] = IGNORE
+    piece = cut("head.weight", (2 * size, 3), "vocab", {"tensor": (size, rank), "expert": (1, 0)})
+
+    def loss(hidden, weights, biases):
+        head = VocabularyHead(OutputHead(2, 3, bias=True, label_smoothing=smoothing), piece, group, lambda x: collectives.copy(x, group))
+        del head.weight, head.bias
+        head.weight, head.bias = _OwnRow.apply(weights), _OwnRow.apply(biases)
+        return head(hidden, targets)
+
+    return torch.autograd.gradcheck(loss, tuple(x.double().requires_grad_() for x in (hidden, weights, biases)))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradcheck_of_the_loss_over_a_cut_vocabulary(world, smoothing):
+    assert world.run(_gradcheck_of_the_loss, smoothing) == [True] * 4

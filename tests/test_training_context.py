@@ -131,6 +131,7 @@ def test_sequences_cut_over_ranks_train_as_one_process(world, family, layout, mo
         (["parallel.tensor=2", "training.sequence_length=24"], ["parallel.tensor=2", "multiple of 16"]),
         (["training.sequence_warmup=[{until_step: 2, value: 12}]"], ["training.sequence_warmup.0.value=12", "multiple of 8"]),
         (["parallel.context_kind=ulysses", "model.kv_heads=2"], ["parallel.context=4", "model.kv_heads=2", "context_kind=ring"]),
+        (["model=bert-tiny"], ["parallel.context=4", "model.family=bert"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused(tmp_path, arguments, said):
