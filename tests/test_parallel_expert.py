@@ -272,6 +272,37 @@ def test_an_exchange_and_its_gradient_go_the_same_way(world):
     assert world.run(_gradcheck) == [(True, True)] * 4
 
 
+def _balance_of_parts():
+    """Loss and mean gradient where each rank has a quarter of every sequence, and those of the whole."""
+    from functools import partial
+
+    from pipeline.layers.router import Balance, Router
+    from pipeline.parallel import collectives
+
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 12, 6), (5, 6)))
+    real = torch.arange(12) < torch.tensor([[12], [7], [2]])  # the last ranks have padding alone of some sequences
+    balance, found = Balance(0.5, 0.3, 0.2), []
+    for rows, mask, total in (
+        (x.chunk(4, dim=1)[dist.get_rank()], real.chunk(4, dim=1)[dist.get_rank()], partial(collectives.total, group=group)),
+        (x, real, None),
+    ):
+        router = Router(6, 5, 2).double()
+        router.weight.data.copy_(weight)
+        loss = balance.loss(router(rows.flatten(0, 1)), mask, total)
+        loss.backward()
+        found.append((loss.detach(), router.weight.grad))
+    dist.all_reduce(found[0][1])
+    found[0][1].div_(4)
+    return found
+
+
+def test_losses_of_cut_sequences_are_those_of_whole_ones(world):
+    for parts, whole in world.run(_balance_of_parts):
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_a_stack_is_drawn_matrix_by_matrix():
     from pipeline.layers.init import initial_tensor
     from pipeline.parallel.apply import initial_piece
