@@ -340,3 +340,19 @@ def test_a_token_is_counted_with_the_experts_it_goes_to():
     assert active == pytest.approx(12.88e9, rel=1e-3), "as Mistral AI publishes"
     assert flops_per_token(config, 0) == 6 * (active - embedding - norms)
     assert head == embedding
+
+
+def test_statistics_are_in_the_metrics(tmp_path):
+    import json
+
+    from pipeline.checkpoint.format import Progress
+    from pipeline.training.metrics import Metrics
+    from pipeline.training.state import StepResult
+
+    config = configured(*TINY, *MIXTRAL, f"run_dir={tmp_path}", "tracking=disabled")
+    more = {"aux_loss": torch.tensor(0.5), "router_load_max": torch.tensor(1.25)}
+    result = StepResult(torch.tensor(2.0), torch.tensor(0.0), torch.tensor(0.1), more)
+    with Metrics(config, 0, Progress(), 8, 1.0, None) as metrics:
+        metrics.add(Progress(1, 16, 1), torch.tensor(3.0), result, 16, 1.0, {"data_seconds": 0.25})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert [line[key] for key in ("loss", "grad_norm", "aux_loss", "router_load_max", "data_seconds")] == [3.0, 2.0, 0.5, 1.25, 0.25]

@@ -22,8 +22,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: in
 
     Six for every weight of a matrix product (the output head included, the embedding lookup not; of a mixture's experts as many as a
     token goes to), and 12 * layers * hidden * sequence for the products of attention, not halved for causality; where a layer sees a
-    window, the window counts for the sequence. Recomputation does not count. Of an encoder-decoder the tokens are the encoder's; with each come
-    `decoder_length / sequence_length` of the decoder's (as many when None).
+    window, the window counts for the sequence. Recomputation does not count. Of an encoder-decoder the tokens are the encoder's; with
+    each come `decoder_length / sequence_length` of the decoder's (as many when None).
     """
     with torch.device("meta"):
         whole = registry.build(model)
