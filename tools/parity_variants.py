@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mistral": {
         "window": {"kv_heads": 2, "head_width": 16, "window": 6},
-        "dense": {"kv_heads": 2, "head_width": 12, "window": None, "rope_theta": 1e6},
+        "dense": {"kv_heads": 2, "window": None, "rope_theta": 1e6},
     },
     "mixtral": {
         "two of four": {"kv_heads": 2, "experts": 4},
