@@ -207,6 +207,8 @@ LAYOUTS = [
     ("parallel.zero_stage=1", "parallel.tensor=2", "parallel.pipeline=2"),
     ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.expert=2"),
     ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence_parallel=false"),
+    ("parallel.zero_stage=2", "parallel.pipeline=2", "parallel.expert=2"),
+    ("parallel.zero_stage=3", "parallel.expert=2"),
 ]
 
 
