@@ -18,7 +18,6 @@ TINY = (
     "model.layers=4",
     "model.hidden=32",
     "model.heads=4",
-    "model.ffn_hidden=48",
     "model.vocab_size=67",
     "model.max_positions=32",
     "training.sequence_length=32",
@@ -31,7 +30,12 @@ TINY = (
     "optimizer.gradient_clipping=0.5",
     "optimizer.eps=1e-6",
 )
-FAMILIES = {"gpt": ("model=gpt-tiny",), "llama": ("model=llama-tiny", "model.kv_heads=4")}
+FAMILIES = {
+    "gpt": ("model=gpt-tiny", "model.ffn_hidden=48"),
+    "llama": ("model=llama-tiny", "model.kv_heads=4", "model.ffn_hidden=48"),
+    "bloom": ("model=bloom-tiny",),
+    "mistral": ("model=mistral-tiny", "model.kv_heads=2", "model.window=11", "model.ffn_hidden=48"),
+}
 
 
 def _batch(config, step):
@@ -110,8 +114,12 @@ KEPT = "context=4 context_kind=ring zero_stage=1", ("training.activation_checkpo
 CASES = [*((layout, ()) for layout in LAYOUTS), RECOMPUTED, KEPT]
 
 
-@pytest.mark.parametrize("layout, more", CASES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+#: Learned and rotary positions in every layout, linear biases and windows with heads that are cut too.
+ALL = [(family, *case) for family in ("gpt", "llama") for case in CASES]
+ALL += [(family, "context=2 context_kind=ring tensor=2 zero_stage=1", ()) for family in ("bloom", "mistral")]
+
+
+@pytest.mark.parametrize("family, layout, more", ALL, ids=str)
 def test_sequences_cut_over_ranks_train_as_one_process(world, family, layout, more):
     numbers, weights = _plainly(family)
     overrides = (*FAMILIES[family], *TINY, *(f"parallel.{word}" for word in layout.split()), *more)
