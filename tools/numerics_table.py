@@ -94,7 +94,7 @@ ALL = (
     *(Row(2, 2, zero, "zbv") for zero in (0, 2)),
     Row(4, 2, 1, "zbv", NO_SEQUENCE),
     Row(2, 2, 1, more=("training.activation_checkpointing=full",)),
-    Row(2, 2, 3, more=("training.activation_checkpointing=selective",)),
+    Row(2, 2, 2, more=("training.activation_checkpointing=selective",)),
 )
 #: Decoders: long sequences on several ranks.
 CONTEXT = (

@@ -184,6 +184,9 @@ def _global_batch(config: RunConfig, shares: int, key: str, size: int) -> Iterat
 def _training(config: RunConfig) -> Iterator[Violation]:
     """The run against the model and itself."""
     training, optimizer = config.training, config.optimizer
+    if training.activation_checkpointing == "selective" and config.parallel.zero_stage == 3:
+        why = "ZeRO 3 gathers weights within a block, other ones when it is computed again, and what was kept would not be found"
+        yield Violation("training.activation_checkpointing", "selective", why, "use full or none, or another parallel.zero_stage")
     if training.sequence_length > config.model.max_positions:
         why = f"is longer than model.max_positions={config.model.max_positions}"
         yield Violation("training.sequence_length", training.sequence_length, why, "shorten the sequences, or raise model.max_positions")

@@ -176,7 +176,7 @@ class _Ring(torch.autograd.Function):
 class _Hop:
     """A tensor on its way to the next rank, while the previous rank's comes here.
 
-    Two may be on their way at once, keys with values and the gradients that follow them: gloo takes messages of one tag in any order.
+    Two may be on their way at once, keys with values and the gradients that follow them, so each kind has a tag of its own.
     """
 
     def __init__(self, tensor: Tensor, group: ProcessGroup, tag: int = 0) -> None:
