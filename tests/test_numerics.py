@@ -11,7 +11,7 @@ from pipeline.models.families import FAMILIES
 
 #: One row a schedule, every ZeRO stage, sequence parallelism on and off, recomputation.
 LAYOUTS = (
-    "tensor 2 pipeline 2 data 2 zero 1 1f1b",
+    "tensor 2 pipeline 2 data 2 zero 1 1f1b full",
     "tensor 2 pipeline 2 data 2 zero 0 interleaved",
     "tensor 2 pipeline 2 data 2 zero 2 zbv",
     "tensor 1 pipeline 2 data 4 zero 3 1f1b",
@@ -33,12 +33,12 @@ def test_layouts_equal_one_plain_process(family):
     assert len(rows) >= len(LAYOUTS), done.stdout
 
 
-def test_every_family_in_a_mixed_layout():
-    families = sorted(set(FAMILIES) - {"gpt", "llama"})
-    layouts = ("tensor 2 pipeline 2 data 2 zero 1 1f1b", "data 1 zero 1 1f1b expert 2", "data 1 zero 0 1f1b context 2")
-    done = numerics(*(f"--family={family}" for family in families), *(f"--layout={layout}" for layout in layouts))
+def test_further_families_in_a_mixed_layout():
+    """Those whose layouts no other test trains."""
+    families = ("gpt1", "opt", "bloom", "mistral", "roberta")
+    done = numerics(*(f"--family={family}" for family in families), "--layout=tensor 2 pipeline 2 data 2 zero 1 1f1b")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()[1:-1]} == set(families)
+    assert {line.split()[0] for line in done.stdout.splitlines() if "tensor 2" in line} == set(families)
 
 
 def test_a_gradient_scaled_by_a_hundredth_fails_the_audit():
