@@ -31,6 +31,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.loader import TokenDataset
+from pipeline.data.load.objectives.causal import Causal
 from pipeline.errors import UserError
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
@@ -184,7 +185,7 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
             return result
 
     training = config.training
-    dataset = TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed)
+    samples = Causal(TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed))
     mesh = meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, ""))
     for owner, name in ((torch.autograd, "backward"), (torch.optim.AdamW, "step"), (gradients, "global_norm"), (torch, "_foreach_copy_")):
         watch.count(owner, name)
@@ -193,7 +194,7 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
         watch.count(stage, "forward")
     Path(config.run_dir).mkdir()
     with Metrics(config, 0, Progress(), training.sequence_length, 0.0, None) as metrics:
-        loop.train(config, trainer, dataset, None, Progress(), metrics)
+        loop.train(config, trainer, samples, None, Progress(), metrics)
     meshes.stop()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
