@@ -287,7 +287,7 @@ def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     adapter, weights = registry.adapter(config.model), our_model(config).state_dict()
     described = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
     model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa")
-    theirs = {row.theirs: row.join([weights[name] for name in row.ours]) for row in adapter.weights(config.model)}
+    theirs = {row.theirs: row.join([weights[name] for name in row.ours]) for row in registry.stock_rows(config.model)[0]}
     lacking = model.load_state_dict(theirs, strict=False)
     assert not lacking.unexpected_keys
     assert set(lacking.missing_keys) <= {"lm_head.weight"}, lacking.missing_keys  # a tied head has no tensor of its own
