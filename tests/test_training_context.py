@@ -110,7 +110,7 @@ LAYOUTS = [
     "context=2 context_kind=ring zero_stage=3",
 ]
 RECOMPUTED = "context=2 context_kind=ring tensor=2 zero_stage=2", ("training.activation_checkpointing=full",)
-KEPT = "context=4 context_kind=ring zero_stage=1", ("training.activation_checkpointing=selective",)
+KEPT = "context=4 context_kind=ulysses zero_stage=1", ("training.activation_checkpointing=selective",)
 CASES = [*((layout, ()) for layout in LAYOUTS), RECOMPUTED, KEPT]
 
 
