@@ -25,12 +25,12 @@ def numerics(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_layouts_equal_one_plain_process(family):
-    done = numerics("--family", family, *(word for layout in LAYOUTS for word in ("--layout", layout)))
+@pytest.mark.parametrize("family, layouts", [("gpt", LAYOUTS[:2]), ("llama", LAYOUTS)], ids=["gpt", "llama"])
+def test_layouts_equal_one_plain_process(family, layouts):
+    done = numerics("--family", family, *(word for layout in layouts for word in ("--layout", layout)))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(f"{family} ")]
-    assert len(rows) >= len(LAYOUTS), done.stdout
+    assert len(rows) >= len(layouts), done.stdout
 
 
 def test_further_families_in_a_mixed_layout():
