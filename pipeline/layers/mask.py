@@ -48,10 +48,6 @@ class Mask:
         """The mask with other attributes; nothing that was made of this one is kept."""
         return replace(self, **changes, _made={})
 
-    def with_keys(self, documents: Tensor | None, positions: Tensor | None) -> Mask:
-        """The mask of the same queries towards other keys."""
-        return self.having(key_documents=documents, key_positions=positions)
-
     def places(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of queries and keys, (batch or 1, queries) and (batch or 1, keys)."""
         own = torch.arange(queries, device=device)[None] if self.positions is None else self.positions

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipeline.errors import Violation
 from pipeline.knobs import knob
 from pipeline.models.halves import Halves
+from pipeline.models.rules import heads_violations
 
 
 @dataclass
@@ -41,10 +42,7 @@ class TransformerConfig(Halves):
 
     def violations(self) -> list[Violation]:
         """Rules between the sizes that this configuration breaks."""
-        found = self.depth_violations()
-        if self.hidden % self.heads:
-            rule = f"must divide model.hidden={self.hidden}"
-            found.append(Violation("model.heads", self.heads, rule, "choose a divisor of model.hidden"))
+        found = [*self.depth_violations(), *heads_violations(self.hidden, self.heads)]
         if self.hidden % 2:
             rule = "must be even: half of it are sines of the position, half cosines"
             found.append(Violation("model.hidden", self.hidden, rule, "choose an even width"))
