@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from world import configured
+from world import causal, configured
 
 from pipeline.layers.attention import Scope, plain
 from pipeline.layers.loss import IGNORE
@@ -159,7 +159,6 @@ TINY = (
 def train(config, trainer):
     """Losses and gradient norms of four steps, and the routers' biases after them."""
     from pipeline.layers.experts import mixtures
-    from pipeline.training.batches import causal
 
     layout, where = trainer.mesh.layout, trainer.mesh.where
     numbers = []

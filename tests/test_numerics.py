@@ -11,7 +11,7 @@ from pipeline.models.families import FAMILIES
 
 #: One row a schedule, every ZeRO stage, sequence parallelism on and off, recomputation.
 LAYOUTS = (
-    "tensor 2 pipeline 2 data 2 zero 1 1f1b full",
+    "tensor 2 pipeline 2 data 2 zero 1 1f1b activation_checkpointing=full",
     "tensor 2 pipeline 2 data 2 zero 0 interleaved",
     "tensor 2 pipeline 2 data 2 zero 2 zbv",
     "tensor 1 pipeline 2 data 4 zero 3 1f1b",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from world import configured
+from world import causal, configured
 
 from pipeline.config.check import violations
 
@@ -100,7 +100,6 @@ def make(*overrides):
 
 def run(config, trainer):
     """Losses, norms and statistics of this rank's run."""
-    from pipeline.training.batches import causal
 
     numbers = []
     for batch in batches(config):

@@ -5,11 +5,11 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch.utils._python_dispatch import TorchDispatchMode
+from world import causal
 
 from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
-from pipeline.training.batches import causal
 from pipeline.training.trainer import Trainer
 
 #: What `.item()`, `if tensor`, an index that is a tensor, a boolean mask and the like come down to.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import pipeline
-from world import configured
+from world import causal, configured
 
 from pipeline.artifact import MANIFEST
 
@@ -94,7 +94,6 @@ def _train(overrides):
     from pipeline.config import check, warmup
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
-    from pipeline.training.batches import causal
     from pipeline.training.trainer import Trainer
 
     ramps = ("training.batch_warmup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")

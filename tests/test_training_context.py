@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import pipeline
-from world import configured
-
-from pipeline.training.batches import causal
+from world import causal, configured
 
 STEPS = 3
 TINY = (

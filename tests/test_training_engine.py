@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from world import configured
-
-from pipeline.training.batches import causal
+from world import causal, configured
 
 TINY = (
     "stage=pretrain",

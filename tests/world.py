@@ -62,3 +62,9 @@ def configured(*overrides: str) -> Any:
     compose.register()
     with initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
         return compose.typed(hydra_compose("config", list(overrides)))
+
+
+def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the loader makes of (sequences, sequence + 1) tokens: inputs, and the next tokens as targets."""
+    batch = {"targets": tokens[:, 1:]}
+    return tokens[:, :-1], batch if documents is None else {**batch, "documents": documents}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import stat
 import sys
+import termios
+import time
 import traceback
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -116,9 +121,22 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             yield comm
     except BaseException as error:
         print(error if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr, flush=True)
+        _wait_for_reader(sys.stderr)
         code = 2 if isinstance(error, UserError) else 1
         comm.Abort(code)
         os._exit(code)  # MPICH's Abort comes back; leaving the ordinary way would report the error again and wait in MPI's finalisation
+
+
+def _wait_for_reader(stream: TextIO, seconds: float = 5.0) -> None:
+    """Until the launcher has taken what went into its pipe: after Abort, mpirun ends at once and drops what it has not read."""
+    if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        return
+    unread, deadline = array("i", [0]), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        fcntl.ioctl(stream.fileno(), termios.FIONREAD, unread)
+        if not unread[0]:
+            return
+        time.sleep(0.01)
 
 
 def exchange(comm: Comm, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:

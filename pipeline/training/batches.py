@@ -21,19 +21,6 @@ from pipeline.parallel.mesh import Mesh
 Loaded = tuple[Tensor, Batch]
 
 
-def causal(tokens: Tensor, documents: Tensor | None = None) -> Loaded:
-    """Each position's label is the next token.
-
-    Args:
-        tokens: int64 (sequences, sequence + 1).
-        documents: int (sequences, sequence), None where tokens may look across documents.
-    """
-    batch: Batch = {"targets": tokens[:, 1:]}
-    if documents is not None:
-        batch["documents"] = documents
-    return tokens[:, :-1], batch
-
-
 class Batches:
     """Loads batches in threads. Which samples a batch holds depends on its number alone, not on the threads.
 
