@@ -26,7 +26,7 @@ COMMON = (
     "optimizer.gradient_clipping=0.5",
     "optimizer.eps=1e-6",
 )
-SIZES = ("model.layers=8", "model.hidden=64", "model.heads=8", "model.ffn_hidden=96", "model.max_positions=32")
+SIZES = ("model.hidden=64", "model.heads=8", "model.ffn_hidden=96", "model.max_positions=32")
 NARROW = tuple(size for size in SIZES if "ffn_hidden" not in size)  # where the feed-forward is four times the width
 
 
@@ -129,8 +129,11 @@ class Model:
     own_loss: bool = False
 
 
-def _model(name: str, *more: str, sizes: tuple[str, ...] = SIZES, rows: tuple[Row, ...] = SOME, own_loss: bool = False) -> Model:
-    return Model((f"model={name}", *COMMON, *sizes, *more), rows, own_loss)
+def _model(
+    name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME, own_loss: bool = False
+) -> Model:
+    """The model named so. Four layers fill two pipeline ranks with two stages each."""
+    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows, own_loss)
 
 
 CLIP_MORE = "optimizer.gradient_clipping=0.1"  # where gradients are small
@@ -140,8 +143,8 @@ SMOOTH = "model.activation=gelu"  # under ReLU rounding moves a value across the
 
 
 FAMILIES: dict[str, Model] = {
-    "gpt": _model("gpt-tiny", rows=ALL + CONTEXT),
-    "llama": _model("llama-tiny", "model.kv_heads=4", rows=ALL + CONTEXT),
+    "gpt": _model("gpt-tiny", layers=8, rows=ALL + CONTEXT),
+    "llama": _model("llama-tiny", "model.kv_heads=4", layers=8, rows=ALL + CONTEXT),
     "gpt-banded": _model("gpt-tiny", "model.banded_window=6", rows=SOME + CONTEXT[:2]),
     "gpt1": _model("gpt1-tiny", CLIP_MORE, sizes=NARROW, rows=SOME + CONTEXT[:2]),
     "opt": _model("opt-tiny", SMOOTH, rows=SOME + CONTEXT[:2]),
