@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import pipeline
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.checkpoint.reader import Checkpoint, find
@@ -153,15 +153,32 @@ def test_tied_heads_may_be_in_the_file_and_must_be_equal(tmp_path):
         imported(tmp_path)
 
 
-def test_openais_own_spelling(tmp_path):
-    """Names without the class's prefix, and masks that were once kept as weights."""
-    stock = save_gpt(tmp_path)
+@pytest.mark.parametrize(
+    "kind, prefix, sizes",
+    [
+        ("gpt2", "transformer.", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
+        ("openai-gpt", "transformer.", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
+        ("bloom", "transformer.", {"hidden_size": 32, "n_head": 4, "n_layer": 2}),
+        ("opt", "model.", {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 2}),
+    ],
+)
+def test_files_of_the_inner_model(tmp_path, kind, prefix, sizes):
+    """Released files often have names without the class's prefix."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    expected = imported(tmp_path)
+    expected = {name: expected.tensor(name).clone() for name in expected.names()}
     file = tmp_path / "model.safetensors"
-    weights = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
-    save_file({**weights, "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file)
+    save_file({name.removeprefix(prefix): value for name, value in load_file(file).items()}, file)
     found = imported(tmp_path)
-    assert torch.equal(found.tensor("blocks.1.attention.key.weight"), stock.transformer.h[1].attn.c_attn.weight[:, 32:64].t())
-    assert found.check() == ["transformer.h.0.attn.bias"]
+    assert found.names() == list(expected)
+    assert all(torch.equal(found.tensor(name), value) for name, value in expected.items())
+
+
+def test_masks_that_were_once_kept_as_weights(tmp_path):
+    save_gpt(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file)
+    assert imported(tmp_path).check() == ["transformer.h.0.attn.bias"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -57,6 +57,7 @@ ADAPTER = Adapter(
         *rows("transformer.ln_f", "norm", leaves=_BOTH),
         *rows("lm_head", "head"),
     ),
+    renamed=((r"^(word_embeddings|word_embeddings_layernorm|h|ln_f)\.", r"transformer.\1."),),
     nested=(Nested(tuple(name for names in _SIZES.values() for name in names), _write, _read),),
     # The class has no longest sequence; BigScience's files say theirs.
     defaults={"vocab_size": 250880, "seq_length": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},

@@ -49,6 +49,8 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
+    unused=("transformer.h.*.attn.bias",),
+    renamed=((r"^(tokens_embed|positions_embed|h)\.", r"transformer.\1."),),
     # For heads of other tasks, and sizes that are said twice.
     harmless=(
         *("n_ctx", "n_special", "predict_special_tokens"),

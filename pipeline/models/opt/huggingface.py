@@ -55,6 +55,7 @@ ADAPTER = Adapter(
         "init_std": "init_std",
         "tie_word_embeddings": "tie_embeddings",
     },
+    renamed=((r"^decoder\.", "model.decoder."),),
     constants={
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
