@@ -8,6 +8,7 @@ import pytest
 from helpers import pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 from world import configured
 
 from pipeline.config.data import MaskingConfig
@@ -172,6 +173,14 @@ def test_elsewhere_is_another_sample_of_the_same_epoch(epoch, sample, seed):
     others = sentences.elsewhere(samples, epoch, seed)
     assert (others != samples).all()
     assert np.array_equal(others // epoch, samples // epoch)
+
+
+def test_the_stock_tokenizer_pads_and_masks(text):
+    stock = AutoTokenizer.from_pretrained(text / "tokenizer")
+    assert (stock.pad_token, stock.cls_token, stock.sep_token, stock.mask_token) == ("<pad>", "<s>", "</s>", "<mask>")
+    padded = stock(["Wald und Schnee und Wald und Schnee", f"Wald {stock.mask_token}"], padding=True)["input_ids"]
+    assert padded[1].count(ids(text)["<mask>"]) == 1
+    assert padded[1][-1] == ids(text)["<pad>"]
 
 
 def test_a_tokenizer_without_the_tokens_is_refused_by_their_names(tokens, tokenizer, text, tmp_path):

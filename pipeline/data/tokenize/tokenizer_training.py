@@ -34,6 +34,9 @@ UNKNOWN = "[UNK]"
 
 _BERT = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 
+#: What transformers asks a tokenizer for -> the names that such a token usually has.
+ROLES = {"pad_token": ("[PAD]", "<pad>"), "cls_token": ("[CLS]", "<s>"), "sep_token": ("[SEP]", "</s>"), "mask_token": ("[MASK]", "<mask>")}
+
 
 def train(texts: Texts, wanted: TokenizerConfig, vocab_size: int) -> Tokenizer:
     """Learn a tokenizer.
@@ -130,6 +133,10 @@ def save(tokenizer: Tokenizer, folder: Path, end_of_document: str) -> list[Path]
     """Write the Hugging Face folder that AutoTokenizer loads; returns its files."""
     unknown = next((token for token in ("<unk>", UNKNOWN) if tokenizer.token_to_id(token) is not None), end_of_document)
     special = {"bos_token": end_of_document, "eos_token": end_of_document, "unk_token": unknown}
+    for role, names in ROLES.items():
+        for name in names:
+            if tokenizer.token_to_id(name) is not None:
+                special[role] = name
     settings = {
         **special,
         "tokenizer_class": "PreTrainedTokenizerFast",
