@@ -82,6 +82,7 @@ LAYOUTS = [
     ("t5", ("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.zero_stage=2")),
     ("t5", ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.tensor=2")),
     ("t5-1.1", ("parallel.zero_stage=3", "parallel.tensor=2")),
+    ("t5", ("parallel.zero_stage=3", "parallel.pipeline=2")),
     ("transformer", ALONG),
     ("transformer", ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.zero_stage=2")),
 ]

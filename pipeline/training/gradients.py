@@ -29,29 +29,31 @@ def complete(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> None:
     """
     pieces = model.pieces.items()
     if mesh.layout.tensor > 1:
-        sum_over(mesh.tensor, (p for p, piece in pieces if sums_over_tensor(piece, sequence=sequence_parallel)))
+        sum_over(mesh.tensor, ((p, piece) for p, piece in pieces if sums_over_tensor(piece, sequence=sequence_parallel)))
     if mesh.ends is not None:
-        sum_over(mesh.ends, (p for p, piece in pieces if piece.shared == "ends"))
+        sum_over(mesh.ends, ((p, piece) for p, piece in pieces if piece.shared == "ends"))
     if mesh.layout.pipeline > 1:
-        sum_over(mesh.pipeline, (p for p, piece in pieces if piece.shared == "pipeline"))
+        sum_over(mesh.pipeline, ((p, piece) for p, piece in pieces if piece.shared == "pipeline"))
     if mesh.layout.expert > 1:
-        sum_over(mesh.expert, (p for p, piece in pieces if not piece.cut_along("expert")), mean=True)
+        sum_over(mesh.expert, ((p, piece) for p, piece in pieces if not piece.cut_along("expert")), mean=True)
         for gradient in (p.grad for p, piece in pieces if piece.cut_along("expert")):
             if gradient is not None:
                 gradient /= mesh.layout.expert
 
 
-def sum_over(group: ProcessGroup, parameters: Iterable[nn.Parameter], *, mean: bool = False) -> None:
+def sum_over(group: ProcessGroup, pieces: Iterable[tuple[nn.Parameter, Piece]], *, mean: bool = False) -> None:
     """Replace the gradients by their sum (or mean) over the group, a bucket at a time. A missing gradient counts as zero."""
     if group.size() == 1:
         return
     bucket: list[Tensor] = []
     held = 0
-    for parameter in parameters:
+    for parameter, piece in pieces:
         if parameter.grad is None:
+            # ZeRO 3 has taken the weight itself away. A gradient must have the weight's shape when it is set, but not afterwards.
             parameter.grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            parameter.grad.data = torch.zeros(piece.shape, dtype=torch.float32, device=parameter.device)
         bucket.append(parameter.grad)
-        held += parameter.numel()
+        held += piece.elements
         if held >= BUCKET_ELEMENTS:
             _reduce(bucket, group, mean)
             bucket, held = [], 0

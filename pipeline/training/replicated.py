@@ -46,7 +46,7 @@ class ReplicatedEngine(Engine):
         """See Engine."""
         yield
         gradients.complete(self.model, self._mesh, sequence_parallel=self._sequence_parallel)
-        gradients.sum_over(self._mesh.data, self._parameters, mean=True)
+        gradients.sum_over(self._mesh.data, self.model.pieces.items(), mean=True)
 
     @torch.no_grad()
     def step(self) -> StepResult:
