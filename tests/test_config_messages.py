@@ -34,10 +34,6 @@ def refused(tmp_path: Path, *arguments: str) -> str:
             ["training.activation_checkpointing=selective", "parallel.zero_stage=3"],
             ["selective: ZeRO 3 gathers weights", "use full or none"],
         ),
-        (
-            ["training.activation_checkpointing=selective", "parallel.context=2"],
-            ["selective: a ring within blocks", "context_kind=ulysses"],
-        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

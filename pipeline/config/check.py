@@ -103,9 +103,6 @@ def _context(config: RunConfig) -> Iterator[Violation]:
         if length % pieces:
             tensor = f" x parallel.tensor={parallel.tensor}" if pieces != 2 * context else ""
             yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {pieces}")
-    if parallel.context_kind == "ring" and config.training.activation_checkpointing == "selective":
-        why = "a ring within blocks that are computed again in part has given wrong gradients now and then"
-        yield Violation("training.activation_checkpointing", "selective", why, "use full or none, or parallel.context_kind=ulysses")
     if parallel.context_kind == "ulysses":
         for name in ("heads", "kv_heads"):
             heads = getattr(model, name)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -25,9 +26,13 @@ from pipeline.training.optimizer import adamw, decay_groups, learning_rate
 from pipeline.training.replicated import ReplicatedEngine
 from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
 
+_LINEAR = F.linear
+
 
 def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
     """The engine of the configured ZeRO stage."""
+    # ZeRO 3 replaces it in the whole process and for good, by one that adds biases in place: to products that selective recomputation kept.
+    F.linear = _LINEAR
     return ReplicatedEngine(config, model, mesh) if config.parallel.zero_stage == 0 else ZeroEngine(config, model, mesh)
 
 
