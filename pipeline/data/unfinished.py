@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +111,11 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
     make_folder(folder)
     path = folder / ".lock"
     name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'of no scheduler')}"
-    handle = _locked(path, fcntl.LOCK_EX)
-    first = handle is not None
-    if array and not first:
-        handle = _shared(path, name)
+    handle, first = _locked(path, fcntl.LOCK_EX), True
+    if array and handle is None:
+        handle, first = _joined(path, name)
     if handle is None:
-        owner = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        owner = _owner(path).strip()
         fix = f"wait until that job has ended, or choose another {key}"
         raise UserError.of(key, folder, f"is being written by another job: {owner or 'it gave no name'}", fix)
     try:
@@ -141,19 +140,33 @@ def _alone(handle: int) -> bool:
     return True
 
 
-def _shared(path: Path, name: str) -> int | None:
-    """The file locked together with the other tasks of our job array, None when another job has it."""
+def _joined(path: Path, name: str) -> tuple[int | None, bool]:
+    """The file locked together with the other tasks of our job array, or alone when they left as we came; None when another job has it.
+
+    Returns:
+        The file, and whether it is ours alone.
+    """
     for wait in range(600):  # the first task holds it alone while it writes its name and prepares the folder
         handle = _locked(path, fcntl.LOCK_SH)
-        owner = path.read_text(encoding="utf-8") if path.is_file() else ""
+        owner = _owner(path)
         if handle is not None and owner.startswith(f"{name},"):
-            return handle
+            return handle, False
         if handle is not None:
             os.close(handle)
+            handle = _locked(path, fcntl.LOCK_EX)
+        if handle is not None:
+            return handle, True
         if wait >= 20 and not owner.startswith(f"{name},"):
-            return None
+            break
         time.sleep(0.1)
-    return None
+    return None, False
+
+
+def _owner(path: Path) -> str:
+    """What the lock says of the job that made it; nothing when that job has just left."""
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 def _locked(path: Path, kind: int) -> int | None:
