@@ -2,18 +2,22 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small_decoders import CONFIGS
+from safetensors.torch import load_file, save_file
+from small_decoders import CONFIGS, DEEPSEEK
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint import huggingface
+from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
-from pipeline.models import registry
+from pipeline.models import config_json, registry
+from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.init import initialise
 
@@ -106,6 +110,30 @@ def test_logits_of_padded_sequences_are_those_of_the_stock_class(name, tmp_path,
         theirs = stock(tokens, attention_mask=real.long()).logits
     torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
     assert torch.isfinite(ours).all()
+
+
+def test_depths_of_multi_token_prediction_travel(tmp_path, tokenizer_folder):
+    """They stand behind the last layer; the stock class reads past them and warns. Released files hold embedding and head again."""
+    config = replace(DEEPSEEK, mtp_depth=2)
+    model = random_model(config)
+    export(tmp_path, model, config, tokenizer_folder)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    assert "model.layers.4.eh_proj.weight" in weights
+    for layer in (3, 4):
+        weights[f"model.layers.{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, file, {"format": "pt"})
+    content = read_config(tmp_path)
+    family, adapter = registry.adapter_of(content)
+    found = ImportedWeights(StockWeights(tmp_path, adapter), config_json.read(adapter, FAMILIES[family], content))
+    assert len(found.check()) == 4
+    expected = InMemory(model)
+    assert sorted(found.names()) == sorted(expected.names())
+    assert all(torch.equal(found.tensor(name), expected.tensor(name)) for name in expected.names())
+    stock, tokens = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), stock(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_banded_layers_have_no_stock_class():

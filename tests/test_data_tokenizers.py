@@ -67,6 +67,30 @@ def test_every_kind_is_one_tokenizer_for_transformers_and_for_us(kind, unknown, 
             assert load(tmp_path).decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize(
+    "kind, end, special, single, pair, segments",
+    [
+        ("wordpiece", "[SEP]", [], "[CLS] a [SEP]", "[CLS] a [SEP] b [SEP]", [0, 0, 0, 1, 1]),
+        ("bpe", "</s>", ["<pad>", "<s>", "<mask>"], "<s> a </s>", "<s> a </s> </s> b </s>", None),
+        ("unigram", "</s>", ["<pad>", "<extra_id_0>"], "a </s>", "a </s> b </s>", None),
+        ("bpe", EOD, [], "a", "a b", None),
+        ("wordpiece", EOD, [], "a", "a b", None),
+    ],
+    ids=["BERT", "RoBERTa", "T5", "GPT", "GPT with BERT's pieces"],
+)
+def test_stock_users_get_the_special_tokens_that_pretraining_had(kind, end, special, single, pair, segments, tmp_path):
+    """A single text, a pair, and which of the two a token is of. Our own encoding stays bare."""
+    wanted = TokenizerConfig(kind=kind, end_of_document=end, special_tokens=special)
+    texts = [*TEXTS, "a b " * 100]
+    tokenizer_training.save(tokenizer_training.train(lambda: texts, wanted, 600), tmp_path, end)
+    stock = AutoTokenizer.from_pretrained(tmp_path)
+    assert stock.convert_ids_to_tokens(stock("a")["input_ids"]) == single.split()
+    both = stock("a", "b")
+    assert stock.convert_ids_to_tokens(both["input_ids"]) == pair.split()
+    assert both.get("token_type_ids") == segments
+    assert TextEncoder(tmp_path, end).encode(["a"])[1].tolist() == [1]
+
+
 def pieces(wanted: TokenizerConfig, text: str, size: int = 600) -> list[str]:
     numbers = [f"{n} 417285 417285 \t\t" for n in range(0, 5000, 7)]
     tokenizer = tokenizer_training.train(lambda: [*TEXTS, *numbers], wanted, size)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipeline.config.data import TokenizerConfig
 from pipeline.errors import UserError
@@ -37,6 +37,14 @@ _BERT = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 #: What transformers asks a tokenizer for -> the names that such a token usually has.
 ROLES = {"pad_token": ("[PAD]", "<pad>"), "cls_token": ("[CLS]", "<s>"), "sep_token": ("[SEP]", "</s>"), "mask_token": ("[MASK]", "<mask>")}
 
+#: What BERT, RoBERTa and T5 have around a text and a pair, in pretraining and for stock users: the tokens that it takes -> both.
+#: The first of the tokens ends documents, too; who ends them otherwise trains another kind of model.
+TEMPLATES = {
+    ("[SEP]", "[CLS]"): ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
+    ("</s>", "<s>", "<mask>"): ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+    ("</s>", "<extra_id_0>"): ("$A </s>", "$A </s> $B </s>"),
+}
+
 
 def train(texts: Texts, wanted: TokenizerConfig, vocab_size: int) -> Tokenizer:
     """Learn a tokenizer.
@@ -60,7 +68,17 @@ def train(texts: Texts, wanted: TokenizerConfig, vocab_size: int) -> Tokenizer:
         rule = "is learned as a word of the text, too: documents that spell it would hold the special token"
         raise UserError.of("tokenizer.special_tokens", forged[0], rule, "choose a text with signs around it, such as <|name|>")
     tokenizer.encode_special_tokens = False
+    _surround(tokenizer, wanted.end_of_document)
     return tokenizer
+
+
+def _surround(tokenizer: Tokenizer, end_of_document: str) -> None:
+    """Have it add the tokens of the first template whose tokens it has, where it is asked for special tokens."""
+    for needed, (single, pair) in TEMPLATES.items():
+        numbers = [(token, tokenizer.token_to_id(token)) for token in needed]
+        if needed[0] == end_of_document and all(number is not None for _, number in numbers):
+            tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=numbers)
+            return
 
 
 def cut(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
@@ -137,8 +155,11 @@ def save(tokenizer: Tokenizer, folder: Path, end_of_document: str) -> list[Path]
         for name in names:
             if tokenizer.token_to_id(name) is not None:
                 special[role] = name
+    # Not told so, transformers leaves out which text of a pair a token is of.
+    segments = tokenizer.post_processor is not None and any(tokenizer.encode("a", "a").type_ids)
     settings = {
         **special,
+        "model_input_names": ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"],
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),  # transformers' way to say: the tokenizer knows no limit
