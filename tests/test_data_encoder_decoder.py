@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from pipeline.config.data import SpansConfig
-from pipeline.data.load.objectives.pairs import IGNORE, Pairs, TokenizedPairs
+from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.objectives.pairs import Pairs, TokenizedPairs
 from pipeline.data.load.objectives.spans import SpanCorruption, lengths, longest, partitions
 from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.tokenize.tokenizer import TextEncoder

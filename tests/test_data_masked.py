@@ -13,7 +13,8 @@ from world import configured
 
 from pipeline.config.data import MaskingConfig
 from pipeline.data.load.objectives import opening, sentences
-from pipeline.data.load.objectives.masked import IGNORE, Vocabulary, mask
+from pipeline.data.load.objectives.masked import Vocabulary, mask
+from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.errors import UserError
 from pipeline.layers import loss
 

@@ -4,11 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_loader import stream
+from world import configured
 
 from pipeline import artifact
 from pipeline.data.load.boundaries import cumulative_lengths, document_ids, positions
 from pipeline.data.load.infill import Infill
 from pipeline.data.load.loader import Corpus, Samples
+from pipeline.data.load.objectives import opening
+from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import BestFit, best_fit, split_long
 from pipeline.data.load.stream import TokenStream
 
@@ -82,6 +85,18 @@ def test_packed_samples_are_whole_documents(tokens, length, seed):
     assert sorted(whole) == sorted(piece for piece in wanted if piece != (end,))
     padding = samples.size - len(text)
     assert sequences.padding == np.float64(padding / samples.size) or abs(sequences.padding - padding / samples.size) < 1e-9
+
+
+def test_padding_is_no_target(tokens):
+    config = configured("stage=pretrain", f"data.tokens={tokens}", "data.packing=best_fit", "training.sequence_length=200")
+    objective = opening.open_training(config)
+    found = objective.arrays(np.arange(objective.samples.counts[0]))
+    text, end = stream(tokens, "train"), objective.samples.end_of_document
+    first = objective.samples.samples(np.arange(len(found["tokens"])))[:, 0]
+    asked = found["targets"][found["targets"] != IGNORE]
+    assert 0 < (found["targets"] == IGNORE).mean() < 0.5
+    assert np.array_equal(np.sort(np.concatenate([asked, first])), np.sort(text)), "all of the text, once"
+    assert ((found["tokens"] == end) & (found["targets"] == IGNORE)).sum() == (found["targets"] == IGNORE).sum()
 
 
 def infill(rate=1.0, spm_rate=0.5, seed=3):

@@ -58,7 +58,7 @@ class Trainer:
 
     def _scaled(self, batch: Batch) -> Batch:
         """The batch with Batch.loss_scale, where not every position counts: the mean is over what counts in the global batch."""
-        if self._config.model.objective == "causal":
+        if self._config.model.objective == "causal" and self._config.data.packing == "windows":
             return batch
         targets = batch["targets"]
         counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import IGNORE, Objective
 
 
 class Causal(Objective):
@@ -17,15 +17,16 @@ class Causal(Objective):
 
     samples: Samples
 
-    def __init__(self, samples: Samples, *, document_mask: bool = False) -> None:
+    def __init__(self, samples: Samples, *, document_mask: bool = False, padded: bool = False) -> None:
         """Take samples of whole sequences and one token more.
 
         Args:
             samples: the text.
             document_mask: tell documents apart.
+            padded: what comes of whole documents is followed by end-of-document tokens, which are no targets.
         """
         self.samples, self.bytes_per_token = samples, samples.bytes_per_token
-        self._document_mask = document_mask
+        self._document_mask, self._padded = document_mask, padded
 
     @staticmethod
     def text_length(config: RunConfig) -> int:
@@ -35,12 +36,16 @@ class Causal(Objective):
     @classmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See Objective."""
-        return cls(samples, document_mask=config.training.document_mask)
+        return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective."""
         text = self.samples.samples(indices)
         found = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+        if self._padded:
+            end = self.samples.end_of_document
+            padding = (found["tokens"] == end) & (found["targets"] == end)
+            found["targets"] = np.where(padding, np.int32(IGNORE), found["targets"].astype(np.int32))
         if self._document_mask:
             found["documents"] = document_ids(found["tokens"], self.samples.end_of_document)
         return found

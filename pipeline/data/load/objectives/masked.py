@@ -12,13 +12,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import sentences
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.special import SpecialTokens
 from pipeline.data.load.permutation import random_words
 from pipeline.errors import UserError
-
-#: As layers/loss.py has it, which loads torch.
-IGNORE = -100
 
 
 @dataclass(frozen=True)

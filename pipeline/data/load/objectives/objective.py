@@ -10,6 +10,9 @@ import numpy as np
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Samples, Source
 
+#: A target that counts for nothing, as layers/loss.py has it, which loads torch.
+IGNORE = -100
+
 
 class Objective(ABC):
     """Makes a model's inputs and targets of samples of text.

@@ -10,16 +10,13 @@ import numpy as np
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Corpus, Source
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.special import SpecialTokens, decoder_start
 from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.load.permutation import permute
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 log = logging.getLogger("pipeline")
-
-#: As layers/loss.py has it, which loads torch.
-IGNORE = -100
 
 
 class TokenizedPairs(Source):

@@ -18,12 +18,9 @@ import numpy as np
 from pipeline.config.data import SpansConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Samples
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.special import SpecialTokens, decoder_start
 from pipeline.data.load.permutation import random_words
-
-#: As layers/loss.py has it, which loads torch.
-IGNORE = -100
 
 
 @dataclass(frozen=True)
