@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.layers.attention import Attention, Scope
+from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.stack import Block
 
@@ -262,4 +262,4 @@ def test_a_decoder_block():
         "mlp_norm.bias": d_bias_2,
         **{f"mlp.{name}": gradient for name, gradient in d_mlp.items()},
     }
-    equal(ours, block(x[None], Scope())[0], {"x": x, **dict(block.named_parameters())}, d_y)
+    equal(ours, block(x[None], AttentionContext())[0], {"x": x, **dict(block.named_parameters())}, d_y)

@@ -12,7 +12,7 @@ from small_decoders import CONFIGS, DEEPSEEK
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoint import huggingface
+from pipeline.checkpoint import huggingface_export
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
@@ -68,13 +68,13 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 def export(folder: Path, model, config, tokenizer: Path, *, dtype=torch.float32, shard_bytes=10**9) -> Path:
     folder.mkdir(exist_ok=True)
     weights = InMemory(model)
-    huggingface.check_weights(weights, config, "stage.checkpoint", folder)
-    assert huggingface.write_weights(folder, weights, config, dtype=dtype, shard_bytes=shard_bytes) == sum(
+    huggingface_export.check_weights(weights, config, "stage.checkpoint", folder)
+    assert huggingface_export.write_weights(folder, weights, config, dtype=dtype, shard_bytes=shard_bytes) == sum(
         p.numel() for p in model.parameters()
     )
     end_id = TextEncoder(tokenizer, "<|endoftext|>").end_of_document
-    huggingface.write_configs(folder, config, dtype=dtype, end_of_document_id=end_id)
-    huggingface.copy_tokenizer(tokenizer, folder, end_of_document="<|endoftext|>", max_positions=config.max_positions)
+    huggingface_export.write_configs(folder, config, dtype=dtype, end_of_document_id=end_id)
+    huggingface_export.copy_tokenizer(tokenizer, folder, end_of_document="<|endoftext|>", max_positions=config.max_positions)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_banded_layers_have_no_stock_class():
     """GPT-2's class looks at everything; what GPT-3 learned through a band would be another model."""
     config = GPTConfig(banded_window=16)
     with pytest.raises(UserError, match=r"model\.banded_window=16: is nothing GPT2LMHeadModel has"):
-        huggingface.write_configs(Path("unwritten"), config, dtype=torch.float32, end_of_document_id=0)
+        huggingface_export.write_configs(Path("unwritten"), config, dtype=torch.float32, end_of_document_id=0)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
@@ -182,7 +182,7 @@ def test_memory_holds_one_shard_and_one_tensor(tmp_path):
     """However large the model: weights are read one by one and forgotten when their shard is written."""
     config = CONFIGS["gpt"]
     source = Weighed(random_model(config))
-    huggingface.write_weights(tmp_path, source, config, dtype=torch.float32, shard_bytes=50_000)
+    huggingface_export.write_weights(tmp_path, source, config, dtype=torch.float32, shard_bytes=50_000)
     sizes = [value.nbytes for value in source.weights.values()]
     assert sum(sizes) > 4 * 50_000
     assert source.peak <= 2 * max(*sizes, 50_000)
@@ -218,7 +218,7 @@ def test_weights_that_are_not_the_models_are_named():
     weights.weights["blocks.7.mlp.up.weight"] = torch.zeros(2, 3)
     weights.weights["head.weight"] = torch.zeros(2, 3)
     with pytest.raises(UserError) as caught:
-        huggingface.check_weights(weights, config, "stage.checkpoint", Path("step"))
+        huggingface_export.check_weights(weights, config, "stage.checkpoint", Path("step"))
     text = str(caught.value)
     assert len(caught.value.violations) == 3
     assert "norm.weight is missing, [48] expected" in text

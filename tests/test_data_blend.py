@@ -19,8 +19,8 @@ from pipeline.artifact import MANIFEST
 from pipeline.config import check, warmup
 from pipeline.config.layout import Layout
 from pipeline.data.load import blend
+from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.loader import Corpus, Samples, TokenDataset, Windows
-from pipeline.data.load.mixture import Mixture, Phase
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.stream import TokenStream
 from pipeline.errors import UserError
@@ -73,7 +73,7 @@ def alone(folder, name, corpus):
 def test_a_blend_deals_out_the_samples_of_its_corpora(corpora):
     more = f"++data.blend={{en:{{weight:5}},de:{{weight:3}},x:{{weight:2,tokens:{corpora}/more,corpus:code}}}}"
     samples = blend.open_training(config_of(corpora, more))
-    chosen, numbers = Mixture([Phase([3, 5, 2])]).place(np.arange(6000))  # in the order of their names
+    chosen, numbers = BlendSchedule([Phase([3, 5, 2])]).place(np.arange(6000))  # in the order of their names
     parts = [alone(corpora / "both", "de", "de"), alone(corpora / "both", "en", "en"), alone(corpora / "more", "x", "code")]
     assert (np.bincount(chosen) > np.array([part.counts[0] for part in parts])).any(), "epochs end within the test"
     found = samples.samples(np.arange(6000))
@@ -91,7 +91,7 @@ def test_phases_begin_at_their_tokens_and_keep_what_came_before(corpora):
     phases = "data.phases=[{until_tokens:%d,weights:{en:1}},{weights:{de:1,en:1}}]"
     names = "++data.blend={en:{},de:{}}"
     first = blend.open_training(config_of(corpora, names, phases % (100 * LENGTH)))
-    corpus, _ = first.mixture.place(np.arange(200))
+    corpus, _ = first.schedule.place(np.arange(200))
     assert (corpus[:100] == 1).all(), "only en, the second by name"
     assert abs((corpus[100:] == 0).sum() - 50) <= 1
     longer = blend.open_training(config_of(corpora, names, phases % (150 * LENGTH)))
@@ -102,7 +102,7 @@ def test_phases_begin_at_their_tokens_and_keep_what_came_before(corpora):
 
 def test_weights_may_compare_epochs(corpora):
     samples = blend.open_training(config_of(corpora, "++data.blend={en:{weight:1},de:{weight:3}}", "data.blend_weights=epochs"))
-    de, en = samples.mixture.counts(2000) / samples.counts
+    de, en = samples.schedule.counts(2000) / samples.counts
     assert de == pytest.approx(3 * en, rel=0.01)
 
 
@@ -133,10 +133,10 @@ REFUSED = [
         ["++data.blend={en:{max_epochs:0.001},de:{}}"],
         ["data.blend.en.max_epochs=0.001", "160 samples take 80 of it", "raise max_epochs to"],
     ),
-    (["training.batch_warmup=[{until_step:5,value:8},{until_step:5,value:4}]"], ["training.batch_warmup.1.until_step=5", "after step 5"]),
+    (["training.batch_rampup=[{until_step:5,value:8},{until_step:5,value:4}]"], ["training.batch_rampup.1.until_step=5", "after step 5"]),
     (
-        ["training.micro_batch_size=4", "training.batch_warmup=[{until_step:5,value:6}]"],
-        ["training.batch_warmup.0.value=6", "multiple of 4"],
+        ["training.micro_batch_size=4", "training.batch_rampup=[{until_step:5,value:6}]"],
+        ["training.batch_rampup.0.value=6", "multiple of 4"],
     ),
     (["training.sequence_warmup=[{until_step:5,value:5}]"], ["training.sequence_warmup.0.value=5", "divide training.sequence_length=32"]),
     (["data.infill.rate=0.5"], ["tokenizer.path=", "point tokenizer.path"]),
@@ -217,7 +217,7 @@ def test_batches_do_not_depend_on_ranks_threads_or_where_a_run_began(corpora, si
         TWO,
         "training.document_mask=true",
         f"data.prefetch={prefetch}",
-        f"training.batch_warmup={ramp(sizes, lambda v: 4 * v)}",
+        f"training.batch_rampup={ramp(sizes, lambda v: 4 * v)}",
         f"training.sequence_warmup={ramp(lengths, lambda v: LENGTH >> v)}",
     )
     training = config.training

@@ -22,7 +22,7 @@ from pipeline import artifact
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import clusters, duplicates, exact, minhash, signatures
 from pipeline.data.dedup.exact import EDGE
-from pipeline.data.mpi import Alone
+from pipeline.data.mpi import SingleProcessComm
 from pipeline.data.words import Words
 from pipeline.errors import UserError
 
@@ -252,7 +252,7 @@ def find_alone(texts: list[str], keys: np.ndarray, made: np.ndarray, read: Count
         return [texts[number] for number in wanted]
 
     numbers = np.arange(len(texts))
-    return duplicates.find(Alone(), numbers, keys, made, -numbers, reader, DedupConfig())
+    return duplicates.find(SingleProcessComm(), numbers, keys, made, -numbers, reader, DedupConfig())
 
 
 def test_boilerplate_that_fills_whole_buckets_is_read_a_few_times_only():
@@ -334,7 +334,7 @@ def test_signatures_are_saved_as_they_are_also_out_of_larger_rows(tmp_path):
     name = f"{signatures.PREFIX}00000.safetensors"
     entry = signatures.write(tmp_path / name, rows["keys"], rows["signatures"], DedupConfig())
     artifact.write(tmp_path, artifact.Manifest("shard", {}, {name: entry}))
-    known = signatures.load(Alone(), DedupConfig(against=[str(tmp_path)]))
+    known = signatures.load(SingleProcessComm(), DedupConfig(against=[str(tmp_path)]))
     assert np.array_equal(known.keys, rows["keys"])
     assert np.array_equal(known.signatures, rows["signatures"])
 
@@ -342,16 +342,16 @@ def test_signatures_are_saved_as_they_are_also_out_of_larger_rows(tmp_path):
 def test_signatures_that_cannot_be_compared_are_refused(tmp_path):
     folder = against_folder(tmp_path / "a", ["ein Text"], DedupConfig(), 1)
     with pytest.raises(UserError, match=r"holds signatures made as .* 128 permutations .* wanted are .* 120 permutations"):
-        signatures.load(Alone(), DedupConfig(against=[folder], bands=15))
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder], bands=15))
     with pytest.raises(UserError, match=r"3 words \(dedup.shingle\)"):
-        signatures.load(Alone(), DedupConfig(against=[folder], shingle=3))
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder], shingle=3))
     artifact.write(tmp_path / "b", artifact.Manifest("shard", {}, {}))
     with pytest.raises(UserError, match="holds no signatures"):
-        signatures.load(Alone(), DedupConfig(against=[folder, str(tmp_path / "b")]))
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder, str(tmp_path / "b")]))
     (path,) = Path(folder).glob("signatures-*")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match="is corrupt"):
-        signatures.load(Alone(), DedupConfig(against=[folder]))
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder]))
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,6 @@ def test_a_tokenizer_to_compare_with_must_be_there(shards, tmp_path):
 def test_cut_takes_the_last_merges():
     whole = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(whitespace="runs"), 400)
     small = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(whitespace="runs"), 350)
-    assert json.loads(tokenizer_training.cut(whole, 350).to_str()) == json.loads(small.to_str())
-    assert isinstance(tokenizer_training.cut(whole, 10_000), Tokenizer)
-    assert Counter(tokenizer_training.cut(whole, 10_000).get_vocab()) == Counter(whole.get_vocab())
+    assert json.loads(tokenizer_training.truncate_vocab(whole, 350).to_str()) == json.loads(small.to_str())
+    assert isinstance(tokenizer_training.truncate_vocab(whole, 10_000), Tokenizer)
+    assert Counter(tokenizer_training.truncate_vocab(whole, 10_000).get_vocab()) == Counter(whole.get_vocab())

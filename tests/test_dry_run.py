@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from pipeline.config.check import check
 from pipeline.config.compose import CONF_DIR, register, typed
 from pipeline.config.layout import Layout
-from pipeline.stages.dry_run import count, imagine
-from pipeline.training.gradients import is_counted
+from pipeline.stages.dry_run import count, init_fake
+from pipeline.training.gradients import is_primary_copy
 
 LARGE = (
     "stage=pretrain",
@@ -59,7 +59,7 @@ def test_a_blend_and_a_batch_warm_up_are_counted():
         "dry_run.world_size=4",
         "training.sequence_length=2048",
         "training.steps=100",
-        "training.batch_warmup=[{until_step:10,value:32}]",
+        "training.batch_rampup=[{until_step:10,value:32}]",
         "training.token_budget=13_000_000",
         "data.blend={web:{weight:3},code:{weight:1}}",
     )
@@ -104,8 +104,8 @@ def test_the_parts_of_all_ranks_add_up_to_the_model(composed, overrides, publish
     counted, layers, held = 0, [], []
     for stage, tensor in product(range(layout.pipeline), range(layout.tensor)):
         config.dry_run.rank = (stage * layout.data + 1) * layout.tensor + tensor
-        mesh, model = imagine(config, world_size)
-        counted += sum(parameter.numel() for parameter in model.pieces if is_counted(model, mesh, parameter))
+        mesh, model = init_fake(config, world_size)
+        counted += sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, mesh))
         held.append(count(model))
         if tensor == 0:
             layers += [int(key) for part in model.parts() for key in part.blocks]

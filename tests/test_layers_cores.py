@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from pipeline.layers import partial_attention
 from pipeline.layers.additive_attention import AdditiveAttention
-from pipeline.layers.attention import Scope, plain, sdpa
+from pipeline.layers.attention import AttentionContext, plain, sdpa
 from pipeline.layers.flex import automatic, flex
 from pipeline.layers.mask import Mask
-from pipeline.layers.position_bias import Slopes
+from pipeline.layers.position_bias import AlibiSlopes
 
 
 class InParts(torch.autograd.Function):
@@ -93,7 +93,7 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
         documents=own if case["documents"] and not case["cross"] else None,
         key_documents=theirs if case["documents"] and case["cross"] else None,
         prefix=torch.tensor([1, 2]) if case["prefix"] and causal else None,
-        slopes=Slopes(heads)() if case["scores"] == "slopes" else None,
+        slopes=AlibiSlopes(heads)() if case["scores"] == "slopes" else None,
         bias=torch.randn(1, heads, queries, keys, generator=chance, dtype=torch.float64) if case["scores"] == "bias" else None,
     )
     return inputs, mask, torch.randn(2, heads, queries, 8, generator=chance, dtype=torch.float64)
@@ -149,12 +149,12 @@ def test_additive_attention_is_the_sum_of_the_paper():
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 4, 6)
-    found = layer(x, None, Scope())
+    found = layer(x, None, AttentionContext())
     for sequence, i in [(0, 0), (0, 3), (1, 2)]:
         energies = [layer.score.weight[0] @ (layer.query(x[sequence, i]) + layer.key(x[sequence, j])).tanh() for j in range(i + 1)]
         alpha = torch.stack(energies).softmax(0)
         torch.testing.assert_close(found[sequence, i], sum(a * x[sequence, j] for j, a in enumerate(alpha)))
-    nowhere = Scope(cross=Mask(causal=False, key_documents=torch.full((2, 3), -1)))
+    nowhere = AttentionContext(cross=Mask(causal=False, key_documents=torch.full((2, 3), -1)))
     assert (layer(x, torch.randn(2, 3, 6), nowhere) == 0).all()
-    windowless = layer(x, torch.randn(2, 3, 6), Scope())
+    windowless = layer(x, torch.randn(2, 3, 6), AttentionContext())
     assert windowless.shape == (2, 4, 6)

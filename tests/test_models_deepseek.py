@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from world import causal, configured
 
-from pipeline.layers.attention import Scope, plain
+from pipeline.layers.attention import AttentionContext, plain
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.mla import LatentAttention, halves
 from pipeline.layers.multi_token import ahead
@@ -20,18 +20,18 @@ SIZES = {
     "layers": 4,
     "hidden": 32,
     "heads": 4,
-    "query_rank": 12,
-    "key_value_rank": 8,
-    "plain_dim": 8,
-    "rotary_dim": 4,
-    "value_dim": 6,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
     "dense_layers": 1,
     "ffn_hidden": 48,
     "experts": 4,
     "expert_ffn_hidden": 16,
     "top_k": 2,
     "groups": 2,
-    "groups_chosen": 1,
+    "topk_group": 1,
     "mtp_depth": 2,
     "vocab_size": 67,
     "max_positions": 16,
@@ -57,13 +57,13 @@ def test_pairs_of_neighbours_become_halves():
 
 def test_latent_attention_depends_on_distances_alone():
     torch.manual_seed(0)
-    layer = LatentAttention(32, 4, query_rank=12, key_value_rank=8, plain_dim=8, rotary_dim=4, value_dim=6)
+    layer = LatentAttention(32, 4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
     layer.core = plain
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x, rotary = torch.randn(2, 7, 32), Rotary(4, 32, 100.0)
     positions = torch.arange(7).expand(2, 7)
-    here, there = (layer(x, scope=Scope(rotary=rotary(positions + shift))) for shift in (0, 9))
+    here, there = (layer(x, context=AttentionContext(rotary=rotary(positions + shift))) for shift in (0, 9))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(here, layer(x), atol=1e-2), "positions do matter"
 
@@ -83,12 +83,12 @@ def test_the_loss_is_that_of_the_next_token_and_the_mean_of_the_depths():
     logits = model(tokens)
     hidden = found[0]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    scope = model.scope({})
+    context = model.attention_context({})
     losses = []
     for number, depth in enumerate(model.head.depths, 1):
         known = model.embed(torch.cat([text[:, number:-1], torch.zeros(2, number, dtype=torch.int64)], dim=1))
         joined = torch.cat([depth.token_norm(known), depth.hidden_norm(hidden)], dim=2) @ depth.project.weight.T
-        hidden = depth.final_norm(depth.block(joined, scope))
+        hidden = depth.final_norm(depth.block(joined, context))
         guess = (hidden @ model.head.output.weight.T)[:, : 11 - number]
         losses.append(torch.nn.functional.cross_entropy(guess.flatten(0, 1), text[:, number + 1 :].flatten()))
     expected = expected + CONFIG.mtp_loss * sum(losses) / 2
@@ -120,11 +120,11 @@ def test_a_token_changes_nothing_before_it():
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [
-        ({"rotary_dim": 3}, ["model.rotary_dim"]),
+        ({"qk_rope_head_dim": 3}, ["model.qk_rope_head_dim"]),
         ({"dense_layers": 5}, ["model.dense_layers"]),
-        ({"groups": 3, "groups_chosen": 3}, ["model.groups"]),
-        ({"groups": 4, "groups_chosen": 2}, ["model.groups"]),
-        ({"groups_chosen": 3}, ["model.groups_chosen"]),
+        ({"groups": 3, "topk_group": 3}, ["model.groups"]),
+        ({"groups": 4, "topk_group": 2}, ["model.groups"]),
+        ({"topk_group": 3}, ["model.topk_group"]),
         ({"top_k": 3}, ["model.top_k"]),
     ],
 )
@@ -158,22 +158,22 @@ TINY = (
 
 def train(config, trainer):
     """Losses and gradient norms of four steps, and the routers' biases after them."""
-    from pipeline.layers.experts import mixtures
+    from pipeline.layers.moe import moe_layers
 
     layout, where = trainer.mesh.layout, trainer.mesh.where
     numbers = []
     for step in range(4):
         text = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(text.chunk(layout.shares)[layout.share(where)]))
+        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(where)]))
         numbers.append((float(loss), float(result.gradient_norm)))
     biases = {}
     for part in trainer.model.parts():
         for index, block in part.blocks.items():
-            for mixture in mixtures(block):
-                biases[index] = mixture.router.bias.tolist()
+            for moe in moe_layers(block):
+                biases[index] = moe.router.bias.tolist()
         if part.head is not None:
-            for number, mixture in enumerate(mixtures(part.head)):
-                biases[f"depth {number}"] = mixture.router.bias.tolist()
+            for number, moe in enumerate(moe_layers(part.head)):
+                biases[f"depth {number}"] = moe.router.bias.tolist()
     return numbers, biases
 
 

@@ -158,7 +158,7 @@ def test_the_released_deepseek(model_config):
 
 #: Choices that add weights or leave some out, beside a tied head.
 CHOICES: dict[str, list[dict[str, Any]]] = {
-    "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"query_rank": None, "mtp_depth": 0}],
+    "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }

@@ -123,7 +123,7 @@ def test_gradcheck(world, name):
 
 def _gradcheck_of_the_loss(smoothing: float) -> bool:
     """The same of the cross-entropy over a cut vocabulary, with a bias, label smoothing and targets that count for nothing."""
-    from pipeline.parallel.pieces import cut
+    from pipeline.parallel.pieces import slice_weight
     from pipeline.parallel.tensor import VocabularyHead
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -132,7 +132,7 @@ def _gradcheck_of_the_loss(smoothing: float) -> bool:
     biases = torch.randn(size, 2, generator=chance)
     targets = torch.randint(2 * size, (1, 5), generator=chance)
     targets[0, 2] = IGNORE
-    piece = cut("head.weight", (2 * size, 3), "vocab", {"tensor": (size, rank), "expert": (1, 0)})
+    piece = slice_weight("head.weight", (2 * size, 3), "vocab", {"tensor": (size, rank), "expert": (1, 0)})
 
     def loss(hidden, weights, biases):
         head = VocabularyHead(OutputHead(2, 3, bias=True, label_smoothing=smoothing), piece, group, lambda x: collectives.copy(x, group))

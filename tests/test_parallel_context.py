@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import plain, sdpa
 from pipeline.layers.mask import Mask
-from pipeline.layers.position_bias import Slopes
+from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.parallel import mesh as meshes
 
 
@@ -42,7 +42,7 @@ def _whole(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
     ends = torch.rand(batch, tokens, generator=chance) < 0.2
     mask = Mask(
         documents=ends.int().cumsum(1) if case["documents"] else None,
-        slopes=Slopes(heads)() if case["slopes"] else None,
+        slopes=AlibiSlopes(heads)() if case["slopes"] else None,
         prefix=torch.tensor([tokens // 3, tokens // 2]) if case["prefix"] else None,
     )
     return inputs, mask, grad

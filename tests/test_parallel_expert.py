@@ -13,8 +13,8 @@ from pipeline.config.check import violations
 
 MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1")
 DEEPSEEK = (
-    *("model=deepseek-tiny", "model.query_rank=12", "model.key_value_rank=12", "model.plain_dim=6", "model.rotary_dim=4"),
-    *("model.value_dim=8", "model.expert_ffn_hidden=12", "model.balance_loss=0.1", "model.bias_step=0.01"),
+    *("model=deepseek-tiny", "model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4"),
+    *("model.v_head_dim=8", "model.expert_ffn_hidden=12", "model.balance_loss=0.1", "model.bias_update_speed=0.01"),
 )
 TINY = (
     "stage=pretrain",
@@ -44,7 +44,7 @@ def batches(config):
 
 def train_plainly(*overrides):
     """Losses, norms, statistics and final weights of a straight loop over the plain model."""
-    from pipeline.layers.experts import mixtures
+    from pipeline.layers.moe import moe_layers
     from pipeline.models import registry
     from pipeline.models.init import initialise
     from pipeline.training.optimizer import adamw, decay_groups, learning_rate
@@ -56,8 +56,8 @@ def train_plainly(*overrides):
     optimizer = adamw(decay_groups(learned, config.optimizer.weight_decay), config.optimizer, 0.0)
     parts = config.training.global_batch_size // config.training.micro_batch_size
     numbers = []
-    for mixture in mixtures(model):
-        mixture.loss_scale = 1 / parts
+    for moe in moe_layers(model):
+        moe.loss_scale = 1 / parts
     for step, batch in enumerate(batches(config)):
         loss = torch.zeros(())
         for part in batch.chunk(parts):
@@ -67,14 +67,14 @@ def train_plainly(*overrides):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training)
         norm = torch.nn.utils.clip_grad_norm_(learned, config.optimizer.gradient_clipping)
-        records = [mixture.take_record() for mixture in mixtures(model)]
+        records = [moe.take_record() for moe in moe_layers(model)]
         numbers.append((float(loss), float(norm), *statistics(records, config.model.experts)))
         optimizer.step()
         optimizer.zero_grad()
-        for mixture, record in zip(mixtures(model), records, strict=True):
-            if mixture.router.bias is not None:
+        for moe, record in zip(moe_layers(model), records, strict=True):
+            if moe.router.bias is not None:
                 load = record[: config.model.experts]
-                mixture.router.bias += config.model.bias_step * torch.sign(load.mean() - load)
+                moe.router.bias += config.model.bias_update_speed * torch.sign(load.mean() - load)
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -103,7 +103,9 @@ def run(config, trainer):
 
     numbers = []
     for batch in batches(config):
-        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.shares)[trainer.mesh.layout.share(trainer.mesh.where)]))
+        loss, result = trainer.train(
+            *causal(batch.chunk(trainer.mesh.layout.batch_shards)[trainer.mesh.layout.batch_shard(trainer.mesh.where)])
+        )
         more = [float(result.more[key]) for key in ("router_entropy", "router_load_max", "router_dropped", "aux_loss")]
         numbers.append((float(loss), float(result.gradient_norm), *more))
     return numbers
@@ -111,7 +113,7 @@ def run(config, trainer):
 
 def train_in_layout(*overrides):
     """The same on this rank's part of a layout; rank 0 has the weights."""
-    from pipeline.checkpoint.assemble import paste
+    from pipeline.checkpoint.consolidate import paste
 
     config, trainer = make(*overrides)
     numbers = run(config, trainer)
@@ -184,12 +186,12 @@ def test_biases_follow_the_load_of_all_ranks(world, corrected, layout):
 def _save_and_load(folder, first, second):
     """The biases of all routers: as saved in a layout, and as read in another one. They differ from the initial ones."""
     from pipeline.checkpoint import save
-    from pipeline.checkpoint.format import Index, Progress
+    from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
 
     config, trainer = make(*first)
     run(config, trainer)
-    path = save.save(Path(folder), Index(Progress(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = save.save(Path(folder), Index(TrainState(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     saved = {name: Checkpoint(path).tensor(name) for name in Checkpoint(path).names() if name.endswith("router.bias")}
     config, trainer = make(*second)
     save.load(Checkpoint(path), trainer.engine.fragments())
@@ -211,7 +213,7 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
 
 def _experts(group_size, counts_of_rank, dropped):
     """Values and gradients of RemoteExperts on each rank's rows, and of all experts on the same rows without any exchange."""
-    from pipeline.layers.experts import Experts
+    from pipeline.layers.moe import Experts
     from pipeline.parallel.expert import RemoteExperts
 
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -304,14 +306,14 @@ def test_losses_of_cut_sequences_are_those_of_whole_ones(world):
 
 def test_a_stack_is_drawn_matrix_by_matrix():
     from pipeline.layers.init import initial_tensor
-    from pipeline.parallel.apply import initial_piece
-    from pipeline.parallel.pieces import cut
+    from pipeline.parallel.parallelize import initial_piece
+    from pipeline.parallel.pieces import slice_weight
 
     full = initial_tensor("blocks.0.mlp.experts.up", (4, 6, 8), 0.02, 3)
     assert math.isclose(full.std(), 0.02, rel_tol=0.2)
     assert torch.equal(full[2], initial_tensor("blocks.0.mlp.experts.up.2", (6, 8), 0.02, 3))
     for expert, tensor in ((0, 0), (1, 2)):
-        piece = cut("blocks.0.mlp.experts.up", (4, 6, 8), "expert_column", {"expert": (2, expert), "tensor": (3, tensor)})
+        piece = slice_weight("blocks.0.mlp.experts.up", (4, 6, 8), "expert_column", {"expert": (2, expert), "tensor": (3, tensor)})
         assert torch.equal(initial_piece(piece, 0.02, 3), piece.of(full))
 
 
@@ -344,14 +346,14 @@ def test_a_token_is_counted_with_the_experts_it_goes_to():
 def test_statistics_are_in_the_metrics(tmp_path):
     import json
 
-    from pipeline.checkpoint.format import Progress
+    from pipeline.checkpoint.native import TrainState
+    from pipeline.training.engine import StepResult
     from pipeline.training.metrics import Metrics
-    from pipeline.training.state import StepResult
 
     config = configured(*TINY, *MIXTRAL, f"run_dir={tmp_path}", "tracking=disabled")
     more = {"aux_loss": torch.tensor(0.5), "router_load_max": torch.tensor(1.25)}
     result = StepResult(torch.tensor(2.0), torch.tensor(0.0), torch.tensor(0.1), more)
-    with Metrics(config, 0, Progress(), 8, 1.0, None) as metrics:
-        metrics.add(Progress(1, 16, 1), torch.tensor(3.0), result, 16, 1.0, {"data_seconds": 0.25})
+    with Metrics(config, 0, TrainState(), 8, 1.0, None) as metrics:
+        metrics.add(TrainState(1, 16, 1), torch.tensor(3.0), result, 16, 1.0, {"data_seconds": 0.25})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert [line[key] for key in ("loss", "grad_norm", "aux_loss", "router_load_max", "data_seconds")] == [3.0, 2.0, 0.5, 1.25, 0.25]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.layout import Layout
 from pipeline.models.plan import SPLITS
-from pipeline.parallel.pieces import cut
+from pipeline.parallel.pieces import slice_weight
 
 SIZES = st.integers(1, 6)
 
@@ -19,7 +19,7 @@ def test_ranks_and_coordinates_are_one_to_one(pipeline, data, tensor, expert, co
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
     assert [layout.rank(place) for place in places] == list(range(layout.world_size))
-    assert {layout.share(place) for place in places} == set(range(layout.shares))
+    assert {layout.batch_shard(place) for place in places} == set(range(layout.batch_shards))
 
 
 @given(st.integers(2, 8), st.sampled_from(["1f1b", "interleaved", "zbv"]), st.integers(2, 4), st.integers(0, 40))
@@ -50,7 +50,9 @@ def test_pieces_cover_a_weight_without_overlap(tensor, expert, width, role):
     shape = shapes.get(role.partition("_")[0], (width * tensor, width * tensor))
     full = torch.arange(math.prod(shape)).view(shape)
     ranks = [{"tensor": (tensor, t), "expert": (expert, e)} for t in range(tensor) for e in range(expert)]
-    pieces = [cut("w", shape, role, axes) for axes in ranks]
+    pieces = [slice_weight("w", shape, role, axes) for axes in ranks]
     assert all(tuple(piece.of(full).shape) == piece.shape for piece in pieces)
-    counted = [p for p, axes in zip(pieces, ranks, strict=True) if all(p.cut_along(axis) or at == 0 for axis, (_, at) in axes.items())]
+    counted = [
+        p for p, axes in zip(pieces, ranks, strict=True) if all(p.is_sliced_along(axis) or at == 0 for axis, (_, at) in axes.items())
+    ]
     assert sorted(torch.cat([piece.of(full).flatten() for piece in counted]).tolist()) == full.flatten().tolist()

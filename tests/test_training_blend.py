@@ -30,7 +30,7 @@ TINY = (
     "tracking=disabled",
 )
 WARMUPS = (
-    "training.batch_warmup=[{until_step:2,value:4},{until_step:5,value:8}]",
+    "training.batch_rampup=[{until_step:2,value:4},{until_step:5,value:8}]",
     "training.sequence_warmup=[{until_step:3,value:8},{until_step:4,value:16}]",
 )
 BLEND = "data.blend={en:{},de:{}}"
@@ -96,7 +96,7 @@ def _train(overrides):
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
-    ramps = ("training.batch_warmup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")
+    ramps = ("training.batch_rampup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")
     config = configured(*TINY, *ramps, *overrides)
     check.check(config, dist.get_world_size())
     layout = Layout.of(config, dist.get_world_size())

@@ -73,7 +73,7 @@ def _plainly(family):
 
 def _in_layout(overrides):
     """The same run in a layout: losses and norms on every rank, a loss without the mask, the whole weights on rank 0."""
-    from pipeline.checkpoint.assemble import paste
+    from pipeline.checkpoint.consolidate import paste
     from pipeline.config import check
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
@@ -85,7 +85,7 @@ def _in_layout(overrides):
     trainer = Trainer(config, mesh)
     numbers, validated = [], []
     for step in range(STEPS):
-        tokens, documents = (t.chunk(mesh.layout.shares)[mesh.layout.share(mesh.where)] for t in _batch(config, step))
+        tokens, documents = (t.chunk(mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.where)] for t in _batch(config, step))
         validated.append(float(trainer.evaluate(*causal(tokens, documents))))
         loss, result = trainer.train(*causal(tokens, documents))
         numbers.append((float(loss), float(result.gradient_norm)))

@@ -53,13 +53,13 @@ def train(config, trainer, steps):
 def _save_and_continue(folder, first, second):
     """Train four steps in a layout and save; go on there, and from the file in another one."""
     from pipeline.checkpoint import save
-    from pipeline.checkpoint.format import Index, Progress
+    from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
 
     config, trainer = make(*first)
     train(config, trainer, range(4))
-    progress = Progress(4, 64, trainer.engine.updates())
-    path = save.save(Path(folder), Index(progress, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    state = TrainState(4, 64, trainer.engine.updates())
+    path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7))
     config, trainer = make(*second, "training.seed=99")  # other initial weights: the file must bring all of it
     save.load(Checkpoint(path), trainer.engine.fragments())
@@ -99,12 +99,12 @@ def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
 def _load_damaged(folder):
     """Save, damage the last rank's file, load: the message that this rank gets."""
     from pipeline.checkpoint import save
-    from pipeline.checkpoint.format import Index, Progress, file_name
+    from pipeline.checkpoint.native import Index, TrainState, file_name
     from pipeline.checkpoint.reader import Checkpoint
     from pipeline.errors import UserError
 
     config, trainer = make("precision=fp32", "parallel.zero_stage=2")
-    path = save.save(Path(folder), Index(Progress(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = save.save(Path(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     if dist.get_rank() == 0:
         file = path / file_name(3)
         content = bytearray(file.read_bytes())

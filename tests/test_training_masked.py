@@ -50,7 +50,7 @@ def train(config, trainer, steps):
     numbers = []
     for step in steps:
         tokens, batch = batch_of(config, step)
-        mine = [tensor.chunk(layout.shares)[layout.share(where)] for tensor in (tokens, *batch.values())]
+        mine = [tensor.chunk(layout.batch_shards)[layout.batch_shard(where)] for tensor in (tokens, *batch.values())]
         held_out = float(trainer.evaluate(mine[0], dict(zip(batch, mine[1:], strict=True))))
         loss, result = trainer.train(mine[0], dict(zip(batch, mine[1:], strict=True)))
         assert held_out == pytest.approx(float(loss), rel=1e-5), "evaluation and training mean the same"

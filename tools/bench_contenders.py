@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers import Trainer as StockTrainer
 
 from pipeline import artifact
-from pipeline.checkpoint.format import Progress
+from pipeline.checkpoint.native import TrainState
 from pipeline.config import check, compose
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -37,7 +37,7 @@ from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.init import initialise
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel.apply import DTYPES, compiles
+from pipeline.parallel.parallelize import DTYPES, compiles
 from pipeline.planner.flops import flops_per_token
 from pipeline.progress import set_up_logging
 from pipeline.training import gradients, loop
@@ -193,8 +193,8 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
     for stage in trainer.model.parts():
         watch.count(stage, "forward")
     Path(config.run_dir).mkdir()
-    with Metrics(config, 0, Progress(), training.sequence_length, 0.0, None) as metrics:
-        loop.train(config, trainer, samples, None, Progress(), metrics)
+    with Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics:
+        loop.train(config, trainer, samples, None, TrainState(), metrics)
     meshes.stop()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)

@@ -14,17 +14,17 @@ SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_fa
 LATENT = {
     "layers": 3,
     "dense_layers": 1,
-    "query_rank": 24,
-    "key_value_rank": 16,
-    "plain_dim": 12,
-    "rotary_dim": 8,
-    "value_dim": 10,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
     "experts": 8,
     "shared_experts": 2,
     "expert_ffn_hidden": 20,
     "top_k": 3,
     "groups": 4,
-    "groups_chosen": 2,
+    "topk_group": 2,
     "mtp_depth": 0,
 }
 
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bloom": {"tied": {}, "six heads": {"heads": 6, "tie_embeddings": False}},  # ALiBi's slopes follow another rule beside powers of 2
     "deepseek_v3": {
         "latent queries": LATENT,
-        "direct queries": {**LATENT, "query_rank": None, "normalise_weights": False, "groups": 1, "groups_chosen": 1},
+        "direct queries": {**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "groups": 1, "topk_group": 1},
         "yarn": {
             **LATENT,
             "rope_scaling": "yarn",

@@ -13,12 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipeline.checkpoint.fragment import Fragment
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
 from pipeline.models.adapter import Adapter
 from pipeline.models.families import ModelConfig
 from pipeline.models.rows import Row
-from pipeline.parallel.pieces import Fragment, Piece
+from pipeline.parallel.pieces import Piece
 from pipeline.progress import Progress
 
 #: Stock tensors that are computed anew and that older releases kept in their files.

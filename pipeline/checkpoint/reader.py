@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.assemble import paste
-from pipeline.checkpoint.format import file_name, find, piece_of, read_index, tensor_key
+from pipeline.checkpoint.consolidate import paste
+from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
 from pipeline.errors import UserError
 from pipeline.files import verify
 
@@ -27,14 +27,14 @@ class Checkpoint:
     Attributes:
         path: the folder.
         config: the configuration it was made with, as nested dictionaries.
-        progress: how far the run was.
+        train_state: how far the run was.
         data: fingerprint of the token shards.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         index = read_index(path)
-        self.config, self.progress, self.data, self._files = index.config, index.progress, index.data, index.files
+        self.config, self.train_state, self.data, self._files = index.config, index.train_state, index.data, index.files
         self._kinds = index.kinds
         self._open: dict[str, Any] = {}
         self._headers: dict[str, dict[str, dict[str, Any]]] = {}
@@ -43,7 +43,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Steps the run had done."""
-        return self.progress.step
+        return self.train_state.step
 
     def names(self) -> list[str]:
         """The weights; a head tied to the embedding has no entry of its own."""

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint import format as layout
-from pipeline.checkpoint.assemble import extract
-from pipeline.checkpoint.format import KINDS, Index
+from pipeline.checkpoint import native
+from pipeline.checkpoint.consolidate import extract
+from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.native import KINDS, Index
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.errors import UserError, Violation
 from pipeline.files import digest, publish_folder
-from pipeline.parallel.pieces import Fragment
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> Path:
@@ -38,7 +38,7 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
     Raises:
         UserError: a rank could not write (disk full, quota); nothing is left behind.
     """
-    final = layout.folder_of(run_dir, index.progress.step)
+    final = native.folder_of(run_dir, index.train_state.step)
     partial = final.with_name(f".{final.name}.partial")
     rank = dist.get_rank()
     if rank == 0:
@@ -46,17 +46,17 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
         partial.mkdir(parents=True)
     dist.barrier()
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, _write(partial / layout.file_name(rank), [f for f in fragments if f.owned]))
+    dist.all_gather_object(answers, _write(partial / native.file_name(rank), [f for f in fragments if f.owned]))
     failures = [answer for answer in answers if isinstance(answer, str)]
     if failures:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError.of("run_dir", partial, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
     if rank == 0:
-        files = {layout.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
-        layout.write_index(partial, replace(index, files=files))
+        files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
+        native.write_index(partial, replace(index, files=files))
         publish_folder(partial, final)
-        for old in layout.complete(run_dir)[:-keep]:
+        for old in native.complete(run_dir)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return final
@@ -66,8 +66,8 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
     """Write one rank's file and flush it. Returns its length and checksum, nothing for no fragments, or what went wrong."""
     if not fragments:
         return {}
-    tensors = {layout.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
-    geometry = {f.piece.name: layout.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
+    tensors = {native.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
+    geometry = {f.piece.name: native.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
     try:
         save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
         handle = os.open(path, os.O_RDONLY)
@@ -104,7 +104,7 @@ def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
     rank = dist.get_rank()
     for fragment in fragments:
         name, count = fragment.piece.name, fragment.tensors["weight"].numel()
-        geometry = layout.describe(fragment.piece, fragment.start, count)
+        geometry = native.describe(fragment.piece, fragment.start, count)
         for kind in KINDS:
             values: Tensor | None = checkpoint.fragment(rank, name, geometry, kind)
             if values is None:
@@ -124,18 +124,18 @@ def save_whole(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_
     Raises:
         UserError: a file could not be written; nothing is left behind.
     """
-    final = layout.folder_of(run_dir, index.progress.step)
+    final = native.folder_of(run_dir, index.train_state.step)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
     partial.mkdir(parents=True)
     files: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(_groups(fragments, file_bytes)):
-        answer = _write(partial / layout.file_name(number), group)
+        answer = _write(partial / native.file_name(number), group)
         if isinstance(answer, str):
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError.of("run_dir", partial, answer, "free some space or quota and run again")
-        files[layout.file_name(number)] = answer
-    layout.write_index(partial, replace(index, files=files))
+        files[native.file_name(number)] = answer
+    native.write_index(partial, replace(index, files=files))
     publish_folder(partial, final)
     return final
 
@@ -163,7 +163,7 @@ def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], data: str) ->
         UserError: naming every difference.
     """
     found = []
-    fresh = checkpoint.progress.samples == 0
+    fresh = checkpoint.train_state.samples == 0
     for group, keys in (("model", config["model"].keys()), ("training", () if fresh else ("seed", "sequence_length"))):
         for key in keys:
             new, old = config[group][key], checkpoint.config[group].get(key)

@@ -156,7 +156,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
         return
     data = world_size // model_ranks * parallel.expert
-    for key, size in warmup.values(training.batch_warmup, "global_batch_size", training.global_batch_size):
+    for key, size in warmup.values(training.batch_rampup, "global_batch_size", training.global_batch_size):
         yield from _global_batch(config, data, key, size)
 
 

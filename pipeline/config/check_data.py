@@ -85,7 +85,7 @@ def _tokenizer(config: RunConfig) -> Iterator[Violation]:
 def _warmup(config: RunConfig) -> Iterator[Violation]:
     """Warm-ups are in order, and short sequences are equal parts of whole ones."""
     training = config.training
-    for name in ("sequence_warmup", "batch_warmup"):
+    for name in ("sequence_warmup", "batch_rampup"):
         yield from _order(f"training.{name}", getattr(training, name))
     for number, entry in enumerate(training.sequence_warmup):
         if training.sequence_length % entry.value or entry.value < 2:

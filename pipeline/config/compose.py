@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import knobs
+from pipeline.config.renamed import new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError, Violation
@@ -102,6 +103,8 @@ def _violation(override: str, error: Exception, composed: DictConfig) -> Violati
         return Violation(key, value, "holds characters that Hydra reads as its own", fix)
     if "Ambiguous value" in reason:
         return Violation(key, value, "holds several values", f"add -m to sweep over them, or quote one value: {key}='...'")
+    if renamed := new_name(key):
+        return Violation(key, value, f"is called {renamed} now", f"write {renamed}={value}")
     if key not in known:
         return Violation(key, value, "no such key", _nearest("", key, known))
     if "ListConfig" in reason and value.startswith("["):

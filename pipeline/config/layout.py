@@ -57,7 +57,7 @@ class Layout:
         return self.pipeline * self.data * self.expert * self.context * self.tensor
 
     @property
-    def shares(self) -> int:
+    def batch_shards(self) -> int:
         """Ranks that see different samples: data x expert."""
         return self.data * self.expert
 
@@ -79,7 +79,7 @@ class Layout:
         share = (where.pipeline * self.data + where.data) * self.expert + where.expert
         return (share * self.context + where.context) * self.tensor + where.tensor
 
-    def share(self, where: Coordinates) -> int:
+    def batch_shard(self, where: Coordinates) -> int:
         """Which part of every batch the rank there sees."""
         return where.data * self.expert + where.expert
 

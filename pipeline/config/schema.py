@@ -25,7 +25,7 @@ class TrainingConfig:
         "shorter sequences (tokens) in the first steps: each sample is cut into several, so that a step has as many tokens as ever",
         item=WarmupConfig,
     )
-    batch_warmup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
+    batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
     seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0)
     document_mask: bool = knob(False, "attend only within a document")
     activation_checkpointing: str = knob(

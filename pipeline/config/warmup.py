@@ -21,7 +21,7 @@ def at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
 
 def batch_size(training: TrainingConfig, step: int) -> int:
     """Samples of a step's global batch."""
-    return at(training.batch_warmup, step, training.global_batch_size)
+    return at(training.batch_rampup, step, training.global_batch_size)
 
 
 def sequence_length(training: TrainingConfig, step: int) -> int:
@@ -32,7 +32,7 @@ def sequence_length(training: TrainingConfig, step: int) -> int:
 def samples(training: TrainingConfig, steps: int) -> int:
     """Samples of the first `steps` steps."""
     total, first = 0, 0
-    for entry in training.batch_warmup:
+    for entry in training.batch_rampup:
         last = min(entry.until_step, steps)
         total += max(last - first, 0) * entry.value
         first = max(first, last)
@@ -46,6 +46,6 @@ def steps_for(training: TrainingConfig, tokens: int) -> int:
 
 def values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
     """Every value that training.`name` takes, with the key that sets it: the warm-up's, then the final one."""
-    warmup = {"global_batch_size": "batch_warmup", "sequence_length": "sequence_warmup"}[name]
+    warmup = {"global_batch_size": "batch_rampup", "sequence_length": "sequence_warmup"}[name]
     yield from ((f"training.{warmup}.{number}.value", entry.value) for number, entry in enumerate(entries))
     yield f"training.{name}", final

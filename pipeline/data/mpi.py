@@ -59,7 +59,7 @@ class Comm(Protocol):
         """Wait for all ranks."""
 
 
-class Alone:
+class SingleProcessComm:
     """The communicator of a process without peers."""
 
     rank, size = 0, 1
@@ -103,7 +103,7 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
     """
     if ranks.world_size == 1:
         with disk_full_named(output):
-            yield Alone()
+            yield SingleProcessComm()
         return
     from mpi4py import MPI
 

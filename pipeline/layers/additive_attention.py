@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Scope
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.linear import Linear
 
 
@@ -26,15 +26,15 @@ class AdditiveAttention(nn.Module):
         self.key = Linear(hidden, width, bias=False)
         self.score = Linear(width, 1, bias=False)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, scope: Scope | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Attend to oneself, or to a memory; arguments as in Attention.
 
         Returns:
             (batch, sequence, hidden): for each query the weighted mean of the memory, zeros where it may look nowhere.
         """
-        scope = scope or Scope()
+        context = context or AttentionContext()
         source = x if memory is None else memory
-        mask = scope.mask if memory is None else scope.cross
+        mask = context.mask if memory is None else context.cross
         pairs = (self.query(x).unsqueeze(2) + self.key(source).unsqueeze(1)).tanh()
         scores = self.score(pairs).squeeze(3)
         seen = mask.visible(x.shape[1], source.shape[1], x.device)

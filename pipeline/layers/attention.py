@@ -61,7 +61,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = N
 
 
 @dataclass(frozen=True)
-class Scope:
+class AttentionContext:
     """What a block needs beside its activations; the same for all blocks of a forward pass.
 
     Attributes:
@@ -115,25 +115,25 @@ class Attention(nn.Module):
         self.query_norm = head_norm() if head_norm else None
         self.key_norm = head_norm() if head_norm else None
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, scope: Scope | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Attend to oneself, or to a memory.
 
         Args:
             x: (batch, sequence, hidden), where queries come from.
             memory: (batch, keys, hidden), where keys and values come from; x when None.
-            scope: masks and positions; causal when None.
+            context: masks and positions; causal when None.
 
         Returns:
             (batch, sequence, hidden).
         """
-        scope = scope or Scope()
+        context = context or AttentionContext()
         source = x if memory is None else memory
         q, k, v = self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if scope.rotary is not None and memory is None:
-            q, k = rotate(q, scope.rotary), rotate(k, scope.rotary)
-        mask = scope.mask if memory is None else scope.cross
+        if context.rotary is not None and memory is None:
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        mask = context.mask if memory is None else context.cross
         mixed = self.core(q, k, v, mask, window=self.window, scale=self.scale)
         return self.output(mixed.transpose(1, 2).flatten(2))
 

@@ -7,7 +7,7 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Scope
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding
 from pipeline.layers.mask import Mask
@@ -62,19 +62,19 @@ class EncoderDecoder(Stack):
         if self.embed is not None:
             x, decoded = self.embed(x), self.embed(batch["decoder_tokens"])
         assert decoded is not None
-        encoder_scope, decoder_scope = self.scopes(x, decoded, batch)
+        encoder_context, decoder_context = self.attention_contexts(x, decoded, batch)
         encoded, given = x, decoded
         for index, block in self.blocks.items():
             if int(index) < self.encoder_blocks:
-                encoded = block(encoded, encoder_scope)
+                encoded = block(encoded, encoder_context)
             else:
-                decoded = block(decoded, decoder_scope, encoded)
+                decoded = block(decoded, decoder_context, encoded)
         if self.head is not None:
-            return self.finish(decoded, decoder_scope, batch)
+            return self.finish(decoded, decoder_context, batch)
         # The pipeline's schedules detach in place what a stage gives on: it must not be what the stage was given.
         return encoded.clone() if encoded is x else encoded, decoded.clone() if decoded is given else decoded
 
-    def scopes(self, encoded: Tensor, decoded: Tensor, batch: Batch) -> tuple[Scope, Scope]:
+    def attention_contexts(self, encoded: Tensor, decoded: Tensor, batch: Batch) -> tuple[AttentionContext, AttentionContext]:
         """What the encoder's blocks need, and the decoder's."""
         # Under sequence parallelism both states hold the same share of their rows; the decoder's tokens tell which.
         length = batch["decoder_tokens"].shape[1]
@@ -84,5 +84,5 @@ class EncoderDecoder(Stack):
         here = [int(index) for index in self.blocks]
         own = self.encoder_bias(source) if self.encoder_bias is not None and min(here) < self.encoder_blocks else None
         other = self.decoder_bias(length) if self.decoder_bias is not None and max(here) >= self.encoder_blocks else None
-        encoder = Scope(Mask(causal=False, documents=documents, bias=own))
-        return encoder, Scope(Mask(bias=other), cross=Mask(causal=False, key_documents=documents))
+        encoder = AttentionContext(Mask(causal=False, documents=documents, bias=own))
+        return encoder, AttentionContext(Mask(bias=other), cross=Mask(causal=False, key_documents=documents))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Core, Scope, sdpa
+from pipeline.layers.attention import AttentionContext, Core, sdpa
 from pipeline.layers.linear import Linear
 from pipeline.layers.rotary import rotate
 
@@ -22,12 +22,12 @@ class LatentAttention(nn.Module):
     Args:
         hidden: width of the residual stream.
         heads: their number.
-        query_rank: width of the queries' latent; None makes queries from the residual stream.
-        key_value_rank: width of the keys' and values' latent.
-        plain_dim: width of a head's queries and keys that carries no position.
-        rotary_dim: width that does.
-        value_dim: width of a head's values.
-        score_factor: of the scores, beside 1 / sqrt(plain_dim + rotary_dim).
+        q_lora_rank: width of the queries' latent; None makes queries from the residual stream.
+        kv_lora_rank: width of the keys' and values' latent.
+        qk_nope_head_dim: width of a head's queries and keys that carries no position.
+        qk_rope_head_dim: width that does.
+        v_head_dim: width of a head's values.
+        score_factor: of the scores, beside 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
     """
 
     def __init__(
@@ -35,39 +35,44 @@ class LatentAttention(nn.Module):
         hidden: int,
         heads: int,
         *,
-        query_rank: int | None,
-        key_value_rank: int,
-        plain_dim: int,
-        rotary_dim: int,
-        value_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
         score_factor: float = 1.0,
     ) -> None:
         super().__init__()
-        self.key_value_rank, self.plain_dim, self.rotary_dim, self.value_dim = key_value_rank, plain_dim, rotary_dim, value_dim
-        self.scale = score_factor / (plain_dim + rotary_dim) ** 0.5
+        self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
+            kv_lora_rank,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            v_head_dim,
+        )
+        self.scale = score_factor / (qk_nope_head_dim + qk_rope_head_dim) ** 0.5
         self.core: Core = sdpa
-        self.query_down = Linear(hidden, query_rank, bias=False) if query_rank else None
-        self.query_norm = nn.RMSNorm(query_rank, eps=LATENT_EPS) if query_rank else None
-        self.query_up = Linear(query_rank or hidden, heads * (plain_dim + rotary_dim), bias=False)
-        self.key_value_down = Linear(hidden, key_value_rank + rotary_dim, bias=False)
-        self.key_value_norm = nn.RMSNorm(key_value_rank, eps=LATENT_EPS)
-        self.key_value_up = Linear(key_value_rank, heads * (plain_dim + value_dim), bias=False)
-        self.output = Linear(heads * value_dim, hidden, bias=False)
+        self.query_down = Linear(hidden, q_lora_rank, bias=False) if q_lora_rank else None
+        self.query_norm = nn.RMSNorm(q_lora_rank, eps=LATENT_EPS) if q_lora_rank else None
+        self.query_up = Linear(q_lora_rank or hidden, heads * (qk_nope_head_dim + qk_rope_head_dim), bias=False)
+        self.key_value_down = Linear(hidden, kv_lora_rank + qk_rope_head_dim, bias=False)
+        self.key_value_norm = nn.RMSNorm(kv_lora_rank, eps=LATENT_EPS)
+        self.key_value_up = Linear(kv_lora_rank, heads * (qk_nope_head_dim + v_head_dim), bias=False)
+        self.output = Linear(heads * v_head_dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, scope: Scope | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """(batch, sequence, hidden) -> the same; there is no memory but x."""
         assert memory is None, "latent attention is self-attention"
-        scope = scope or Scope()
+        context = context or AttentionContext()
         latent = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
-        plain_q, turned_q = _heads(self.query_up(latent), self.plain_dim, self.rotary_dim)
-        latent, turned_k = self.key_value_down(x).split([self.key_value_rank, self.rotary_dim], dim=2)
-        plain_k, v = _heads(self.key_value_up(self.key_value_norm(latent)), self.plain_dim, self.value_dim)
+        plain_q, turned_q = _heads(self.query_up(latent), self.qk_nope_head_dim, self.qk_rope_head_dim)
+        latent, turned_k = self.key_value_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=2)
+        plain_k, v = _heads(self.key_value_up(self.key_value_norm(latent)), self.qk_nope_head_dim, self.v_head_dim)
         turned_q, turned_k = halves(turned_q), halves(turned_k).unsqueeze(1)
-        if scope.rotary is not None:
-            turned_q, turned_k = rotate(turned_q, scope.rotary), rotate(turned_k, scope.rotary)
+        if context.rotary is not None:
+            turned_q, turned_k = rotate(turned_q, context.rotary), rotate(turned_k, context.rotary)
         q = torch.cat([plain_q, turned_q], dim=3)
         k = torch.cat([plain_k, turned_k.expand(-1, plain_k.shape[1], -1, -1)], dim=3)
-        mixed = self.core(q, k, v, scope.mask, scale=self.scale)
+        mixed = self.core(q, k, v, context.mask, scale=self.scale)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Scope
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.linear import Linear
 from pipeline.layers.loss import IGNORE
 
 
-class Depth(nn.Module):
+class MTPModule(nn.Module):
     """One further token ahead: a block on what was known before and the next token.
 
     Args:
@@ -30,16 +30,16 @@ class Depth(nn.Module):
         self.block = block
         self.final_norm = nn.RMSNorm(hidden, eps=eps)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, scope: Scope) -> Tensor:
+    def forward(self, tokens: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
         """What the head and the next depth take.
 
         Args:
             tokens: (batch, sequence, hidden), embeddings of the tokens so many places ahead.
             hidden: (batch, sequence, hidden), of the depth before.
-            scope: of the model's blocks.
+            context: of the model's blocks.
         """
         joined = self.project(torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], dim=2))
-        return self.final_norm(self.block(joined, scope))
+        return self.final_norm(self.block(joined, context))
 
 
 class MultiTokenHead(nn.Module):
@@ -59,12 +59,12 @@ class MultiTokenHead(nn.Module):
         self.embed = embed if len(self.depths) else None
         self.factor = factor
 
-    def forward(self, hidden: Tensor, scope: Scope, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, context: AttentionContext, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
         """Logits of the next token, or the loss: while there are gradients, with that of the depths.
 
         Args:
             hidden: (batch, sequence, hidden), normalised.
-            scope: of the model's blocks.
+            context: of the model's blocks.
             targets: as in Batch.
             loss_scale: as in Batch, of the next token's loss.
         """
@@ -75,7 +75,7 @@ class MultiTokenHead(nn.Module):
         labels = targets
         for depth in self.depths:
             # A place without a token is looked at by none whose label counts: it lies behind them, or its own label is ignored.
-            hidden = depth(self.embed(labels.clamp(min=0)), hidden, scope)
+            hidden = depth(self.embed(labels.clamp(min=0)), hidden, context)
             labels = ahead(labels)
             total = total + self.output(hidden, labels)
         return loss + self.factor / len(self.depths) * total

@@ -14,7 +14,7 @@ class PerHead(nn.Module):
     """A module whose output's dim 0 counts the attention heads, so that whoever splits the heads knows what to split."""
 
 
-class Slopes(PerHead, Table):
+class AlibiSlopes(PerHead, Table):
     """The slopes of ALiBi (Press et al. 2022, https://arxiv.org/abs/2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads.
 
     Where n is no power of two, those of the next lower one, and every other one of the next higher.

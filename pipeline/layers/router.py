@@ -16,13 +16,13 @@ class Routing(NamedTuple):
 
     Attributes:
         logits: (tokens, experts).
-        shares: (tokens, experts), the scores of a token divided by their sum.
+        probs: (tokens, experts), the scores of a token divided by their sum.
         experts: int64 (tokens, top_k), the chosen ones, the best first.
         weights: (tokens, top_k), of their outputs.
     """
 
     logits: Tensor
-    shares: Tensor
+    probs: Tensor
     experts: Tensor
     weights: Tensor
 
@@ -42,9 +42,9 @@ class Router(nn.Module):
         normalise: the weights of the chosen experts sum to one.
         factor: of all weights, after that.
         correction: add a bias to the scores for the choice alone; no gradient moves it, training/routing.py does.
-        correction_step: by how much, after each step of the optimizer.
+        bias_update_speed: by how much, after each step of the optimizer.
         groups: experts stand in so many groups of equal size.
-        groups_chosen: the choice is among so many groups, those whose two best experts have the largest sum.
+        topk_group: the choice is among so many groups, those whose two best experts have the largest sum.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Router(nn.Module):
         normalise: bool = True,
         factor: float = 1.0,
         correction: bool = False,
-        correction_step: float = 0.001,
+        bias_update_speed: float = 0.001,
         groups: int = 1,
-        groups_chosen: int = 1,
+        topk_group: int = 1,
     ) -> None:
         super().__init__()
         assert scoring in ("softmax", "sigmoid")
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction else None
         self.top_k, self.scoring, self.normalise, self.factor = top_k, scoring, normalise, factor
-        self.groups, self.groups_chosen = groups, groups_chosen
-        self.correction_step = correction_step
+        self.groups, self.topk_group = groups, topk_group
+        self.bias_update_speed = bias_update_speed
 
     def forward(self, x: Tensor) -> Routing:
         """(tokens, hidden) -> the routing of each."""
@@ -84,9 +84,9 @@ class Router(nn.Module):
         """(tokens, experts) -> the indices of the best, int64 (tokens, top_k)."""
         if self.bias is not None:
             scores = scores + self.bias
-        if self.groups_chosen < self.groups:
+        if self.topk_group < self.groups:
             members = scores.unflatten(1, (self.groups, -1))
-            best = _best(members.topk(min(2, members.shape[2]), dim=2).values.sum(dim=2), self.groups_chosen)
+            best = _best(members.topk(min(2, members.shape[2]), dim=2).values.sum(dim=2), self.topk_group)
             closed = torch.ones(members.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, value=False)
             scores = members.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
         return _best(scores, self.top_k)
@@ -129,7 +129,7 @@ class Balance:
         """
         if not (self.batch or self.sequence or self.z):
             return routing.logits.new_zeros(())
-        experts = routing.shares.shape[1]
+        experts = routing.probs.shape[1]
         sums = _sums(routing, real.to(routing.logits.dtype))
         sums = sums if total is None else total(sums)
         whole = sums.sum(dim=0, keepdim=True)
@@ -140,18 +140,18 @@ class Balance:
 def _sums(routing: Routing, counted: Tensor) -> Tensor:
     """Sums over the tokens of each sequence, weighted by `counted` (batch, sequence): (batch, 2 * experts + 2).
 
-    They are a token's choices (each 1 / top_k) and its shares, by expert, then its square for the z-loss and 1.
+    They are a token's choices (each 1 / top_k) and its probabilities, by expert, then its square for the z-loss and 1.
     """
     (rows, width), top_k = counted.shape, routing.experts.shape[1]
-    chosen = counted.new_zeros(rows, routing.shares.shape[1])
+    chosen = counted.new_zeros(rows, routing.probs.shape[1])
     chosen = chosen.scatter_add(1, routing.experts.view(rows, -1), counted.repeat_interleave(top_k, dim=1) / top_k)
-    shares = (routing.shares.unflatten(0, (rows, width)) * counted.unsqueeze(2)).sum(dim=1)
+    probs = (routing.probs.unflatten(0, (rows, width)) * counted.unsqueeze(2)).sum(dim=1)
     squares = (routing.logits.logsumexp(dim=1).square().view(rows, width) * counted).sum(dim=1, keepdim=True)
-    return torch.cat([chosen, shares, squares, counted.sum(dim=1, keepdim=True)], dim=1)
+    return torch.cat([chosen, probs, squares, counted.sum(dim=1, keepdim=True)], dim=1)
 
 
 def _unevenness(sums: Tensor, experts: int) -> Tensor:
     """The number of experts times sum_i f_i P_i in each row of `_sums`, and the mean over the rows that have tokens."""
     tokens = sums[:, -1:]
-    chosen, shares = (sums[:, start : start + experts] / tokens.clamp(min=1) for start in (0, experts))
-    return experts * (chosen * shares).sum() / (tokens > 0).sum().clamp(min=1)
+    chosen, probs = (sums[:, start : start + experts] / tokens.clamp(min=1) for start in (0, experts))
+    return experts * (chosen * probs).sum() / (tokens > 0).sum().clamp(min=1)

@@ -7,12 +7,12 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Scope
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.experts import Mixture, SharedMixture
 from pipeline.layers.mask import Mask
-from pipeline.layers.position_bias import Slopes
+from pipeline.layers.moe import MoE, SharedExpertMoE
+from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.table import Table
 
@@ -48,23 +48,23 @@ class Block(nn.Module):
         self.output_norm = output_norm
         self.post_norm = post_norm
 
-    def forward(self, x: Tensor, scope: Scope, memory: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext, memory: Tensor | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); memory is (batch, keys, hidden)."""
         if self.post_norm:
-            x = self.attention_norm(x + self.attention(x, None, scope))
+            x = self.attention_norm(x + self.attention(x, None, context))
             if self.cross is not None and self.cross_norm is not None:
-                x = self.cross_norm(x + self.cross(x, memory, scope))
-            x = self.mlp_norm(x + self._feed_forward(x, scope))
+                x = self.cross_norm(x + self.cross(x, memory, context))
+            x = self.mlp_norm(x + self._feed_forward(x, context))
         else:
-            x = x + self.attention(self.attention_norm(x), None, scope)
+            x = x + self.attention(self.attention_norm(x), None, context)
             if self.cross is not None and self.cross_norm is not None:
-                x = x + self.cross(self.cross_norm(x), memory, scope)
-            x = x + self._feed_forward(self.mlp_norm(x), scope)
+                x = x + self.cross(self.cross_norm(x), memory, context)
+            x = x + self._feed_forward(self.mlp_norm(x), context)
         return x if self.output_norm is None else self.output_norm(x)
 
-    def _feed_forward(self, x: Tensor, scope: Scope) -> Tensor:
+    def _feed_forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Experts must know which tokens are padding; for others it does not matter."""
-        return self.mlp(x, scope) if isinstance(self.mlp, Mixture | SharedMixture) else self.mlp(x)
+        return self.mlp(x, context) if isinstance(self.mlp, MoE | SharedExpertMoE) else self.mlp(x)
 
 
 class Stack(nn.Module):
@@ -90,7 +90,7 @@ class Stack(nn.Module):
         norm: nn.Module | None,
         head: nn.Module,
         rotary: Rotary | None = None,
-        slopes: Slopes | None = None,
+        slopes: AlibiSlopes | None = None,
         *,
         causal: bool = True,
         tie_embeddings: bool = False,
@@ -116,21 +116,21 @@ class Stack(nn.Module):
             Hidden states where there is no head, else logits or the loss.
         """
         # Nothing here reads the sequence length off x: under sequence parallelism it holds a slice of the rows.
-        scope = self.scope(batch)
+        context = self.attention_context(batch)
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
         for block in self.blocks.values():
-            x = block(x, scope)
-        return x if self.head is None else self.finish(x, scope, batch)
+            x = block(x, context)
+        return x if self.head is None else self.finish(x, context, batch)
 
-    def scope(self, batch: Batch) -> Scope:
+    def attention_context(self, batch: Batch) -> AttentionContext:
         """What all blocks need."""
         positions = batch.get("positions")
         slopes = self.slopes() if self.slopes is not None else None
         mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes)
-        return Scope(mask, self.rotary(positions) if self.rotary is not None else None)
+        return AttentionContext(mask, self.rotary(positions) if self.rotary is not None else None)
 
-    def finish(self, x: Tensor, scope: Scope, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose heads have blocks of their own
+    def finish(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose heads have blocks of their own
         """What comes after the blocks: norm and head."""
         assert self.head is not None
         if self.norm is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.models.adapter import Nested, refusal
-from pipeline.models.halves import Halves
+from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 
 
 def depths(encoder_key: str, decoder_key: str, *, default: int, alike: bool = False) -> Nested:
@@ -18,7 +18,7 @@ def depths(encoder_key: str, decoder_key: str, *, default: int, alike: bool = Fa
         alike: whether the decoder then has as many as the encoder.
     """
 
-    def write(config: Halves) -> dict[str, Any]:
+    def write(config: EncoderDecoderSizes) -> dict[str, Any]:
         return {encoder_key: config.encoder_blocks, decoder_key: config.decoder_blocks}
 
     def read(content: dict[str, Any]) -> dict[str, Any]:

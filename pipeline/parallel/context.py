@@ -34,7 +34,7 @@ def apply(layers: Iterable[Any], group: ProcessGroup, kind: str) -> None:
         layer.core = RingCore(group) if kind == "ring" else UlyssesCore(layer.core, group)
 
 
-def cut(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str, micro_batches: int) -> tuple[Tensor, Batch]:
+def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str, micro_batches: int) -> tuple[Tensor, Batch]:
     """This rank's tokens of every sequence and what belongs to them.
 
     Ranks of a ring take two chunks each, an early and a late one, since late tokens see more keys; ulysses swaps tokens away and wants them

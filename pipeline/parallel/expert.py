@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.experts import dispatch, inverse, mixtures
+from pipeline.layers.moe import dispatch, inverse, moe_layers
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
@@ -66,7 +66,7 @@ class RemoteExperts(nn.Module):
         self.experts, self.group = experts, group
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """As layers/experts.py Experts, with the counts of all experts. The host waits for the numbers of rows."""
+        """As layers/moe.py Experts, with the counts of all experts. The host waits for the numbers of rows."""
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         # Both (ranks, experts a rank): rows for each rank's experts, and rows from each rank for this one's.
@@ -93,9 +93,9 @@ def _by_expert(coming: Tensor, rows: int) -> Tensor:
 
 
 def apply(model: nn.Module, mesh: Mesh) -> None:
-    """Let every mixture reach the experts of all ranks, where their stacks are cut, and count whole sequences, where those are."""
-    for mixture in list(mixtures(model)):
+    """Let every moe reach the experts of all ranks, where their stacks are cut, and count whole sequences, where those are."""
+    for moe in list(moe_layers(model)):
         if mesh.layout.expert > 1:
-            mixture.experts = RemoteExperts(mixture.experts, mesh.expert)
+            moe.experts = RemoteExperts(moe.experts, mesh.expert)
         if mesh.layout.context > 1:
-            mixture.total = partial(collectives.total, group=mesh.context)
+            moe.total = partial(collectives.total, group=mesh.context)

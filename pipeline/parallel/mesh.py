@@ -30,7 +30,8 @@ class Mesh:
         data: ranks with the same weights: all data x context indices.
         pipeline: ranks that hold the other stages for this rank's samples.
         model: one whole copy of the model: all pipeline x expert x tensor ranks of this data and context index.
-        ends: the ranks of the first and the last stage, where a tied embedding lives twice; None elsewhere or when they are one rank.
+        tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank is
+            both.
     """
 
     layout: Layout
@@ -42,7 +43,7 @@ class Mesh:
     data: ProcessGroup
     pipeline: ProcessGroup
     model: ProcessGroup
-    ends: ProcessGroup | None
+    tied_embedding: ProcessGroup | None
 
     @property
     def where(self) -> Coordinates:
@@ -72,7 +73,7 @@ def start(rank: int, world_size: int, local_rank: int, address: str) -> torch.de
     return device
 
 
-def start_imaginary(rank: int, world_size: int) -> torch.device:
+def init_fake(rank: int, world_size: int) -> torch.device:
     """Be one rank of a job that does not exist: collectives return at once, tensors have no storage."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -94,9 +95,9 @@ def build(layout: Layout, device: torch.device) -> Mesh:
     world = dist.group.WORLD
     assert world is not None
     groups = dict(_groups(world, replace(layout, schedule="", stages_per_rank=1, micro_batches=1), rank, ends))
-    ends_group = groups.pop("ends")
+    tied_embedding = groups.pop("tied_embedding")
     at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]
-    return Mesh(layout, rank, device, **groups, ends=ends_group if at_an_end else None)
+    return Mesh(layout, rank, device, **groups, tied_embedding=tied_embedding if at_an_end else None)
 
 
 @cache
@@ -131,7 +132,7 @@ def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int
         "model": group(pipeline=stages, expert=experts, tensor=pieces),
     }
     if ends[0] == ends[1] or layout.pipeline == 2:
-        return named | {"ends": named["pipeline"]}
+        return named | {"tied_embedding": named["pipeline"]}
     if me.pipeline in ends:
-        return named | {"ends": new(tuple(layout.rank(replace(me, pipeline=end)) for end in ends))}
-    return named | {"ends": new((rank,))}
+        return named | {"tied_embedding": new(tuple(layout.rank(replace(me, pipeline=end)) for end in ends))}
+    return named | {"tied_embedding": new((rank,))}

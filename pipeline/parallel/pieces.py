@@ -12,7 +12,7 @@ from pipeline.models.plan import SPLITS
 
 
 @dataclass(frozen=True)
-class Cut:
+class Slice:
     """The slice `start:stop` along `dim`, which the ranks of a mesh axis share out."""
 
     axis: str
@@ -23,37 +23,37 @@ class Cut:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a full weight: all of it, but for its cuts.
+    """A rank's part of a full weight: all of it, but for its slices.
 
     Attributes:
         name: the weight's name in the whole model; one that stands there twice (a tied head) has its first.
         full_shape: its shape there.
-        cuts: at most one a dim.
+        slices: at most one a dim.
         role: its role in the plan.
-        shared: "ends" or "pipeline" where further stages hold the weight: the last one, or all.
+        shared: "tied_embedding" or "pipeline" where further stages hold the weight: the last one, or all.
         copy: whether another rank of the pipeline holds it too and counts it.
     """
 
     name: str
     full_shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    slices: tuple[Slice, ...] = ()
     role: str = "replicate"
     shared: str = ""
     copy: bool = False
 
-    def cut_along(self, axis: str) -> bool:
+    def is_sliced_along(self, axis: str) -> bool:
         """Whether the ranks of a mesh axis hold different parts."""
-        return any(cut.axis == axis for cut in self.cuts)
+        return any(cut.axis == axis for cut in self.slices)
 
     def start(self, dim: int) -> int:
         """The full weight's index that is 0 in the piece."""
-        return next((cut.start for cut in self.cuts if cut.dim == dim), 0)
+        return next((cut.start for cut in self.slices if cut.dim == dim), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the piece."""
         sizes = list(self.full_shape)
-        for cut in self.cuts:
+        for cut in self.slices:
             sizes[cut.dim] = cut.stop - cut.start
         return tuple(sizes)
 
@@ -65,29 +65,12 @@ class Piece:
     def of(self, full: Tensor) -> Tensor:
         """The piece of a full weight, as a view."""
         assert tuple(full.shape) == self.full_shape, f"{self.name}: {tuple(full.shape)} is not {self.full_shape}"
-        for cut in self.cuts:
+        for cut in self.slices:
             full = full.narrow(cut.dim, cut.start, cut.stop - cut.start)
         return full
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
-
-    Attributes:
-        piece: of which full weight, and where in it.
-        start: first element in the flattened piece.
-        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
-        owned: whether this rank's copy is the one to save; another rank holds the same elements otherwise.
-    """
-
-    piece: Piece
-    start: int
-    tensors: dict[str, Tensor]
-    owned: bool
-
-
-def cut(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[int, int]]) -> Piece:
+def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[int, int]]) -> Piece:
     """The piece of one rank.
 
     Args:
@@ -104,5 +87,5 @@ def cut(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[i
         size = shape[dim]
         assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
         width = -(-size // ranks)  # the last pieces of a vocabulary may be shorter
-        cuts.append(Cut(axis, dim, min(rank * width, size), min((rank + 1) * width, size)))
+        cuts.append(Slice(axis, dim, min(rank * width, size), min((rank + 1) * width, size)))
     return Piece(name, shape, tuple(cuts), role)

@@ -32,7 +32,7 @@ class RingCore:
         assert mask.bias is None, "a bias for each query and key is not cut along the sequence"
         assert mask.key_documents is None, "the ring is for attention to oneself"
         assert mask.key_positions is None, "the ring is for attention to oneself"
-        out: Tensor = _Ring.apply(q, k, v, Circle(self.group, q.shape[2], q.device, mask, window), scale)
+        out: Tensor = _Ring.apply(q, k, v, RingPlan(self.group, q.shape[2], q.device, mask, window), scale)
         return out
 
 
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Circle:
+class RingPlan:
     """The ranks that a sequence is cut over, and what this one has to do with the keys of each.
 
     Attributes:
@@ -111,26 +111,26 @@ def places(rank: int, ranks: int, tokens: int, device: torch.device) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """Softmax attention over a circle; the backward pass sends keys, values and the gradients that they collect around once more."""
+    """Softmax attention over a ring; the backward pass sends keys, values and the gradients that they collect around once more."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, circle: Circle, scale: float | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, scale: float | None) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         total = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        ranks, width = circle.group.size(), k.shape[3]
+        ranks, width = plan.group.size(), k.shape[3]
         here = torch.cat((k, v), dim=3)
         for step in range(ranks):
-            coming = _Hop(here, circle.group) if step < ranks - 1 else None
-            if (part := circle.part(step)) is not None:
+            coming = _RingExchange(here, plan.group) if step < ranks - 1 else None
+            if (part := plan.part(step)) is not None:
                 rows = part.queries
                 keys, values = here[:, :, part.keys].split((width, v.shape[3]), dim=3)
-                some = partial_attention.forward(q[:, :, rows], keys, values, part.mask, window=circle.window, scale=scale)
+                some = partial_attention.forward(q[:, :, rows], keys, values, part.mask, window=plan.window, scale=scale)
                 out[:, :, rows], total[:, :, rows] = partial_attention.merge(out[:, :, rows], total[:, :, rows], *some)
             if coming is not None:
                 here = coming.arrived()
         out = out.to(v.dtype)
-        ctx.circle, ctx.scale = circle, scale
+        ctx.plan, ctx.scale = plan, scale
         ctx.save_for_backward(q, k, v, out, total)
         return out
 
@@ -138,15 +138,15 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, total = ctx.saved_tensors
-        circle: Circle = ctx.circle
-        ranks, widths = circle.group.size(), (k.shape[3], v.shape[3])
+        plan: RingPlan = ctx.plan
+        ranks, widths = plan.group.size(), (k.shape[3], v.shape[3])
         grad_q = torch.zeros_like(q, dtype=total.dtype)
         here = torch.cat((k, v), dim=3)
-        collected: _Hop | None = None
+        collected: _RingExchange | None = None
         for step in range(ranks):
-            coming = _Hop(here, circle.group) if step < ranks - 1 else None
+            coming = _RingExchange(here, plan.group) if step < ranks - 1 else None
             own = torch.zeros_like(here, dtype=total.dtype)
-            if (part := circle.part(step)) is not None:
+            if (part := plan.part(step)) is not None:
                 rows = part.queries
                 keys, values = here[:, :, part.keys].split(widths, dim=3)
                 some = partial_attention.backward(
@@ -157,7 +157,7 @@ class _Ring(torch.autograd.Function):
                     out[:, :, rows],
                     total[:, :, rows],
                     part.mask,
-                    window=circle.window,
+                    window=plan.window,
                     scale=ctx.scale,
                 )
                 grad_q[:, :, rows] += some[0]
@@ -165,7 +165,7 @@ class _Ring(torch.autograd.Function):
             # The gradients follow their keys one step behind; the last hop brings them home.
             if collected is not None:
                 own += collected.arrived()
-            collected = _Hop(own, circle.group, tag=1)
+            collected = _RingExchange(own, plan.group, tag=1)
             if coming is not None:
                 here = coming.arrived()
         assert collected is not None
@@ -173,7 +173,7 @@ class _Ring(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-class _Hop:
+class _RingExchange:
     """A tensor on its way to the next rank, while the previous rank's comes here.
 
     Two may be on their way at once, keys with values and the gradients that follow them, so each kind has a tag of its own.

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.experts import Mixture
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import SentenceHead
+from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
 from pipeline.models.plan import role
 from pipeline.parallel import collectives
@@ -115,7 +115,7 @@ def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, s
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):
                 setattr(module, name, VocabularyHead(child, pieces[child.weight], group, enter))
-        if isinstance(module, Mixture):  # one region, its router included: the stacks are cut inside it
+        if isinstance(module, MoE):  # one region, its router included: the stacks are cut inside it
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave(output))  # noqa: ARG005 - hook's signature
         if isinstance(module, SentenceHead):  # a region where all ranks compute the same, from the first row of each
@@ -138,4 +138,4 @@ def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:
     """
     if piece.role == "partial":
         return True
-    return sequence and not piece.cut_along("tensor") and ".embed." not in f".{piece.name}"
+    return sequence and not piece.is_sliced_along("tensor") and ".embed." not in f".{piece.name}"

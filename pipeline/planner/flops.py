@@ -6,7 +6,7 @@ import torch
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.encoder_decoder import EncoderDecoder
-from pipeline.layers.experts import mixtures
+from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 from pipeline.models.families import ModelConfig
 
@@ -30,7 +30,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: in
     if isinstance(whole, EncoderDecoder):
         return _of_encoder_decoder(whole, model, sequence_length, sequence_length if decoder_length is None else decoder_length)
     weights = sum(p.numel() for name, p in whole.named_parameters() if p.dim() == 2 and not name.startswith(LOOKED_UP))
-    weights += sum(int(p.numel() * m.router.top_k / len(p)) for m in mixtures(whole) for p in m.experts.parameters())
+    weights += sum(int(p.numel() * m.router.top_k / len(p)) for m in moe_layers(whole) for p in m.experts.parameters())
     if model.tie_embeddings:
         weights += whole.get_parameter("embed.tokens.weight").numel()
     windows = [layer.window for layer in whole.modules() if isinstance(layer, Attention) and layer.window is not None]

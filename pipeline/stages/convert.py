@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from pipeline import artifact
-from pipeline.checkpoint import huggingface, reader
-from pipeline.checkpoint.format import INDEX
+from pipeline.checkpoint import huggingface_export, reader
+from pipeline.checkpoint.native import INDEX
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.special import DECODER_STARTS
@@ -17,7 +17,7 @@ from pipeline.errors import UserError, together
 from pipeline.files import digest, publish_folder
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
-from pipeline.parallel.apply import DTYPES
+from pipeline.parallel.parallelize import DTYPES
 from pipeline.stages.convert_import import import_model
 
 log = logging.getLogger("pipeline")
@@ -62,18 +62,18 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     together(
         lambda: _check_output(output),
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
-        lambda: huggingface.check_weights(checkpoint, model, "stage.checkpoint", path),
+        lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
         lambda: registry.adapter(model),
     )
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
     partial.mkdir(parents=True)
     dtype = DTYPES[stage.dtype]
-    parameters = huggingface.write_weights(partial, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
+    parameters = huggingface_export.write_weights(partial, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
     named = checkpoint.config.get("data", {}).get("decoder_start")
     padding = tokenizer.first_of([named] if named else DECODER_STARTS)
-    huggingface.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
-    huggingface.copy_tokenizer(
+    huggingface_export.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
+    huggingface_export.copy_tokenizer(
         Path(config.tokenizer.path), partial, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )
     files = {file.name: artifact.entry(file) for file in sorted(partial.iterdir())}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import artifact
-from pipeline.checkpoint import format as checkpoints
-from pipeline.checkpoint import huggingface_import, save
-from pipeline.checkpoint.huggingface import TOKENIZER_FILES
+from pipeline.checkpoint import huggingface_import, native, save
+from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
@@ -60,7 +59,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
         )
 
     described = {**dataclasses.asdict(config), "model": dataclasses.asdict(model)}
-    index = checkpoints.Index(checkpoints.Progress(), described, kinds=["weight"])
+    index = native.Index(native.TrainState(), described, kinds=["weight"])
     path = save.save_whole(run_dir, index, weights.fragments(), file_bytes)
     _keep_beside(run_dir / FOLDER, source, settings, {"model": words})
     log.info("convert: wrote %s (%s); continue with stage=pretrain run_dir=%s %s", path, adapter.architecture, run_dir, words)
@@ -68,7 +67,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
 
 def _check_run(run_dir: Path) -> None:
     """An import begins a run. The checkpoint of step 0 may be there: an interrupted import wrote it."""
-    found = [path for path in checkpoints.complete(run_dir) if path != checkpoints.folder_of(run_dir, 0)]
+    found = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, 0)]
     if found:
         raise UserError.of("run_dir", run_dir, f"holds a run already, {found[-1].name}", "choose another run_dir")
 

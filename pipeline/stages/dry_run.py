@@ -13,16 +13,16 @@ from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.blend import phases
-from pipeline.data.load.mixture import Mixture
+from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.errors import UserError
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
 from pipeline.models import registry
 from pipeline.parallel import mesh
-from pipeline.parallel.apply import DTYPES, LocalModel, parallelize
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
 from pipeline.planner.memory import model_state
-from pipeline.training.gradients import is_counted
+from pipeline.training.gradients import is_primary_copy
 
 GIB = 1 << 30
 
@@ -40,7 +40,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if ranks.rank > 0:
         return  # one process imagines, however many were started
     started = time.perf_counter()
-    local, model = imagine(config, job_size(config, ranks.world_size))
+    local, model = init_fake(config, job_size(config, ranks.world_size))
     layout = local.layout
     sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
     lines = [*place(config, layout), *parts(config, local, model), *memory(config, layout, model), *batch(config, layout), "", sbatch]
@@ -48,9 +48,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
 
 
-def imagine(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
+def init_fake(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
     """The mesh and the part of the model, on the meta device, of rank `dry_run.rank` among so many."""
-    device = mesh.start_imaginary(config.dry_run.rank, world_size)
+    device = mesh.init_fake(config.dry_run.rank, world_size)
     try:
         local = mesh.build(Layout.of(config, world_size), device)
         return local, parallelize(config, local)
@@ -76,9 +76,9 @@ def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
         yield f"  {f'stage {index}':<14}{', '.join([blocks, *held])}"
     with torch.device("meta"):
         whole = sum(parameter.numel() for parameter in registry.build(config.model).parameters())
-    counted = sum(parameter.numel() for parameter in model.pieces if is_counted(model, local, parameter))
+    counted = sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, local))
     yield f"  {'parameters':<14}{count(model):,}"
-    yield f"  {'counted here':<14}{counted:,} of {whole:,} (what other ranks of the model hold too counts once)"
+    yield f"  {'primary copies':<14}{counted:,} of {whole:,} (what other ranks of the model hold too counts once)"
 
 
 def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
@@ -109,7 +109,7 @@ def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would need the corpora's sizes
         yield "the blend"
-        for name, count in zip(sorted(config.data.blend), Mixture(phases(config)).counts(samples).tolist(), strict=True):
+        for name, count in zip(sorted(config.data.blend), BlendSchedule(phases(config)).counts(samples).tolist(), strict=True):
             yield f"  {name:<14}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"
 
 

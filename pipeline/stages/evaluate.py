@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import format as checkpoints
+from pipeline.checkpoint import native
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
@@ -29,7 +29,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """
     stage = config.stage
     assert isinstance(stage, Evaluate)
-    path = checkpoints.find(Path(config.run_dir), stage.checkpoint)
+    path = native.find(Path(config.run_dir), stage.checkpoint)
     training_data, data = open_data(config, (ranks.rank, ranks.world_size))
     if data is None:
         rule = "has a validation split shorter than one sequence"
@@ -37,13 +37,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
         trainer = Trainer(config, meshes.build(Layout.of(config, ranks.world_size), device))
-        progress = loop.resume(config, trainer, path, training_data)
-        loss, bits = loop.validate(config, trainer, data, progress.step, None, stage.batches)
+        state = loop.resume(config, trainer, path, training_data)
+        loss, bits = loop.validate(config, trainer, data, state.step, None, stage.batches)
         if ranks.rank == 0:
-            result = {"checkpoint": str(path), "step": progress.step, "validation_loss": loss, "bits_per_byte": bits}
+            result = {"checkpoint": str(path), "step": state.step, "validation_loss": loss, "bits_per_byte": bits}
             with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
                 json.dump(result, handle, indent=1)
             measured = "" if bits is None else f", {bits:.4f} bits a byte"
-            log.info("step %d: validation loss %.4f nats a target%s", progress.step, loss, measured)
+            log.info("step %d: validation loss %.4f nats a target%s", state.step, loss, measured)
     finally:
         meshes.stop()

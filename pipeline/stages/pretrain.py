@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from pipeline import artifact
-from pipeline.checkpoint import format as checkpoints
+from pipeline.checkpoint import native
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
@@ -44,9 +44,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         mesh = meshes.build(Layout.of(config, ranks.world_size), device)
         trainer = Trainer(config, mesh)
-        progress = loop.resume(config, trainer, start, training_data)
-        if progress.step >= config.training.steps:
-            log.info("pretrain: %s has its %d steps, nothing to do", config.run_dir, progress.step)
+        state = loop.resume(config, trainer, start, training_data)
+        if state.step >= config.training.steps:
+            log.info("pretrain: %s has its %d steps, nothing to do", config.run_dir, state.step)
             return
         hosts = _hosts()
         if ranks.rank == 0:
@@ -55,11 +55,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         length = config.training.sequence_length
         flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
         all_peaks = None if peak is None else peak * ranks.world_size
-        with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, progress, length, flops, all_peaks) as metrics:
-            progress = loop.train(config, trainer, training_data, validation_data, progress, metrics)
+        with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
+            state = loop.train(config, trainer, training_data, validation_data, state, metrics)
             metrics.flush()
             if ranks.rank == 0:
-                _write_manifest(config, progress, metrics.last, hosts)
+                _write_manifest(config, state, metrics.last, hosts)
     finally:
         meshes.stop()
 
@@ -90,7 +90,7 @@ def starting_point(config: RunConfig) -> Path | None:
         UserError: the one asked for is not there, or starting anew would mix with checkpoints that are.
     """
     resume, run_dir = config.checkpoint.resume, Path(config.run_dir)
-    found = checkpoints.complete(run_dir)
+    found = native.complete(run_dir)
     if resume == "auto":
         return found[-1] if found else None
     if resume == "none":
@@ -98,7 +98,7 @@ def starting_point(config: RunConfig) -> Path | None:
             rule = f"starts anew, but {run_dir} holds {len(found)} checkpoints, the newest of step {found[-1].name[5:].lstrip('0')}"
             raise UserError.of("checkpoint.resume", resume, rule, "choose another run_dir, or checkpoint.resume=auto to continue")
         return None
-    return checkpoints.find(run_dir, resume, "checkpoint.resume")
+    return native.find(run_dir, resume, "checkpoint.resume")
 
 
 def _hosts() -> list[str]:
@@ -114,10 +114,10 @@ def _write_config(config: RunConfig) -> None:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
 
-def _write_manifest(config: RunConfig, progress: checkpoints.Progress, last: dict[str, Any], hosts: list[str]) -> None:
+def _write_manifest(config: RunConfig, state: native.TrainState, last: dict[str, Any], hosts: list[str]) -> None:
     """What the finished run is: its settings, last numbers, and where it ran."""
     run_dir = Path(config.run_dir)
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
-    totals = {**dataclasses.asdict(progress), "loss": last["loss"], "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    totals = {**dataclasses.asdict(state), "loss": last["loss"], "world_size": len(hosts), "hosts": sorted(set(hosts))}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))

@@ -114,7 +114,7 @@ def _learned(sample: Sample, wanted: TokenizerConfig, sizes: list[int]) -> dict[
 
     if wanted.kind == "bpe":
         largest = tokenizer_training.train(texts, wanted, sizes[-1])
-        return {size: tokenizer_training.cut(largest, size) if size < sizes[-1] else largest for size in sizes}
+        return {size: tokenizer_training.truncate_vocab(largest, size) if size < sizes[-1] else largest for size in sizes}
     return {size: tokenizer_training.train(texts, wanted, size) for size in sizes}
 
 

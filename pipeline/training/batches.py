@@ -32,7 +32,7 @@ class Batches:
 
     def __init__(self, objective: Objective, config: RunConfig, mesh: Mesh) -> None:
         self._objective, self._config, self._device = objective, config, mesh.device
-        self._rank, self._ranks = mesh.layout.share(mesh.where), mesh.layout.shares
+        self._rank, self._ranks = mesh.layout.batch_shard(mesh.where), mesh.layout.batch_shards
         self.stalls = 0
 
     def training(self, first: int, steps: range) -> Iterator[Loaded]:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.parallel.apply import LocalModel
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor import sums_over_tensor
 
@@ -18,7 +18,7 @@ from pipeline.parallel.tensor import sums_over_tensor
 BUCKET_ELEMENTS = 1 << 26
 
 
-def complete(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> None:
+def finalize_gradients(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> None:
     """Make every gradient the mean over what the ranks with other data indices do not see; the mean over these remains.
 
     - A norm on rows that are cut along the sequence, or a weight that tensor ranks hold whole within their region, has a part of its
@@ -30,13 +30,13 @@ def complete(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> None:
     pieces = model.pieces.items()
     if mesh.layout.tensor > 1:
         sum_over(mesh.tensor, ((p, piece) for p, piece in pieces if sums_over_tensor(piece, sequence=sequence_parallel)))
-    if mesh.ends is not None:
-        sum_over(mesh.ends, ((p, piece) for p, piece in pieces if piece.shared == "ends"))
+    if mesh.tied_embedding is not None:
+        sum_over(mesh.tied_embedding, ((p, piece) for p, piece in pieces if piece.shared == "tied_embedding"))
     if mesh.layout.pipeline > 1:
         sum_over(mesh.pipeline, ((p, piece) for p, piece in pieces if piece.shared == "pipeline"))
     if mesh.layout.expert > 1:
-        sum_over(mesh.expert, ((p, piece) for p, piece in pieces if not piece.cut_along("expert")), mean=True)
-        for gradient in (p.grad for p, piece in pieces if piece.cut_along("expert")):
+        sum_over(mesh.expert, ((p, piece) for p, piece in pieces if not piece.is_sliced_along("expert")), mean=True)
+        for gradient in (p.grad for p, piece in pieces if piece.is_sliced_along("expert")):
             if gradient is not None:
                 gradient /= mesh.layout.expert
 
@@ -70,24 +70,20 @@ def _reduce(gradients: list[Tensor], group: ProcessGroup, mean: bool) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def is_counted(model: LocalModel, mesh: Mesh, parameter: nn.Parameter) -> bool:
-    """Whether this rank's copy of a weight stands for it in the global norm and in a checkpoint.
+def is_primary_copy(piece: Piece, mesh: Mesh) -> bool:
+    """Whether this rank's copy of a piece represents it in the global norm and in a checkpoint.
 
-    Pieces always do; what all ranks of an axis hold whole counts on the first of them; what another stage holds too counts there.
+    A sliced piece always does. A weight that every rank of an axis holds whole is represented by the first of them, and one that several
+    pipeline stages hold by the first stage.
     """
-    return counts(model.pieces[parameter], mesh)
-
-
-def counts(piece: Piece, mesh: Mesh) -> bool:
-    """Whether this rank's copy of a piece is the one that counts, as `is_counted` says."""
-    whole = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
-    return not piece.copy and all(piece.cut_along(axis) or index == 0 for axis, index in whole.items())
+    index = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
+    return not piece.copy and all(piece.is_sliced_along(axis) or place == 0 for axis, place in index.items())
 
 
 def global_norm(model: LocalModel, mesh: Mesh) -> Tensor:
     """The 2-norm of the whole model's gradient, after the reduction over data: a 0-dim fp32 tensor, the same on every rank."""
-    counted = [p.grad for p in model.pieces if p.grad is not None and is_counted(model, mesh, p)]
-    norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=mesh.device)
+    primary = [p.grad for p, piece in model.pieces.items() if p.grad is not None and is_primary_copy(piece, mesh)]
+    norms = torch.stack(torch._foreach_norm(primary)) if primary else torch.zeros(1, device=mesh.device)
     square = norms.square().sum()
     if mesh.model.size() > 1:
         dist.all_reduce(square, group=mesh.model)

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint import save
-from pipeline.checkpoint.format import Index, Progress
+from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.progress import Progress as Bar
+from pipeline.progress import Progress
 from pipeline.training.batches import Batches
 from pipeline.training.metrics import Metrics
 from pipeline.training.trainer import Trainer
@@ -31,48 +31,48 @@ def train(
     trainer: Trainer,
     training_data: Objective,
     validation_data: Objective | None,
-    progress: Progress,
+    state: TrainState,
     metrics: Metrics,
-) -> Progress:
-    """Train from `progress` to the configured number of steps.
+) -> TrainState:
+    """Train from `state` to the configured number of steps.
 
     Args:
         config: of the run.
-        trainer: with the state that belongs to `progress`.
+        trainer: with the state that belongs to `state`.
         training_data: the train split.
         validation_data: the validation split, None if there is none.
-        progress: where to continue.
+        state: where to continue.
         metrics: where the numbers go.
 
     Returns:
-        The progress at the end.
+        The state at the end.
     """
     training, checkpoint = config.training, config.checkpoint
     batches = Batches(training_data, config, trainer.mesh)
     started = time.monotonic()
-    with Bar(training.steps - progress.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
-        for tokens, batch in batches.training(progress.samples, range(progress.step, training.steps)):
+    with Progress(training.steps - state.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
+        for tokens, batch in batches.training(state.samples, range(state.step, training.steps)):
             waited = time.monotonic() - started
             loss, result = trainer.train(tokens, batch)
-            size = warmup.batch_size(training, progress.step)
-            progress = Progress(progress.step + 1, progress.samples + size, progress.updates)
+            size = warmup.batch_size(training, state.step)
+            state = TrainState(state.step + 1, state.samples + size, state.updates)
             now = time.monotonic()
-            metrics.add(progress, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": batches.stalls})
+            metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": batches.stalls})
             started = now
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 
-            last = progress.step == training.steps
-            if validation_data is not None and (last or (training.validate_every and progress.step % training.validate_every == 0)):
-                validate(config, trainer, validation_data, progress.step, metrics, training.validation_batches)
+            last = state.step == training.steps
+            if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
+                validate(config, trainer, validation_data, state.step, metrics, training.validation_batches)
                 started = time.monotonic()
-            if last or (checkpoint.every and progress.step % checkpoint.every == 0):
+            if last or (checkpoint.every and state.step % checkpoint.every == 0):
                 metrics.flush()
-                progress = dataclasses.replace(progress, updates=trainer.engine.updates())
-                index = Index(progress, dataclasses.asdict(config), blend.fingerprint(config, training_data.samples, progress.samples))
+                state = dataclasses.replace(state, updates=trainer.engine.updates())
+                index = Index(state, dataclasses.asdict(config), blend.fingerprint(config, training_data.samples, state.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
-                log.info("step %d: wrote %s", progress.step, path)
+                log.info("step %d: wrote %s", state.step, path)
                 started = time.monotonic()
-    return progress
+    return state
 
 
 def validate(
@@ -89,7 +89,7 @@ def validate(
     count = whole if batches is None else min(batches, whole)
     source = Batches(data, config, trainer.mesh)
     total = torch.zeros((), device=trainer.mesh.device)
-    with Bar(count, "validate", "batch", trainer.mesh.rank) as bar:
+    with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
         for tokens, batch in source.validation(count):
             total += trainer.evaluate(tokens, batch)
             bar.advance(1)
@@ -100,7 +100,7 @@ def validate(
     return loss, bits
 
 
-def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> Progress:
+def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> TrainState:
     """Read a checkpoint into the trainer; the beginning when there is none.
 
     The checkpoint must have seen what the samples that it consumed are now.
@@ -109,12 +109,12 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
         UserError: it belongs to another model or other data, or is corrupt.
     """
     if path is None:
-        return Progress()
+        return TrainState()
     checkpoint = Checkpoint(path)
-    seen = blend.fingerprint(config, training_data.samples, checkpoint.progress.samples)
+    seen = blend.fingerprint(config, training_data.samples, checkpoint.train_state.samples)
     save.check_same_run(checkpoint, dataclasses.asdict(config), seen)
     save.load(checkpoint, trainer.engine.fragments())
-    trainer.engine.loaded(checkpoint.progress.updates)
+    trainer.engine.loaded(checkpoint.train_state.updates)
     dist.barrier()
-    log.info("continuing from %s: step %d, %d samples", path, checkpoint.progress.step, checkpoint.progress.samples)
-    return checkpoint.progress
+    log.info("continuing from %s: step %d, %d samples", path, checkpoint.train_state.step, checkpoint.train_state.samples)
+    return checkpoint.train_state

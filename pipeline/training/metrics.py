@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.format import Progress
+from pipeline.checkpoint.native import TrainState
 from pipeline.config.schema import RunConfig
-from pipeline.training.state import StepResult
+from pipeline.training.engine import StepResult
 
 log = logging.getLogger("pipeline")
 
@@ -27,7 +27,7 @@ FILE = "metrics.jsonl"
 class _Pending:
     """A step whose numbers may still be on their way from the device."""
 
-    progress: Progress
+    state: TrainState
     values: Tensor
     samples: int
     seconds: float
@@ -52,7 +52,7 @@ class Metrics:
     """
 
     def __init__(
-        self, config: RunConfig, rank: int, resumed: Progress, tokens_per_sample: int, flops_per_token: float, peak_flops: float | None
+        self, config: RunConfig, rank: int, resumed: TrainState, tokens_per_sample: int, flops_per_token: float, peak_flops: float | None
     ) -> None:
         self._rank, self._config = rank, config
         self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
@@ -66,11 +66,11 @@ class Metrics:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             self._wandb = _start_wandb(config, resumed.step)
 
-    def add(self, progress: Progress, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
+    def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
         """Note a step that was just queued, and write the one before it.
 
         Args:
-            progress: after the step.
+            state: after the step.
             loss: mean loss of the global batch, 0-dim.
             result: of the step.
             samples: of its global batch.
@@ -86,7 +86,7 @@ class Metrics:
             values = values.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        previous, self._pending = self._pending, _Pending(progress, values, samples, seconds, ready, tuple(result.more), extra)
+        previous, self._pending = self._pending, _Pending(state, values, samples, seconds, ready, tuple(result.more), extra)
         if previous is not None:
             self._write(previous)
 
@@ -116,11 +116,11 @@ class Metrics:
         loss, norm, lr, skipped, *more = pending.values.tolist()
         self._skipped_before += int(skipped)
         rate = pending.samples * self._tokens_per_sample / pending.seconds
-        step = pending.progress.step
+        step = pending.state.step
         self._last = {
             "step": step,
-            "samples": pending.progress.samples,
-            "tokens": pending.progress.samples * self._tokens_per_sample,
+            "samples": pending.state.samples,
+            "tokens": pending.state.samples * self._tokens_per_sample,
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
@@ -136,8 +136,8 @@ class Metrics:
             log.warning("step %d was skipped: the gradient is not finite (%d skipped so far)", step, self._skipped_before)
         if step % self._config.tracking.log_every == 0 or step == self._steps:
             before, since = self._last_log
-            mean = (pending.progress.samples - before) * self._tokens_per_sample / max(time.monotonic() - since, 1e-9)
-            self._last_log = (pending.progress.samples, time.monotonic())
+            mean = (pending.state.samples - before) * self._tokens_per_sample / max(time.monotonic() - since, 1e-9)
+            self._last_log = (pending.state.samples, time.monotonic())
             log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s", step, self._steps, loss, norm, lr, f"{mean:,.0f}")
 
     def _emit(self, line: dict[str, Any]) -> None:

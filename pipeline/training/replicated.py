@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.fragment import Fragment
 from pipeline.config.schema import RunConfig
-from pipeline.parallel.apply import LocalModel
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.pieces import Fragment
+from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradients
+from pipeline.training.engine import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
 from pipeline.training.optimizer import adamw, decay_groups, learning_rate
-from pipeline.training.state import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
 
 
 class ReplicatedEngine(Engine):
@@ -45,7 +45,7 @@ class ReplicatedEngine(Engine):
     def accumulate(self) -> Iterator[None]:
         """See Engine."""
         yield
-        gradients.complete(self.model, self._mesh, sequence_parallel=self._sequence_parallel)
+        gradients.finalize_gradients(self.model, self._mesh, sequence_parallel=self._sequence_parallel)
         gradients.sum_over(self._mesh.data, self.model.pieces.items(), mean=True)
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class ReplicatedEngine(Engine):
                 self.model.pieces[parameter],
                 0,
                 {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in MOMENTS}},
-                owned=first and gradients.is_counted(self.model, self._mesh, parameter),
+                owned=first and gradients.is_primary_copy(self.model.pieces[parameter], self._mesh),
             )
             for parameter, master in zip(self._parameters, self._masters, strict=True)
         ]

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.layers.experts import Mixture, mixtures
-from pipeline.parallel.apply import LocalModel
+from pipeline.layers.moe import MoE, moe_layers
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import LocalModel
 
 
 class RoutingWatch:
@@ -21,7 +21,7 @@ class RoutingWatch:
     """
 
     def __init__(self, model: LocalModel, mesh: Mesh, experts: int) -> None:
-        self._mixtures: list[Mixture] = list(mixtures(model))
+        self._moe_layers: list[MoE] = list(moe_layers(model))
         self._mesh, self._experts = mesh, experts
 
     @torch.no_grad()
@@ -52,10 +52,10 @@ class RoutingWatch:
         return {"router_entropy": sums[0] / layers, "router_load_max": most, "router_dropped": sums[1] / layers, "aux_loss": sums[2]}
 
     def _global_records(self) -> Tensor:
-        """Mixture.record of each layer of this rank, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
-        records = torch.zeros(len(self._mixtures), self._experts + 4, device=self._mesh.device)
-        for row, mixture in zip(records, self._mixtures, strict=True):
-            record = mixture.take_record()
+        """MoE.record of each layer of this rank, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
+        records = torch.zeros(len(self._moe_layers), self._experts + 4, device=self._mesh.device)
+        for row, moe in zip(records, self._moe_layers, strict=True):
+            record = moe.take_record()
             if record is not None:
                 row.copy_(record)
         for group in (self._mesh.data, self._mesh.expert):  # the tensor ranks have the same record
@@ -65,7 +65,7 @@ class RoutingWatch:
 
     def _correct(self, load: Tensor, counts: Tensor) -> None:
         """Raise the bias of experts below the mean load by a step, lower it above (Wang et al. 2024, https://arxiv.org/abs/2408.15664)."""
-        for row, mixture in zip(load, self._mixtures, strict=True):
-            bias = mixture.router.bias
+        for row, moe in zip(load, self._moe_layers, strict=True):
+            bias = moe.router.bias
             if bias is not None:
-                bias.add_(counts * mixture.router.correction_step * (row.mean() - row).sign())
+                bias.add_(counts * moe.router.bias_update_speed * (row.mean() - row).sign())

@@ -11,12 +11,11 @@ from torch import Tensor
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
-from pipeline.parallel.apply import LocalModel, parallelize
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.pipeline import Pipeline
-from pipeline.training.engine import build_engine
+from pipeline.parallel.parallelize import LocalModel, parallelize
+from pipeline.parallel.schedules import Pipeline
+from pipeline.training.engine import StepResult, build_engine
 from pipeline.training.routing import RoutingWatch
-from pipeline.training.state import StepResult
 
 
 class Trainer:
@@ -80,4 +79,4 @@ class Trainer:
             return loss
         total = loss.clone() if self.mesh.where.tensor == 0 else torch.zeros_like(loss)
         dist.all_reduce(total)
-        return total / (self.mesh.layout.shares * self.mesh.layout.context)
+        return total / (self.mesh.layout.batch_shards * self.mesh.layout.context)

@@ -1,4 +1,4 @@
-"""From the configuration to samples: which corpora, in which mixture, how often each is read."""
+"""From the configuration to samples: which corpora, in which schedule, how often each is read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipeline import artifact
 from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig
 from pipeline.config.schema import RunConfig
+from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
 from pipeline.data.load.infill import Infill, sentinel_ids
 from pipeline.data.load.loader import Corpus, Samples, Sequences, Source, Windows, too_short
-from pipeline.data.load.mixture import Mixture, Phase, units
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.stream import TokenStream
 from pipeline.errors import UserError, Violation
@@ -49,8 +49,8 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
     for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
         if count < 1:
             raise too_short("train", corpus.name or data.tokens, length, corpus.total("tokens"))
-    mixture = Mixture(phases(config, sequences.counts.tolist())) if data.blend else None
-    return Samples(corpora, stream, sequences, config.training.seed, mixture, _infill(config, corpora[0]))
+    schedule = BlendSchedule(phases(config, sequences.counts.tolist())) if data.blend else None
+    return Samples(corpora, stream, sequences, config.training.seed, schedule, _infill(config, corpora[0]))
 
 
 def check_epochs(config: RunConfig, samples: Source) -> None:
@@ -59,11 +59,11 @@ def check_epochs(config: RunConfig, samples: Source) -> None:
     Raises:
         UserError: one is read more often than it may be. To go on with other weights in silence would be another blend.
     """
-    if samples.mixture is None:
+    if samples.schedule is None:
         return
     training, total = config.training, warmup.samples(config.training, config.training.steps)
     problems = []
-    for name, taken, count in zip(sorted(config.data.blend), samples.mixture.counts(total).tolist(), samples.counts.tolist(), strict=True):
+    for name, taken, count in zip(sorted(config.data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
         most = config.data.blend[name].max_epochs
         log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
         if most is not None and taken > most * count:

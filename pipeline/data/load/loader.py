@@ -2,7 +2,7 @@
 
 A corpus' shards, in the order of their names, are one stream of tokens. Window j is tokens[j * T : j * T + T + 1] with T the sequence
 length. Training visits the windows of an epoch in the order of a permutation that (seed, corpus, epoch) names; validation goes straight
-through. With several corpora, a mixture says which corpus each sample is of.
+through. With several corpora, a schedule says which corpus each sample is of.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import xxhash
 
 from pipeline import artifact
 from pipeline.artifact import Manifest
+from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.data.load.boundaries import cumulative_lengths
 from pipeline.data.load.infill import Infill
-from pipeline.data.load.mixture import Mixture
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard
@@ -73,16 +73,16 @@ class Source(Protocol):
     """What training samples are made of, as far as a run must know it.
 
     Attributes:
-        corpora: one, or several with a mixture.
+        corpora: one, or several with a schedule.
         counts: (corpora,) int64, samples of each: an epoch.
-        mixture: which corpus a sample is of; None with one corpus.
+        schedule: which corpus a sample is of; None with one corpus.
         end_of_document: id of the token that closes every document.
         vocab_size: one more than the largest token id.
     """
 
     corpora: Sequence[Corpus]
     counts: np.ndarray
-    mixture: Mixture | None
+    schedule: BlendSchedule | None
     end_of_document: int
     vocab_size: int
 
@@ -116,10 +116,10 @@ class Windows:
 
 
 class Samples(Source):
-    """Samples of one corpus, or of several in a mixture.
+    """Samples of one corpus, or of several in a blend.
 
     Attributes:
-        corpora: one, or several with a mixture.
+        corpora: one, or several with a schedule.
         counts: (corpora,) int64, samples of each: an epoch.
         end_of_document: id of the token that closes every document.
         vocab_size: one more than the largest token id.
@@ -132,21 +132,21 @@ class Samples(Source):
         stream: TokenStream,
         sequences: Sequences,
         seed: int | None,
-        mixture: Mixture | None = None,
+        schedule: BlendSchedule | None = None,
         infill: Infill | None = None,
     ) -> None:
         """Put the parts together.
 
         Args:
-            corpora: one, or several with a mixture; made with one tokenizer.
+            corpora: one, or several with a schedule; made with one tokenizer.
             stream: of all their shards, in order.
             sequences: what the corpora are cut into.
             seed: of the order; None goes straight through.
-            mixture: which corpus a sample is of.
+            schedule: which corpus a sample is of.
             infill: puts documents together anew for fill-in-the-middle.
         """
-        assert len(corpora) == 1 or mixture is not None
-        self.corpora, self.stream, self.counts, self.mixture = corpora, stream, sequences.counts, mixture
+        assert len(corpora) == 1 or schedule is not None
+        self.corpora, self.stream, self.counts, self.schedule = corpora, stream, sequences.counts, schedule
         self._sequences, self._shuffled, self._infill = sequences, seed is not None, infill
         self._seeds = np.array([corpus.order_seed(seed or 0) & ((1 << 64) - 1) for corpus in corpora], dtype=np.uint64)
         self.end_of_document = int(corpora[0].totals["end_of_document"])
@@ -166,7 +166,7 @@ class Samples(Source):
             UserError: a shard is missing, truncated or found to be corrupt; it is named.
         """
         indices = np.asarray(indices, dtype=np.int64)
-        corpora, ordinals = (np.zeros(1, dtype=np.int64), indices) if self.mixture is None else self.mixture.place(indices)
+        corpora, ordinals = (np.zeros(1, dtype=np.int64), indices) if self.schedule is None else self.schedule.place(indices)
         counts = self.counts[corpora]
         epochs, places = np.divmod(ordinals, counts)
         if self._shuffled:

@@ -81,7 +81,7 @@ def _surround(tokenizer: Tokenizer, end_of_document: str) -> None:
             return
 
 
-def cut(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+def truncate_vocab(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     """The BPE tokenizer that the same text would have yielded for a smaller vocabulary: the last merges go.
 
     Args:

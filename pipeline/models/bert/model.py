@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Attention, Scope
+from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding
 from pipeline.layers.masked_head import MaskedHead
@@ -16,7 +16,7 @@ from pipeline.models.bert.config import BertConfig
 class Encoder(Stack):
     """A Stack whose head also learns which sentences follow each other."""
 
-    def finish(self, x: Tensor, scope: Scope, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
+    def finish(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
         """See Stack."""
         assert self.head is not None
         return self.head(x, batch.get("targets"), batch.get("loss_scale"), batch.get("next_sentence"))

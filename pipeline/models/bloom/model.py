@@ -7,7 +7,7 @@ from torch import nn
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mlp import MLP
-from pipeline.layers.position_bias import Slopes
+from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.recipes import scaled_residual
@@ -32,7 +32,7 @@ def build(config: BloomConfig) -> Stack:
         blocks=[block() for _ in range(config.layers)],
         norm=norm(),
         head=OutputHead(config.vocab_size, config.hidden),
-        slopes=Slopes(config.heads),
+        slopes=AlibiSlopes(config.heads),
         tie_embeddings=config.tie_embeddings,
     )
 

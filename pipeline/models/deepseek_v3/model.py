@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Scope
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.experts import Experts, Mixture, SharedMixture
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.mlp import GatedMLP
-from pipeline.layers.multi_token import Depth, MultiTokenHead
+from pipeline.layers.moe import Experts, MoE, SharedExpertMoE
+from pipeline.layers.multi_token import MTPModule, MultiTokenHead
 from pipeline.layers.rope_scaling import Scaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import Balance, Router
@@ -22,11 +22,11 @@ from pipeline.models.deepseek_v3.config import DeepseekV3Config
 class DeepseekV3(Stack):
     """A stack whose head has blocks of its own."""
 
-    def finish(self, x: Tensor, scope: Scope, batch: Batch) -> Tensor:
+    def finish(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
         """See Stack."""
         assert self.head is not None
         assert self.norm is not None
-        return self.head(self.norm(x), scope, batch.get("targets"), batch.get("loss_scale"))
+        return self.head(self.norm(x), context, batch.get("targets"), batch.get("loss_scale"))
 
 
 def build(config: DeepseekV3Config) -> DeepseekV3:
@@ -37,31 +37,31 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
         return LatentAttention(
             config.hidden,
             config.heads,
-            query_rank=config.query_rank,
-            key_value_rank=config.key_value_rank,
-            plain_dim=config.plain_dim,
-            rotary_dim=config.rotary_dim,
-            value_dim=config.value_dim,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
             score_factor=scaling.score_factor,
         )
 
-    def mixture() -> SharedMixture:
+    def moe() -> SharedExpertMoE:
         router = Router(
             config.hidden,
             config.experts,
             config.top_k,
             scoring="sigmoid",
-            normalise=config.normalise_weights,
-            factor=config.routed_factor,
+            normalise=config.norm_topk_prob,
+            factor=config.routed_scaling_factor,
             correction=True,
-            correction_step=config.bias_step,
+            bias_update_speed=config.bias_update_speed,
             groups=config.groups,
-            groups_chosen=config.groups_chosen,
+            topk_group=config.topk_group,
         )
-        routed = Mixture(
+        routed = MoE(
             router, Experts(config.experts, config.hidden, config.expert_ffn_hidden), balance=Balance(sequence=config.balance_loss)
         )
-        return SharedMixture(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
+        return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
 
     def block(mlp: nn.Module) -> Block:
         return Block(
@@ -72,17 +72,17 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
         )
 
     embed = Embedding(config.vocab_size, config.hidden)
-    depths = [Depth(config.hidden, config.norm_eps, block(mixture())) for _ in range(config.mtp_depth)]
+    depths = [MTPModule(config.hidden, config.norm_eps, block(moe())) for _ in range(config.mtp_depth)]
     dense, rest = config.dense_layers, config.layers - config.dense_layers
     return DeepseekV3(
         embed=embed,
         blocks=[
             *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(dense)),
-            *(block(mixture()) for _ in range(rest)),
+            *(block(moe()) for _ in range(rest)),
         ],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths, config.mtp_loss),
-        rotary=Rotary(config.rotary_dim, config.max_positions, config.rope_theta, scaling),
+        rotary=Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling),
         tie_embeddings=config.tie_embeddings,
     )
 

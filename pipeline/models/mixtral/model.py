@@ -6,7 +6,7 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.experts import Experts, Mixture
+from pipeline.layers.moe import Experts, MoE
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import Balance, Router
 from pipeline.layers.stack import Block, Stack
@@ -22,7 +22,7 @@ def build(config: MixtralConfig) -> Stack:
             attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
             attention=Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, bias=False, window=config.window),
             mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
-            mlp=Mixture(
+            mlp=MoE(
                 Router(config.hidden, config.experts, config.top_k),
                 Experts(config.experts, config.hidden, config.ffn_hidden),
                 balance=Balance(batch=config.balance_loss, z=config.z_loss),

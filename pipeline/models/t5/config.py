@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
-from pipeline.models.halves import Halves
+from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 
 
 @dataclass
-class T5Config(Halves):
+class T5Config(EncoderDecoderSizes):
     """Encoder-decoder with RMSNorm, relative positions in buckets and no biases; T5 1.1 is gated and has a head of its own."""
 
     family: str = knob("t5", "model family", choices=("t5",))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
-from pipeline.models.halves import Halves
+from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.models.rules import heads_violations
 
 
 @dataclass
-class TransformerConfig(Halves):
+class TransformerConfig(EncoderDecoderSizes):
     """Encoder-decoder with post-norm LayerNorm, ReLU, sinusoidal positions and one matrix for all embeddings."""
 
     family: str = knob("transformer", "model family", choices=("transformer",))

@@ -31,7 +31,7 @@ class TokenizedPairs(Source):
         totals = {"tokenizer": encoder.fingerprint, "end_of_document": encoder.end_of_document, "vocab_size": encoder.vocab_size}
         self.corpora = [Corpus("", [], totals, files.fingerprint)]
         self.counts = np.array([files.pairs], dtype=np.int64)
-        self.mixture = None
+        self.schedule = None
         self.vocab_size, self.end_of_document = encoder.vocab_size, encoder.end_of_document
 
     def pairs(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -13,7 +13,7 @@ from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.families import ModelConfig
 from pipeline.models.plan import role
-from pipeline.parallel.pieces import Piece, cut
+from pipeline.parallel.pieces import Piece, slice_weight
 
 
 def take_stage(model: Stack, layout: Layout, stage: int) -> Stack:
@@ -42,7 +42,7 @@ def replace_weights(stages: Iterable[nn.Module], new: Callable[[str, nn.Paramete
                 setattr(module, leaf, done[parameter])
 
 
-def cut_weights(stages: dict[int, Stack], config: ModelConfig, layout: Layout, where: Coordinates) -> dict[nn.Parameter, Piece]:
+def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Layout, where: Coordinates) -> dict[nn.Parameter, Piece]:
     """Replace every weight (on the meta device) by this rank's piece of it.
 
     A weight that stands in the model under two names, or in every stage, becomes one parameter a rank.
@@ -64,10 +64,12 @@ def cut_weights(stages: dict[int, Stack], config: ModelConfig, layout: Layout, w
     def piece_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
         name = aliases.get(name, name)
         if name not in made:
-            piece = cut(name, tuple(parameter.shape), role(plan, name), axes)
+            piece = slice_weight(name, tuple(parameter.shape), role(plan, name), axes)
             shared = ""
-            if layout.pipeline > 1:
-                shared = "ends" if name in aliases.values() else "pipeline" if any(fnmatchcase(name, p) for p in everywhere) else ""
+            if layout.pipeline > 1 and name in aliases.values():
+                shared = "tied_embedding"
+            elif layout.pipeline > 1 and any(fnmatchcase(name, pattern) for pattern in everywhere):
+                shared = "pipeline"
             made[name] = nn.Parameter(parameter.new_empty(piece.shape), requires_grad=parameter.requires_grad)
             pieces[made[name]] = replace(piece, shared=shared, copy=bool(shared) and 0 not in stages)
         return made[name]

@@ -19,8 +19,8 @@ from pipeline.layers.init import initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, tensor
-from pipeline.parallel.cut import cut_weights, replace_weights, take_stage
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.partition import partition_weights, replace_weights, take_stage
 from pipeline.parallel.pieces import Piece
 
 #: training.attention -> what computes it
@@ -56,7 +56,7 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
 
     On the meta device (the dry run) nothing is filled.
     """
-    model = cut_model(config, mesh.layout, mesh.rank)
+    model = partition_model(config, mesh.layout, mesh.rank)
     plan = registry.plan(config.model)
     for stage in model.parts():
         if mesh.layout.tensor > 1:
@@ -83,12 +83,12 @@ def attention_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "core")]
 
 
-def cut_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
+def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     """The rank's stages with the rank's pieces of every weight, on the meta device. Needs no process group."""
     where = layout.coordinates(rank)
     with torch.device("meta"):
         stages = {index: take_stage(registry.build(config.model), layout, index) for index in layout.stages(where.pipeline)}
-        return LocalModel(stages, cut_weights(stages, config.model, layout, where))
+        return LocalModel(stages, partition_weights(stages, config.model, layout, where))
 
 
 def fill(model: LocalModel, config: RunConfig, device: torch.device) -> None:
@@ -119,7 +119,7 @@ def initial_piece(piece: Piece, std: float | None, seed: int) -> Tensor:
     if len(piece.full_shape) < 3:
         return piece.of(initial_tensor(piece.name, piece.full_shape, std, seed))
     first = piece.start(0)
-    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in piece.cuts if cut.dim > 0)
+    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in piece.slices if cut.dim > 0)
     matrices = (Piece(f"{piece.name}.{index}", piece.full_shape[1:], cuts) for index in range(first, first + piece.shape[0]))
     return torch.stack([matrix.of(initial_tensor(matrix.name, matrix.full_shape, std, seed)) for matrix in matrices])
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.layers.attention import Scope
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import Balance, Router, Routing
 
@@ -69,7 +69,7 @@ def grouped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     """Routed experts. A token's output is the weighted sum of its experts' outputs.
 
     Args:
@@ -95,13 +95,13 @@ class Mixture(nn.Module):
         self.record: Tensor | None = None
 
     @torch.compiler.disable  # the split into experts has other sizes each time
-    def forward(self, x: Tensor, scope: Scope | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """(batch, sequence, hidden) -> the same; padding tokens (document -1) go to no expert and get zeros."""
-        documents = scope.mask.documents if scope is not None else None
+        documents = context.mask.documents if context is not None else None
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
-        count = routing.shares.shape[1]
+        count = routing.probs.shape[1]
         chosen = routing.experts.masked_fill(~real.view(-1, 1), count)
         if self.capacity_factor is not None:
             chosen = within_capacity(chosen, count, math.ceil(self.capacity_factor * chosen.numel() / count))
@@ -132,10 +132,10 @@ class Mixture(nn.Module):
         if not torch.is_grad_enabled():
             return y
         loss = self.balance.loss(routing, real, self.total)
-        count = routing.shares.shape[1]
+        count = routing.probs.shape[1]
         with torch.no_grad():
             tokens = real.sum().clamp(min=1)
-            entropy = (torch.special.entr(routing.shares).sum(dim=1) * real.flatten()).sum() / tokens
+            entropy = (torch.special.entr(routing.probs).sum(dim=1) * real.flatten()).sum() / tokens
             load = loads(chosen, count)
             dropped = 1 - load.sum() / (tokens * chosen.shape[1])
             record = torch.cat([load, torch.stack([entropy, dropped, loss.detach(), torch.ones_like(loss)])]).float()
@@ -148,21 +148,21 @@ class Mixture(nn.Module):
         return record
 
 
-class SharedMixture(nn.Module):
+class SharedExpertMoE(nn.Module):
     """Routed experts beside one that every token goes through (Dai et al. 2024, https://arxiv.org/abs/2401.06066)."""
 
-    def __init__(self, routed: Mixture, shared: nn.Module) -> None:
+    def __init__(self, routed: MoE, shared: nn.Module) -> None:
         super().__init__()
         self.routed, self.shared = routed, shared
 
-    def forward(self, x: Tensor, scope: Scope | None = None) -> Tensor:
-        """As Mixture."""
-        return self.routed(x, scope) + self.shared(x)
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """As MoE."""
+        return self.routed(x, context) + self.shared(x)
 
 
-def mixtures(model: nn.Module) -> Iterator[Mixture]:
+def moe_layers(model: nn.Module) -> Iterator[MoE]:
     """The mixtures of a model, in order."""
-    return (module for module in model.modules() if isinstance(module, Mixture))
+    return (module for module in model.modules() if isinstance(module, MoE))
 
 
 def loads(chosen: Tensor, count: int) -> Tensor:
@@ -224,12 +224,12 @@ class _Join(torch.autograd.Function):
     """A layer's output unchanged; its backward pass, which runs once however often the forward pass is recomputed, adds a loss."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, mixture: Mixture, record: Tensor) -> Tensor:
-        ctx.mixture, ctx.record, ctx.of = mixture, record, loss.new_full((), mixture.loss_scale)
+    def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
+        ctx.moe, ctx.record, ctx.of = moe, record, loss.new_full((), moe.loss_scale)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        before = ctx.mixture.record
-        ctx.mixture.record = ctx.record if before is None else before + ctx.record
+        before = ctx.moe.record
+        ctx.moe.record = ctx.record if before is None else before + ctx.record
         return grad, ctx.of, None, None

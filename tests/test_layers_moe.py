@@ -6,17 +6,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.layers.attention import Scope
-from pipeline.layers.experts import Experts, Mixture, grouped, loads, looped, mixtures, within_capacity
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
+from pipeline.layers.moe import Experts, MoE, grouped, loads, looped, moe_layers, within_capacity
 from pipeline.layers.router import Balance, Router
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
 
 
-def mixture(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, balance=None, capacity_factor=None, **options):
+def moe(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, balance=None, capacity_factor=None, **options):
     """A layer with random weights."""
-    layer = Mixture(
+    layer = MoE(
         Router(HIDDEN, experts, top_k, **options), Experts(experts, HIDDEN, FFN), balance=balance, capacity_factor=capacity_factor
     ).to(dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ def tokens(batch=2, sequence=6, *, seed=1, dtype=torch.float64):
 def naive(layer, x):
     """Every token through every expert, weighted by what the router says; zero for those not chosen."""
     routing = layer.router(x.flatten(0, 1))
-    dense = torch.zeros_like(routing.shares).scatter_add(1, routing.experts, routing.weights).view(*x.shape[:2], -1)
+    dense = torch.zeros_like(routing.probs).scatter_add(1, routing.experts, routing.weights).view(*x.shape[:2], -1)
     gate, up, down = layer.experts.gate, layer.experts.up, layer.experts.down
     inner = F.silu(torch.einsum("bth,efh->btef", x, gate)) * torch.einsum("bth,efh->btef", x, up)
     return torch.einsum("btef,ehf,bte->bth", inner, down, dense)
@@ -57,9 +57,9 @@ def value_and_gradients(function, layer, x):
     st.booleans(),
 )
 def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalise):
-    layer = mixture(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalise=normalise, factor=1.5)
+    layer = moe(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalise=normalise, factor=1.5)
     x = tokens(batch, sequence, seed=seed)
-    for ours, theirs in zip(value_and_gradients(Mixture.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
+    for ours, theirs in zip(value_and_gradients(MoE.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -67,13 +67,13 @@ def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, norma
     "options", [{}, {"capacity_factor": 0.7}, {"balance": Balance(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction": True}]
 )
 def test_gradients_are_those_of_the_function(options):
-    layer = mixture(**options)
+    layer = moe(**options)
     balance, layer.balance = layer.balance, Balance()
     documents = torch.tensor([[0, 0, 0, 1, 1, -1], [0] * 6])
     parameters = [p for p in layer.parameters() if p.requires_grad]
 
     def run(x, *_):
-        y = layer(x, Scope(Mask(documents=documents)))
+        y = layer(x, AttentionContext(Mask(documents=documents)))
         routing = layer.router(x.flatten(0, 1))
         return y, balance.loss(routing, documents >= 0)
 
@@ -100,9 +100,9 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
 
 def test_undefined_rows_reach_nothing(monkeypatch):
     """Rows of no expert stay out of values and gradients, whatever the product leaves in them."""
-    layer = mixture(dtype=torch.float32, capacity_factor=0.5)
+    layer = moe(dtype=torch.float32, capacity_factor=0.5)
     x = tokens(dtype=torch.float32)
-    right = value_and_gradients(Mixture.__call__, layer, x)
+    right = value_and_gradients(MoE.__call__, layer, x)
 
     class Spoilt(torch.autograd.Function):
         @staticmethod
@@ -122,42 +122,42 @@ def test_undefined_rows_reach_nothing(monkeypatch):
     monkeypatch.setattr(
         Experts, "forward", lambda self, rows, counts: Spoilt.apply(forward(self, Spoilt.apply(rows, len(rows)), counts), int(counts.sum()))
     )
-    for one, other in zip(value_and_gradients(Mixture.__call__, layer, x), right, strict=True):
+    for one, other in zip(value_and_gradients(MoE.__call__, layer, x), right, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_all_tokens_to_one_expert():
-    layer = mixture(top_k=1)
+    layer = moe(top_k=1)
     with torch.no_grad():
         layer.router.weight.zero_()
     x = tokens()
     assert layer.router(x.flatten(0, 1)).experts.tolist() == [[0]] * 12, "of equal scores the first wins"
-    values = value_and_gradients(Mixture.__call__, layer, x)
+    values = value_and_gradients(MoE.__call__, layer, x)
     torch.testing.assert_close(values[0], naive(layer, x))
     assert all((gradient[1:] == 0).all() for gradient in values[3:]), "experts without tokens have a gradient of zeros"
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_ties_go_to_the_lowest_index(groups):
-    router = Router(HIDDEN, 64, 3, groups=groups, groups_chosen=min(groups, 2))
+    router = Router(HIDDEN, 64, 3, groups=groups, topk_group=min(groups, 2))
     torch.nn.init.zeros_(router.weight)
     assert (router(tokens().flatten(0, 1).float()).experts == torch.tensor([0, 1, 2])).all()
 
 
 def test_padding_goes_nowhere():
-    layer = mixture(balance=Balance(1.0, 1.0, 1.0))
+    layer = moe(balance=Balance(1.0, 1.0, 1.0))
     x = tokens()
     documents = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1]])
-    y = layer(x, Scope(Mask(documents=documents)))
+    y = layer(x, AttentionContext(Mask(documents=documents)))
     y.sum().backward()
     record = layer.take_record()
     assert (y[documents < 0] == 0).all()
     torch.testing.assert_close(y[documents >= 0], naive(layer, x)[documents >= 0])
     assert record[:EXPERTS].sum() == 9 * TOP_K
     assert record[EXPERTS + 1] == 0, "padding is not dropped"
-    layer(x.where((documents >= 0).unsqueeze(2), 7.0), Scope(Mask(documents=documents))).sum().backward()
+    layer(x.where((documents >= 0).unsqueeze(2), 7.0), AttentionContext(Mask(documents=documents))).sum().backward()
     torch.testing.assert_close(layer.take_record(), record, msg="losses and statistics do not see what padding holds")
-    nothing = layer(x, Scope(Mask(documents=torch.full((2, 6), -1))))
+    nothing = layer(x, AttentionContext(Mask(documents=torch.full((2, 6), -1))))
     nothing.sum().backward()
     assert (nothing == 0).all()
     assert layer.take_record().isfinite().all()
@@ -174,7 +174,7 @@ def test_a_capacity_keeps_the_earliest(seed, rows, count, capacity):
 
 
 def test_what_is_beyond_the_capacity_contributes_nothing():
-    layer = mixture(capacity_factor=0.5)
+    layer = moe(capacity_factor=0.5)
     with torch.no_grad():
         layer.router.weight.zero_()
     y = layer(tokens())
@@ -186,7 +186,7 @@ def test_what_is_beyond_the_capacity_contributes_nothing():
 
 
 def test_groups_and_bias_choose_and_do_not_weigh():
-    router = Router(2, 4, 2, scoring="sigmoid", correction=True, groups=2, groups_chosen=1)
+    router = Router(2, 4, 2, scoring="sigmoid", correction=True, groups=2, topk_group=1)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [1.0, 0], [0.9, 0]]))
         router.bias.zero_()
@@ -200,7 +200,7 @@ def test_groups_and_bias_choose_and_do_not_weigh():
 
 
 def test_the_balance_losses_are_their_formulas():
-    layer = mixture(dtype=torch.float32)
+    layer = moe(dtype=torch.float32)
     x = tokens(3, 5, dtype=torch.float32)
     routing = layer.router(x.flatten(0, 1))
     real = torch.ones(3, 5, dtype=torch.bool)
@@ -220,7 +220,7 @@ def test_the_balance_losses_are_their_formulas():
 def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    layer = mixture(dtype=torch.float32)
+    layer = moe(dtype=torch.float32)
     routing = layer.router(tokens(3, 5, dtype=torch.float32).flatten(0, 1))
     real = torch.ones(3, 5, dtype=torch.bool)
     real[1, 2:] = False
@@ -230,10 +230,10 @@ def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
 
 def test_losses_join_the_backward_pass_and_leave_the_output_alone():
     x, balance = tokens(), Balance(0.3, 0.2, 0.1)
-    layer, bare = mixture(balance=balance), mixture()
+    layer, bare = moe(balance=balance), moe()
     layer.loss_scale = 0.25
     assert torch.equal(layer(x), bare(x))
-    joined = value_and_gradients(Mixture.__call__, layer, x)
+    joined = value_and_gradients(MoE.__call__, layer, x)
     routing_loss = lambda m, v: balance.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
     leaf = x.clone().requires_grad_()
     bare.zero_grad()
@@ -245,7 +245,7 @@ def test_losses_join_the_backward_pass_and_leave_the_output_alone():
 def test_the_record_counts_backward_passes_once():
     from torch.utils.checkpoint import checkpoint
 
-    layer = mixture(balance=Balance(batch=1.0))
+    layer = moe(balance=Balance(batch=1.0))
     x = tokens().requires_grad_()
     with torch.no_grad():
         layer(x)
@@ -257,6 +257,6 @@ def test_the_record_counts_backward_passes_once():
     assert record[-1] == 2
     routing = layer.router(x.flatten(0, 1))
     torch.testing.assert_close(record[:EXPERTS], 2.0 * loads(routing.experts, EXPERTS))
-    entropy = torch.distributions.Categorical(routing.shares).entropy().mean()
+    entropy = torch.distributions.Categorical(routing.probs).entropy().mean()
     torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
-    assert list(mixtures(torch.nn.ModuleList([layer]))) == [layer]
+    assert list(moe_layers(torch.nn.ModuleList([layer]))) == [layer]

@@ -14,16 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import renamed
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
-from pipeline.parallel.pieces import Cut, Piece
+from pipeline.parallel.pieces import Piece, Slice
 
 INDEX = "index.json"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainState:
     """How far a run is.
 
     Attributes:
@@ -42,14 +43,14 @@ class Index:
     """What the index file holds.
 
     Attributes:
-        progress: of the run.
+        train_state: of the run.
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
         files: file name -> {"bytes", "xxh3"}.
         kinds: what the files hold of a weight; moments that they do not are zero.
     """
 
-    progress: Progress
+    train_state: TrainState
     config: dict[str, Any]
     data: str = ""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -68,13 +69,13 @@ def tensor_key(kind: str, name: str) -> str:
 
 def describe(piece: Piece, start: int, count: int) -> dict[str, Any]:
     """A fragment's geometry, for the file's header."""
-    return {"shape": list(piece.full_shape), "cuts": [[c.axis, c.dim, c.start, c.stop] for c in piece.cuts], "run": [start, count]}
+    return {"shape": list(piece.full_shape), "cuts": [[c.axis, c.dim, c.start, c.stop] for c in piece.slices], "run": [start, count]}
 
 
 def piece_of(name: str, geometry: dict[str, Any]) -> tuple[Piece, int, int]:
     """The piece of a described fragment, and the run of elements in it: (piece, start, count)."""
     start, count = geometry["run"]
-    return Piece(name, tuple(geometry["shape"]), tuple(Cut(*cut) for cut in geometry["cuts"])), start, count
+    return Piece(name, tuple(geometry["shape"]), tuple(Slice(*cut) for cut in geometry["cuts"])), start, count
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -124,7 +125,9 @@ def read_index(folder: Path) -> Index:
     """
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return Index(**{**content, "progress": Progress(**content["progress"])})
+        state = content.pop("train_state", None) or content.pop("progress")  # its name in older checkpoints
+        renamed.update(content["config"])
+        return Index(TrainState(**state), **content)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError.of(
             "checkpoint", folder / INDEX, f"is not readable: {error}", "remove the folder and use an older checkpoint"

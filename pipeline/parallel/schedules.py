@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
-from pipeline.layers.experts import mixtures
+from pipeline.layers.moe import moe_layers
 from pipeline.parallel import context
-from pipeline.parallel.apply import DTYPES
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -40,9 +40,9 @@ class Pipeline:
         self._micro_batches, self._mesh, self._context_kind = micro_batches, mesh, config.parallel.context_kind
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
-        self._mixtures = list(mixtures(stages))
+        self._moe_layers = list(moe_layers(stages))
         # Losses of mixtures are means over a micro-batch, and each tensor rank has the whole one within its region.
-        self._mixture_scale = 1 / (micro_batches * layout.tensor)
+        self._aux_loss_scale = 1 / (micro_batches * layout.tensor)
 
         def loss_fn(loss: Tensor, _: Tensor | None = None) -> Tensor:
             return loss / micro_batches
@@ -50,7 +50,7 @@ class Pipeline:
         self._schedule = (
             _schedule(stages, config, mesh, micro_batch, micro_batches, loss_fn)
             if layout.pipeline > 1
-            else _Alone(stages["0"], micro_batches, loss_fn)
+            else SingleStageSchedule(stages["0"], micro_batches, loss_fn)
         )
 
     def train(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -63,8 +63,8 @@ class Pipeline:
         Returns:
             The mean loss of these sequences as a 0-dim tensor on the rank of the last stage, zero on the others.
         """
-        for mixture in self._mixtures:
-            mixture.loss_scale = self._mixture_scale
+        for moe in self._moe_layers:
+            moe.loss_scale = self._aux_loss_scale
         return self._run(self._schedule.step, inputs, batch)
 
     def evaluate(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -74,7 +74,7 @@ class Pipeline:
 
     def _run(self, step: Any, inputs: Tensor, batch: Batch) -> Tensor:
         if self._mesh.layout.context > 1:
-            inputs, batch = context.cut(inputs, batch, self._mesh.context, self._context_kind, self._micro_batches)
+            inputs, batch = context.shard_sequence(inputs, batch, self._mesh.context, self._context_kind, self._micro_batches)
         losses: list[Tensor] = []
         arguments = (inputs,) if self.is_first else ()
         with_loss = {"target": batch["targets"], "losses": losses} if self.is_last else {}
@@ -104,7 +104,7 @@ def _forward_only(schedule: Any) -> Iterator[None]:
         schedule.pipeline_order_with_comms = whole
 
 
-class _Alone:
+class SingleStageSchedule:
     """The schedule of a model that is one stage: forward and backward for every micro-batch in turn.
 
     It has the face of PyTorch's schedules, which take two seconds to import.

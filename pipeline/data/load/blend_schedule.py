@@ -31,7 +31,7 @@ class Phase:
     end: int | None = None
 
 
-class Mixture:
+class BlendSchedule:
     """The corpus of every sample, and the sample's number within that corpus."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.errors import Violation
 
 
-class Halves:
+class EncoderDecoderSizes:
     """Blocks of an encoder and of a decoder, counted through; part of a configuration dataclass that has these fields."""
 
     layers: int

@@ -1,0 +1,26 @@
+"""The part of a weight and of its optimizer state that one rank saves and loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeline.parallel.pieces import Piece
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
+
+    Attributes:
+        piece: of which full weight, and where in it.
+        start: first element in the flattened piece.
+        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
+        owned: whether this rank's copy is the one to save; another rank holds the same elements otherwise.
+    """
+
+    piece: Piece
+    start: int
+    tensors: dict[str, Tensor]
+    owned: bool

@@ -1,0 +1,35 @@
+"""Configuration keys with a new name: refused under the old one on a command line, updated in an older checkpoint's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: old key -> new key, in the same group
+RENAMED = {
+    "training.batch_warmup": "training.batch_rampup",
+    "model.query_rank": "model.q_lora_rank",
+    "model.key_value_rank": "model.kv_lora_rank",
+    "model.plain_dim": "model.qk_nope_head_dim",
+    "model.rotary_dim": "model.qk_rope_head_dim",
+    "model.value_dim": "model.v_head_dim",
+    "model.groups_chosen": "model.topk_group",
+    "model.normalise_weights": "model.norm_topk_prob",
+    "model.routed_factor": "model.routed_scaling_factor",
+    "model.bias_step": "model.bias_update_speed",
+}
+
+
+def new_name(key: str) -> str | None:
+    """The new name of a key, or of a part of it (`training.batch_warmup.0.value`); None if it has no new name."""
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return None
+
+
+def update(config: dict[str, Any]) -> None:
+    """Give the keys of a saved configuration (nested dictionaries) their new names, in place."""
+    for old, new in RENAMED.items():
+        group, _, name = old.partition(".")
+        if name in config.get(group, {}):
+            config[group][new.partition(".")[2]] = config[group].pop(name)
