@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from helpers import SHARDS, pipeline, write_corpus
+
+from tests.helpers import SHARDS, pipeline, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +44,7 @@ def tokens(shards, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """Four gloo ranks for all tests that need them."""
-    from world import World
+    from tests.world import World
 
     ranks = World(4, tmp_path_factory.mktemp("world"))
     yield ranks

@@ -10,7 +10,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+
+from tests.helpers import ROOT
 
 #: From the top down: a room imports from its own line or from lines below it.
 LEVELS = [

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, pipeline
 from hydra import compose, initialize_config_dir
 
 from pipeline import knobs
@@ -18,6 +17,7 @@ from pipeline.config.compose import CONF_DIR, register, spelled_out, typed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.families import FAMILIES
+from tests.helpers import ROOT, pipeline
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Lines of the ```bash blocks, without comments.

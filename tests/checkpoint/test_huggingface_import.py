@@ -1,0 +1,200 @@
+"""stage=convert with stage.input: a Hugging Face folder as the beginning of a run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
+from pipeline.checkpoint.reader import Checkpoint, find
+from pipeline.errors import UserError
+from pipeline.models import config_json, registry
+from pipeline.models.families import FAMILIES
+from tests.helpers import pipeline
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 64}
+
+
+def save_llama(folder: Path, **more) -> LlamaForCausalLM:
+    """A stock Llama with random weights, in several files."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, **more))
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return model
+
+
+def save_gpt(folder: Path) -> GPT2LMHeadModel:
+    """A stock GPT-2 with random weights, in one file."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_head=4, n_layer=2, n_positions=64))
+    model.save_pretrained(folder)
+    return model
+
+
+def imported(folder: Path) -> ImportedWeights:
+    """The weights of a folder, checked."""
+    content = read_config(folder)
+    family, adapter = registry.adapter_of(content)
+    weights = ImportedWeights(StockWeights(folder, adapter), config_json.read(adapter, FAMILIES[family], content))
+    weights.check()
+    return weights
+
+
+def edit_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tokenizer) -> tuple[Path, Path, LlamaForCausalLM, list[str]]:
+    """A stock folder, the run directory it was imported into, the stock model, and the words that pretrain needs."""
+    source, run_dir = tmp_path_factory.mktemp("stock"), tmp_path_factory.mktemp("run") / "imported-run"
+    stock = save_llama(source)
+    shutil.copyfile(tokenizer / "tokenizer.json", source / "tokenizer.json")
+    told = pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}", "stage.shard_gigabytes=0.00003")
+    words = told.partition("continue with stage=pretrain ")[2].split("\n")[0].split()
+    return source, run_dir, stock, words[1:]
+
+
+def test_the_checkpoint_holds_the_stock_weights(run):
+    _, run_dir, stock, _ = run
+    path = find(run_dir, "latest")
+    checkpoint = Checkpoint(path)
+    assert path.name == "step-00000000"
+    assert len(list(path.glob("*.safetensors"))) > 2, "one file would not show that they are bounded"
+    assert torch.equal(checkpoint.tensor("blocks.1.attention.key.weight"), stock.model.layers[1].self_attn.k_proj.weight)
+    assert torch.equal(checkpoint.tensor("head.weight"), stock.lm_head.weight)
+    assert not checkpoint.tensor("head.weight", "exp_avg").any()
+
+
+def test_the_export_is_the_imported_model(run, tokenizer):
+    _, run_dir, stock, _ = run
+    pipeline("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tokenizer}")
+    again = LlamaForCausalLM.from_pretrained(run_dir / "hf").state_dict()
+    assert again.keys() == stock.state_dict().keys()
+    assert all(torch.equal(again[name], value) for name, value in stock.state_dict().items())
+
+
+def test_pretrain_continues_in_any_layout(run, tokens, tmp_path):
+    """With the words that convert told, in one process and cut."""
+    _, run_dir, stock, words = run
+    losses = []
+    for ranks, layout in ((0, ()), (4, ("parallel.tensor=2", "parallel.pipeline=2"))):
+        folder = tmp_path / f"ranks-{ranks}"
+        shutil.copytree(run_dir, folder)
+        told = pipeline(
+            *("stage=pretrain", f"run_dir={folder}", *words, f"data.tokens={tokens}", f"tokenizer.path={run_dir / 'imported'}", *layout),
+            *("training.steps=2", "training.sequence_length=32", "training.global_batch_size=8", "training.micro_batch_size=2"),
+            *("precision=fp32", "optimizer.warmup_steps=1", "tracking=disabled", "training.validation_batches=1"),
+            ranks=ranks,
+        )
+        assert "step-00000000: step 0, 0 samples" in told
+        trained = Checkpoint(find(folder, "latest")).tensor("head.weight")
+        torch.testing.assert_close(trained, stock.lm_head.weight, rtol=0, atol=2e-3)  # two steps of AdamW with a rate of 3e-4
+        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_second_import(run, tmp_path):
+    """The same folder: nothing to do. Other weights: refused. A run that has gone on: refused."""
+    source, run_dir, _, words = run
+    assert "nothing to do" in pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}")
+    save_gpt(tmp_path / "gpt")
+    assert "was made with stage.input=" in pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
+    assert words[0].startswith("model=llama")
+
+
+def test_what_the_family_does_not_have_is_told_before_anything_is_written(tmp_path):
+    folder = tmp_path / "stock"
+    save_llama(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    edit_config(folder, hidden_act="relu", mystery=3)
+    told = pipeline("stage=convert", f"stage.input={folder}", f"run_dir={tmp_path / 'run'}", expect=2)
+    assert "3 problems" in told
+    assert "config.json hidden_act=relu" in told
+    assert "config.json mystery=3" in told
+    assert "dynamic" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_unexpected_and_misshapen_weights_are_named(tmp_path):
+    save_gpt(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["transformer.h.0.attn.c_attn.bias"]
+    weights["transformer.h.2.ln_1.weight"] = torch.zeros(32)
+    weights["transformer.wpe.weight"] = torch.zeros(63, 32)
+    weights["transformer.ln_f.bias"] = torch.zeros(32, dtype=torch.int8)
+    save_file(weights, file)
+    with pytest.raises(UserError) as caught:
+        imported(tmp_path)
+    text = str(caught.value)
+    assert len(caught.value.violations) == 4
+    assert "transformer.h.0.attn.c_attn.bias [96] is missing" in text
+    assert "transformer.h.2.ln_1.weight [32] is not a weight" in text
+    assert "transformer.wpe.weight is [63, 32], not [64, 32]" in text
+    assert "transformer.ln_f.bias is I8" in text
+
+
+def test_tied_heads_may_be_in_the_file_and_must_be_equal(tmp_path):
+    stock = save_gpt(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    matrix = weights.pop("transformer.wte.weight")
+    save_file({**weights, "lm_head.weight": matrix}, file)  # the only name it has there
+    assert torch.equal(imported(tmp_path).tensor("embed.tokens.weight"), stock.transformer.wte.weight)
+    save_file({**weights, "lm_head.weight": matrix, "transformer.wte.weight": matrix.clone()}, file)
+    assert "head.weight" not in imported(tmp_path).names()
+    save_file({**weights, "lm_head.weight": matrix + 1, "transformer.wte.weight": matrix}, file)
+    with pytest.raises(UserError, match=r"lm_head.weight differs from transformer.wte.weight"):
+        imported(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, prefix, sizes",
+    [
+        ("gpt2", "transformer.", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
+        ("openai-gpt", "transformer.", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
+        ("bloom", "transformer.", {"hidden_size": 32, "n_head": 4, "n_layer": 2}),
+        ("opt", "model.", {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 2}),
+    ],
+)
+def test_files_of_the_inner_model(tmp_path, kind, prefix, sizes):
+    """Released files often have names without the class's prefix."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    expected = imported(tmp_path)
+    expected = {name: expected.tensor(name).clone() for name in expected.names()}
+    file = tmp_path / "model.safetensors"
+    save_file({name.removeprefix(prefix): value for name, value in load_file(file).items()}, file)
+    found = imported(tmp_path)
+    assert found.names() == list(expected)
+    assert all(torch.equal(found.tensor(name), value) for name, value in expected.items())
+
+
+def test_masks_that_were_once_kept_as_weights(tmp_path):
+    save_gpt(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file)
+    assert imported(tmp_path).check() == ["transformer.h.0.attn.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_exactly(dtype, tmp_path):
+    stock = save_gpt(tmp_path).to(dtype)
+    stock.save_pretrained(tmp_path)
+    assert torch.equal(imported(tmp_path).tensor("norm.weight"), stock.transformer.ln_f.weight.float())
+    assert torch.equal(imported(tmp_path).tensor("embed.positions.weight"), stock.transformer.wpe.weight.float())
+
+
+def test_folders_that_are_no_model(tmp_path):
+    with pytest.raises(UserError, match=r"no readable config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is no class that can be imported"):
+        registry.adapter_of(read_config(tmp_path))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"holds no model\.safetensors"):
+        StockWeights(tmp_path, registry.adapters("gpt")[0])

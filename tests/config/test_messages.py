@@ -1,0 +1,108 @@
+"""What a user's mistakes get: one message that names key, value, rule and fix, all mistakes at once, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import pipeline
+
+
+def refused(tmp_path: Path, *arguments: str) -> str:
+    """The message of a refusal, which must leave nothing behind."""
+    message = pipeline(*arguments, f"run_dir={tmp_path / 'run'}", expect=2)
+    assert "Traceback" not in message
+    assert "fix:" in message
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    return message
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["optimizr.lr=1"], ["optimizr.lr=1", "no such key", "optimizer.lr"]),
+        (["parallel.tensr=2"], ["parallel.tensr=2", "no such key", "did you mean parallel.tensor"]),
+        (["training.steps=many"], ["training.steps=many", "Integer"]),
+        (["model=lama-tiny"], ["model=lama-tiny", "must be one of", "did you mean model=llama-tiny"]),
+        (["stage=pretrian"], ["stage=pretrian", "did you mean stage=pretrain"]),
+        (["parallel.zero_stage=4"], ["parallel.zero_stage=4", "at most 3"]),
+        (["parallel.schedule=gpipe"], ["parallel.schedule=gpipe", "one of 1f1b, interleaved, zbv"]),
+        (["optimizer.lr=1e-4,3e-4"], ["optimizer.lr=1e-4,3e-4", "several values", "add -m"]),
+        (
+            ["training.activation_checkpointing=selective", "parallel.zero_stage=3"],
+            ["selective: ZeRO 3 gathers weights", "use full or none"],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_one_mistake(arguments: list[str], said: list[str], tmp_path: Path) -> None:
+    message = refused(tmp_path, *arguments)
+    for text in said:
+        assert text in message
+
+
+def test_several_that_do_not_compose_are_told_at_once(tmp_path: Path) -> None:
+    message = refused(tmp_path, "optimizr.lr=1", "model=lama-tiny", "training.steps=many", "parallel.tensor=1")
+    assert message.startswith("3 problems")
+    assert all(text in message for text in ("optimizr.lr=1", "model=lama-tiny", "training.steps=many"))
+    assert "parallel.tensor" not in message
+
+
+def test_several_out_of_range_are_told_at_once(tmp_path: Path) -> None:
+    message = refused(tmp_path, "optimizer.lr=-1", "parallel.zero_stage=7", "training.micro_batch_size=0", "optimizer.beta2=0.9")
+    assert message.startswith("3 problems")
+    for key in ("optimizer.lr=-1", "parallel.zero_stage=7", "training.micro_batch_size=0"):
+        assert key in message
+    assert "optimizer.beta2" not in message
+
+
+def test_several_impossible_combinations_are_told_at_once(tmp_path: Path) -> None:
+    message = refused(tmp_path, "parallel.tensor=3", "parallel.pipeline=64", "training.sequence_length=100000")
+    assert int(re.match(r"(\d+) problems", message)[1]) >= 3
+    for text in ("parallel.tensor=3: must divide model.heads", "model.layers=4", "world size"):
+        assert text in message
+
+
+def test_ranks_say_it_once(tmp_path: Path) -> None:
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", ranks=2, expect=2)
+    assert message.count("optimizer.lr=-1") == 1
+
+
+def test_a_late_rank_0_gets_to_speak(tmp_path: Path) -> None:
+    """torchrun ends all ranks when one has failed: that must not be one that says nothing, before rank 0 has spoken."""
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
+    late = ("sh", "-c", '[ "$RANK" = 1 ] || sleep 1; exec "$@"', "late")
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *late), expect=1)
+    assert message.count("optimizer.lr=-1") == 1
+
+
+def test_a_mistake_that_rank_0_does_not_find_is_told_all_the_same(tmp_path: Path) -> None:
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
+    elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *elsewhere), expect=1)
+    assert message.count("optimizer.lr=-1") == 1
+
+
+def test_launcher_variables_that_contradict_each_other(tmp_path: Path) -> None:
+    broken = {"RANK": "4", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    message = pipeline(f"run_dir={tmp_path / 'run'}", expect=2, env=broken)
+    assert "rank 4 of 2" in message
+    assert "Traceback" not in message
+
+
+def test_help_names_every_stage_and_key() -> None:
+    text = pipeline("--help")
+    for word in (
+        "stage=shard",
+        "stage=convert",
+        "parallel.zero_stage=1",
+        "at most 3",
+        "cluster=devcluster",
+        "model=",
+        "training.steps=1000",
+    ):
+        assert word in text
+    assert "\x1b" not in text

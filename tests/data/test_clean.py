@@ -1,0 +1,219 @@
+"""Cleaning: every step on texts that it keeps, changes and drops; and that a document's fate depends on the document alone."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.cleaning import STEPS, CleanConfig
+from pipeline.data.clean.batch import Batch, batches
+from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.language import identify
+from pipeline.data.read.documents import Document
+from pipeline.errors import UserError
+from tests.helpers import pipeline
+
+PROSE = (
+    "The old lighthouse keeper walked along the shore every evening, and he thought of the ships that had passed. "
+    "It was a quiet life, but he would not have traded it for any other. In winter the storms came from the north, "
+    "and with them the cold; the waves rose higher than the rocks on which he stood. He used to count the seconds "
+    "between two flashes of the lamp, as his father had done before him. Nobody visited the island for months."
+)
+
+
+def config(*steps: str, **knobs: dict) -> CleanConfig:
+    """A configuration with these steps and, by step, these knobs."""
+    made = CleanConfig(steps=list(steps))
+    for step, values in knobs.items():
+        for key, value in values.items():
+            setattr(getattr(made, step), key, value)
+    return made
+
+
+def clean(texts: list[str], wanted: CleanConfig, meta: dict | None = None) -> tuple[list[str | None], dict]:
+    """Every text after cleaning, None where it was dropped, and the counts."""
+    counts: dict = {}
+    batch = Batch([Document("x.jsonl", number, text, meta or {}) for number, text in enumerate(texts)])
+    batch = Cleaner(wanted).clean(batch, counts)
+    return [text if alive else None for text, alive in zip(batch.texts, batch.alive, strict=True)], counts
+
+
+CHANGES = {
+    "mojibake": ("repair", "Das schÃ¶ne MÃ¤dchen in KÃ¶ln, â€žgrÃ¼nâ€œ", "Das schöne Mädchen in Köln, „grün“"),
+    "entities": ("repair", "Fish &amp; chips &#8211; 5&nbsp;pounds", "Fish & chips – 5\u00a0pounds"),
+    "no mojibake": ("repair", "„Schönheit“, Ära, Über-Ich: naïve façade & co", None),
+    "composed": ("normalise", "cafe\u0301 a\u0308", "café ä"),
+    "newlines": ("normalise", "one\r\ntwo\rthree\u2028four", "one\ntwo\nthree\nfour"),
+    "invisible": ("normalise", "\ufeffso\u00adft\u200b hy\x00phen \U0001f468\u200d\U0001f469", "soft hyphen \U0001f468\u200d\U0001f469"),
+    "line ends": ("normalise", "a  \nb\u00a0\nc\t\n\n\n\n\n\nd", "a\nb\nc\n\n\nd"),
+    "plain": ("normalise", "nothing to do\n\n\nhere", None),
+    "tags": ("boilerplate", "<p>2 < 3 and <b>bold</b><br/> i <j</p>", "2 < 3 and bold i <j"),
+    "front matter": ("boilerplate", "---\nTitle: x\nslug: y\n---\nText\n---\n", "Text\n---\n"),
+    "phrases": ("boilerplate", "Text.\nPlease enable JavaScript!\nMore.", "Text.\nMore."),
+    "e-mail": ("personal", "Write to jane.doe+x@mail.example.org, or to @jane.", "Write to <email>, or to @jane."),
+    "ip": ("personal", "from 84.112.7.9 and 127.0.0.1, version 1.2.3.4", "from <ip> and 127.0.0.1, version 1.2.3.4"),
+    "iban": ("personal", "DE89 3704 0044 0532 0130 00, not DE12 3704 1144 1532 1130 11", "<iban>, not DE12 3704 1144 1532 1130 11"),
+    "phones": ("personal", "+49 30 1234567, (0341) 97-11222, 0341/9711222, 555-123-4567", "<phone>, <phone>, <phone>, <phone>"),
+    "no phones": ("personal", "1848-1849, 2001-09-11, 3.141592653, 12,345,678 in 0815 cases", None),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_texts_are_mended(case):
+    step, before, after = CHANGES[case]
+    texts, counts = clean([PROSE, before], config(step))
+    assert texts == [PROSE, before if after is None else after]
+    assert sum(counts[step].changed.values()) == (after is not None)
+
+
+def test_a_changed_text_is_looked_at_again_by_the_next_step():
+    texts, _ = clean(["jane&#64;mail.example.org", PROSE], config("repair", "personal"))
+    assert texts == ["<email>", PROSE]
+
+
+DROPS = {
+    "short": ("length", "short", "too short"),
+    "few words": ("gopher", "Only these few words of the text.", "too few words"),
+    "long words": ("gopher", "and the " + "incomprehensibilities " * 60, "mean word length"),
+    "symbols": ("gopher", PROSE.replace(" the ", " #the "), "too many symbols"),
+    "ellipses": ("gopher", PROSE.replace(" ", "…", 20), "too many symbols"),
+    "bullets": ("gopher", "- " + PROSE.replace(". ", ".\n- "), "mostly bullet points"),
+    "open lines": ("gopher", PROSE.replace(". ", "...\n") + "\n" + PROSE, "many lines end in an ellipsis"),
+    "numbers": ("gopher", "the and " + PROSE.replace(" a ", " 17 ").replace(" the ", " 1 2 3 "), "too few words with letters"),
+    "no stop words": ("gopher", " ".join(f"Lighthouse{'abcdefghij'[i % 10] * 2} ships islands" for i in range(30)), "too few stop words"),
+    "sentences": ("c4", "One. Two? Three!", "too few sentences"),
+    "placeholder": ("c4", PROSE + " Lorem ipsum dolor.", "lorem ipsum"),
+    "menu": ("fineweb", "Home\nContact\nAbout us\nShop now", "few lines end in punctuation"),
+    "list": ("fineweb", "Home.\nContact.\nAbout us.\nShop.", "mostly short lines"),
+    "lines": ("repetition", PROSE + "\nAgain and again." * 4, "repeated lines"),
+    "paragraphs": ("repetition", "\n\n".join([PROSE.replace(". ", ".\n"), *["A\nb"] * 4]), "repeated lines"),
+    "a bigram": ("repetition", "well yes " * 30 + PROSE, "one frequent 2-gram"),
+    "long runs": ("repetition", PROSE + " " + " ".join(PROSE.split()[:30]), "repeated 5-grams"),
+    "other language": (
+        "language",
+        "Der alte Leuchtturmwärter ging jeden Abend am Ufer entlang und dachte an die Schiffe.",
+        "other language",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DROPS)
+def test_texts_are_dropped_for_the_right_reason(case):
+    step, text, reason = DROPS[case]
+    texts, counts = clean([PROSE, text, PROSE], config(step, language={"keep": ["en"]}))
+    assert texts == [PROSE, None, PROSE]
+    assert counts[step].dropped == {reason: [1, len(text.encode())]}
+    assert [shown[2] for shown in counts[step].examples[reason]] == [text[:300]]
+
+
+def test_prose_passes_every_step():
+    assert clean([PROSE], config(*(set(STEPS) - {"contamination"})))[0] == [PROSE]
+
+
+@pytest.mark.parametrize(
+    "code, text",
+    [
+        ("en", PROSE),
+        ("de", "Am Abend ging der alte Mann noch einmal an den Strand, um nach den Schiffen zu sehen, die nicht gekommen waren."),
+        ("fr", "Le vieil homme se promenait chaque soir au bord de la mer et pensait aux bateaux qui étaient passés."),
+        ("pl", "Stary latarnik spacerował co wieczór brzegiem morza i myślał o statkach, które przepłynęły obok wyspy."),
+        ("el", "Ο γέρος φαροφύλακας περπατούσε κάθε βράδυ στην ακτή και σκεφτόταν τα πλοία που είχαν περάσει."),
+        ("un", "0x1f 0x2e 93 17 ...."),
+    ],
+)
+def test_languages_are_told(code, text):
+    assert identify(text)[0] == code
+    assert identify("\x00\x1b" + text + "\uffff")[0] == code  # what CLD2 itself refuses
+
+
+def test_sources_and_licences_that_are_not_allowed_go():
+    wanted = config("allow", allow={"licences": ["cc-by*", "cc0"]})
+    assert clean([PROSE], wanted, {"license": "CC-BY-4.0"})[0] == [PROSE]
+    assert clean([PROSE], wanted, {"license": "all rights reserved"})[0] == [None]
+    assert clean([PROSE], wanted)[0] == [None]
+    assert clean([PROSE], config("allow", allow={"sources": ["*.txt"]}))[0] == [None]  # without metadata, the file's name counts
+
+
+def test_a_run_of_words_of_a_benchmark_is_found_whatever_case_and_punctuation(tmp_path):
+    (tmp_path / "bench.jsonl").write_text(json.dumps({"text": PROSE[:220]}))
+    wanted = config("contamination", contamination={"files": [str(tmp_path / "bench.jsonl")]})
+    words = PROSE.split()
+    caught = "Something else: " + " ".join(words[3:16]).upper() + " and more"
+    missed = "Something else: " + " ".join(words[3:15]) + " and more"
+    assert clean([caught, missed], wanted)[0] == [None, missed]
+    for files, rule in (([], "hold no text of 13 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
+        with pytest.raises(UserError, match=rule):
+            Cleaner(config("contamination", contamination={"files": files}))
+
+
+PIECES = st.sampled_from(
+    [
+        PROSE,
+        *PROSE.split(". "),
+        "the of and",
+        "\n",
+        "\n\n",
+        "- item",
+        "# head",
+        "...",
+        "a b c d e f",
+        "jane@x.org",
+        "&amp;",
+        "Ã¤",
+        "12 34",
+        "漢字",
+        "",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(PIECES, max_size=12).map(" ".join), min_size=1, max_size=6))
+def test_a_document_fares_the_same_whoever_is_in_its_batch(texts):
+    wanted = config(*(set(STEPS) - {"contamination"}), length={"least": 20})
+    together, _ = clean(texts, wanted)
+    assert together == [clean([text], wanted)[0][0] for text in texts]
+
+
+def covered(words: list[str], length: int) -> int:
+    """Characters of words in n-grams that stood earlier, straight from the definition."""
+    seen, inside = set(), set()
+    for start in range(len(words) - length + 1):
+        gram = tuple(words[start : start + length])
+        if gram in seen:
+            inside.update(range(start, start + length))
+        seen.add(gram)
+    return sum(len(words[index]) for index in inside)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["aa", "b", "ccc"]), min_size=1, max_size=60), st.floats(0.05, 0.5))
+def test_repetition_follows_its_definition(words, share):
+    text = " ".join(words)
+    rules = {"top_ngrams": [share] * 3, "long_ngrams": [share] * 6}
+    everything = {"lines": 1.0, "line_characters": 1.0, "paragraphs": 1.0, "paragraph_characters": 1.0}
+    kept, counts = clean([text], config("repetition", repetition={**rules, **everything}))
+    faults = []
+    for length in (2, 3, 4):
+        grams = Counter(tuple(words[i : i + length]) for i in range(len(words) - length + 1))
+        sizes = [number * len(" ".join(gram)) for gram, number in grams.items() if number > 1]
+        faults += [f"one frequent {length}-gram"] if max(sizes, default=0) > share * len(text) else []
+    faults += [f"repeated {length}-grams" for length in range(5, 11) if covered(words, length) > share * len(text)]
+    assert list(counts["repetition"].dropped) == faults[:1]
+    assert kept == [None if faults else text]
+
+
+def test_batches_hold_every_document_once():
+    documents = [Document("x", number, "y" * 40_000, {}) for number in range(20)]
+    assert [document for batch in batches(documents) for document in batch.documents] == documents
+    assert len(list(batches(documents))) > 1
+
+
+def test_unknown_steps_are_refused_with_the_known_ones():
+    printed = pipeline("stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", expect=2)
+    assert "spelling" in printed
+    assert "choose allow, repair" in printed
+    assert "names" in printed
+    assert "twice" in printed

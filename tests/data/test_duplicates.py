@@ -1,0 +1,378 @@
+"""Duplicates, on any number of ranks, held against a search that compares everything with everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import artifact
+from pipeline.config.data import DedupConfig
+from pipeline.data.dedup import clusters, duplicates, exact, minhash, signatures
+from pipeline.data.dedup.exact import EDGE
+from pipeline.data.mpi import SingleProcessComm
+from pipeline.data.words import Words
+from pipeline.errors import UserError
+from tests.helpers import ROOT, pipeline
+
+VOCABULARY = [f"wort{number}" for number in range(3000)]
+
+
+def changed(chance: random.Random, words: list[str], count: int) -> list[str]:
+    """The words, some of them replaced by others, evenly over the text: each is in five shingles."""
+    words = list(words)
+    for part in range(count):
+        words[(part * len(words) + chance.randrange(len(words))) // count % len(words)] = chance.choice(VOCABULARY)
+    return words
+
+
+def planted(seed: int) -> dict:
+    """Documents of 200 words with copies, near copies, chains of near copies, and some that only seem alike."""
+    chance = random.Random(seed)
+    texts: list[str] = []
+    for _ in range(15):
+        words = [chance.choice(VOCABULARY) for _ in range(200)]
+        texts.append(" ".join(words))
+        match chance.randrange(6):
+            case 0:
+                texts += [texts[-1]] * chance.randrange(1, 4)
+            case 1:
+                texts += [" ".join(changed(chance, words, 2)) for _ in range(3)]
+            case 2:  # each link resembles the one before, the last not the first
+                for _ in range(4):
+                    words = changed(chance, words, 3)
+                    texts.append(" ".join(words))
+            case 3:
+                texts.append(texts[-1].upper().replace(" ", ", "))
+            case 4:  # below the threshold: by little, by much
+                texts += [" ".join(changed(chance, words, count)) for count in (6, 25)]
+    chance.shuffle(texts)
+    return {"texts": texts, "scores": [chance.randrange(3) for _ in texts]}
+
+
+def lines_repeated(seed: int) -> list[str]:
+    chance = random.Random(seed)
+    lines = ["A line that is long enough to count", "  und eine zweite, die lang genug ist ", "short", "", "the third line of some length"]
+    return ["\n".join(chance.choice(lines) for _ in range(chance.randrange(6))) for _ in range(20)]
+
+
+CASES = {
+    **{f"planted {seed}": planted(seed) for seed in range(4)},
+    "nothing": {"texts": []},
+    "one": {"texts": ["ein Dokument"]},
+    "all equal": {"texts": ["immer das gleiche Dokument, in allem Ernst"] * 23},
+    "short": {"texts": ["a b", "a b", "A, B!", "a", "b a", "a b c d", "a b c d e", "a b c d e f", "a b c d"]},
+    "no words": {"texts": ["", "", "!!!", "???", "!!!", "..."]},
+    "lines": {"texts": lines_repeated(1), "settings": {"paragraph_characters": 20}},
+    "near only": {"texts": planted(0)["texts"], "settings": {"exact": False, "bands": 20, "rows": 6}},
+    "exact only": {"texts": planted(1)["texts"], "settings": {"near": False}},
+    "none": {"texts": planted(2)["texts"], "settings": {"exact": False, "near": False}},
+}
+for case in CASES.values():
+    case.setdefault("scores", [0] * len(case["texts"]))
+    case.setdefault("settings", {})
+
+
+def shingle_set(text: str, length: int) -> set[tuple[str, ...]]:
+    words = "".join(character if character.isalnum() else " " for character in text.lower()).split()
+    return {tuple(words[i : i + length]) for i in range(max(1, len(words) - length + 1))} if words else set()
+
+
+def compared(texts: list[str], scores: list[int], settings: DedupConfig) -> tuple[list[int], int]:
+    """(documents to drop, copies among them), by comparing every pair."""
+    sets = [shingle_set(text, settings.shingle) for text in texts]
+    cluster = list(range(len(texts)))
+    for a, b in combinations(range(len(texts)), 2):
+        near = settings.near and len(sets[a] & sets[b]) >= settings.threshold * max(1, len(sets[a] | sets[b]))
+        if near or (settings.exact and texts[a] == texts[b]):
+            cluster = [cluster[a] if c == cluster[b] else c for c in cluster]
+    best = {c: min((-scores[n], n) for n in range(len(texts)) if cluster[n] == c)[1] for c in cluster}
+    copies = sum(count - 1 for count in Counter(texts).values()) if settings.exact else 0
+    return [n for n in range(len(texts)) if n != best[cluster[n]]], copies
+
+
+def ranks_find(folder: Path, cases: list[dict], ranks: int, round_bytes: int = 1 << 26) -> list[dict]:
+    """What the cases give on so many ranks; every rank has compared its answer with the others'."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = [sys.executable, str(ROOT / "tests" / "data" / "dedup_ranks.py"), folder / "cases.json", folder / "results.json", str(round_bytes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
+    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory) -> dict[str, dict]:
+    return dict(zip(CASES, ranks_find(tmp_path_factory.mktemp("one"), list(CASES.values()), 1), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_pairs_and_no_others_are_found(one_rank, name):
+    case, found = CASES[name], one_rank[name]
+    drop, copies = compared(case["texts"], case["scores"], DedupConfig(**case["settings"]))
+    assert found["drop"] == drop
+    assert (found["exact"], found["near"]) == (copies, len(drop) - copies)
+    assert sum(int(size) * count for size, count in found["sizes"].items()) == len(drop) + sum(found["sizes"].values())
+    for cluster in found["clusters"]:
+        assert cluster["size"] == 1 + len(cluster["dropped"])
+        assert set(cluster["dropped"]) <= set(drop)
+        assert cluster["kept"] not in drop
+        one_text = len({case["texts"][n] for n in [cluster["kept"], *cluster["dropped"]]}) == 1
+        assert (cluster["kind"] == "exact") == (one_text and case["settings"].get("exact", True))
+        for a, b, jaccard in cluster["edges"]:
+            left, right = (shingle_set(case["texts"][n], 5) for n in (a, b))
+            assert jaccard == (1 if case["texts"][a] == case["texts"][b] else pytest.approx(len(left & right) / len(left | right)))
+
+
+def test_planted_cases_hold_what_they_promise(one_rank):
+    """Otherwise the comparison above would compare nothing."""
+    found = [one_rank[name] for name in CASES if name.startswith("planted")]
+    assert sum(result["exact"] for result in found) >= 5
+    assert sum(result["near"] for result in found) >= 20
+    jaccards = [edge[2] for result in found for cluster in result["clusters"] for edge in cluster["edges"]]
+    assert min(jaccards) < 0.9
+
+
+@pytest.mark.parametrize("ranks, round_bytes", [(2, 100), (4, 1 << 26)])
+def test_any_number_of_ranks_finds_the_same(one_rank, tmp_path, ranks, round_bytes):
+    assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
+
+
+def test_repeated_lines_go_but_for_the_first(one_rank):
+    seen: set[str] = set()
+    for text, shortened in zip(CASES["lines"]["texts"], one_rank["lines"]["shortened"], strict=True):
+        kept = []
+        for line in text.split("\n"):
+            if len(line.strip()) < 20 or line.strip() not in seen:
+                kept.append(line)
+            seen.add(line.strip())
+        assert shortened == "\n".join(kept)
+    assert len(seen) == 5
+
+
+EDGE_PAIRS = st.tuples(st.integers(-3, 30), st.integers(0, 30)).filter(lambda pair: pair[0] != pair[1])
+EDGES = st.lists(EDGE_PAIRS, max_size=40, unique_by=frozenset)
+
+
+def edges_of(pairs: list[tuple[int, int]]) -> np.ndarray:
+    edges = np.zeros(len(pairs), dtype=EDGE)
+    edges["left"], edges["right"] = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return edges
+
+
+@given(EDGES, st.randoms(use_true_random=False))
+def test_one_document_of_every_cluster_stays_the_best(pairs, chance):
+    groups: list[set[int]] = []
+    for pair in pairs:
+        touched = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in touched] + [set(pair).union(*touched)]
+    numbers = sorted(set().union(*groups))
+    scores = {number: chance.randrange(3) if number >= 0 else duplicates.KEPT_ANYWAY for number in numbers}
+    best = {min(group, key=lambda number: (-scores[number], number)) for group in groups}
+
+    found = clusters.resolve(edges_of(pairs), np.array([scores[number] for number in numbers], dtype=np.int64))
+    assert found.drop.tolist() == [number for number in numbers if number >= 0 and number not in best]
+    assert found.sizes == Counter(map(len, groups))
+    assert sorted(number for cluster in found.clusters for number in cluster.dropped) == found.drop.tolist()
+    assert {cluster.kept for cluster in found.clusters} == {number if number >= 0 else None for number in best}
+    shuffled = chance.sample(pairs, len(pairs))
+    again = clusters.resolve(edges_of(shuffled), np.array([scores[number] for number in numbers], dtype=np.int64))
+    assert (again.clusters, again.sizes, again.drop.tolist()) == (found.clusters, found.sizes, found.drop.tolist())
+
+
+def test_a_long_chain_is_one_cluster():
+    order = np.random.default_rng(0).permutation(5000)
+    found = clusters.resolve(edges_of(list(zip(order[:-1].tolist(), order[1:].tolist(), strict=True))), np.zeros(5000, np.int64))
+    assert found.drop.tolist() == list(range(1, 5000))
+    (cluster,) = found.clusters
+    assert (cluster.kept, cluster.size) == (0, 5000)
+    assert len(cluster.dropped) == len(cluster.edges) == clusters.LISTED_DOCUMENTS
+
+
+TEXTS = st.lists(st.text(alphabet="abÄ 中\n.", max_size=20), min_size=1, max_size=8)
+
+
+@given(TEXTS, st.integers(1, 6))
+def test_shingles_are_equal_where_their_words_are(texts, length):
+    flat, offsets = minhash.shingles(Words(texts), length)
+    meaning: dict[int, tuple[str, ...]] = {}
+    for number, text in enumerate(texts):
+        words = "".join(f" {c} " if c == "中" else c if c.isalnum() else " " for c in text.lower()).split()
+        expected = [tuple(words[i : i + length]) for i in range(max(1, len(words) - length + 1))] if words else []
+        hashes = flat[offsets[number] : offsets[number + 1]].tolist()
+        assert len(hashes) == len(expected)
+        for value, shingle in zip(hashes, expected, strict=True):
+            assert meaning.setdefault(value, shingle) == shingle
+    assert len(set(meaning.values())) == len(meaning)
+
+
+def test_signatures_agree_as_often_as_the_jaccard_index_says():
+    """In every place, within the bounds of a binomial distribution."""
+    chance = np.random.default_rng(0)
+    pairs, shingles, common = 1000, 90, 80  # 80 of 100 distinct ones in common
+    values = chance.integers(0, 1 << 64, (pairs, 2 * shingles - common), dtype=np.uint64)
+    left, right = values[:, :shingles], values[:, -shingles:]
+    offsets = np.arange(0, pairs * shingles + 1, shingles)
+    first, second = (minhash.signatures(np.ascontiguousarray(part).ravel(), offsets) for part in (left, right))
+    equal = first == second
+    assert abs(equal.mean() - 0.8) < 0.005
+    deviation = np.sqrt(0.8 * 0.2 / pairs)
+    assert np.abs(equal.mean(axis=0) - 0.8).max() < 4 * deviation
+    assert equal.mean(axis=0).std() < 1.3 * deviation  # the places are no worse than independent draws
+    assert 0.7 < minhash.estimated_jaccard(first, second).std() / np.sqrt(0.8 * 0.2 / 128) < 1.1
+    shuffled = chance.permuted(left, axis=1)
+    twice = np.concatenate([shuffled, shuffled], axis=1)
+    assert np.array_equal(minhash.signatures(twice.ravel(), 2 * offsets), first)
+
+
+def test_saved_signatures_stay_comparable():
+    """Another rensa with other values or another way to hash words needs another minhash.ALGORITHM."""
+    made = minhash.signatures(*minhash.shingles(Words(["Der Wald steht schwarz und schweiget."])))
+    assert minhash.ALGORITHM == "shingles 1, rensa RMinHash 2, seed 1"
+    assert made[0, :3].tolist() == [3478983431, 3705117907, 3982736318]
+
+
+def find_alone(texts: list[str], keys: np.ndarray, made: np.ndarray, read: Counter[int] | None = None) -> clusters.Clusters:
+    """What one rank finds with such keys and signatures; `read` counts how often each text is asked for."""
+
+    def reader(wanted: Sequence[int]) -> list[str]:
+        if read is not None:
+            read.update(wanted)
+        return [texts[number] for number in wanted]
+
+    numbers = np.arange(len(texts))
+    return duplicates.find(SingleProcessComm(), numbers, keys, made, -numbers, reader, DedupConfig())
+
+
+def test_boilerplate_that_fills_whole_buckets_is_read_a_few_times_only():
+    chance = random.Random(0)
+    common = [chance.choice(VOCABULARY) for _ in range(300)]
+    texts = [" ".join([*common, f"seite{number}"]) for number in range(1500)]
+    copies = texts[:10]
+    read: Counter[int] = Counter()
+    made = minhash.signatures(*minhash.shingles(Words(texts + copies)))
+    found = find_alone(texts + copies, exact.keys(texts + copies), made, read)
+    assert found.drop.tolist() == list(range(1, 1510))
+    assert (found.exact, found.near, found.sizes) == (10, 1499, {1510: 1})
+    assert max(read) < 1500
+    assert read.total() < 4 * len(texts)
+
+
+def test_a_bucket_that_begins_with_a_stranger_is_searched_on():
+    texts = ["ein ganz anderer Text steht hier", "der Wald steht schwarz und schweiget", "Der Wald steht schwarz und schweiget!"]
+    made = np.random.default_rng(0).integers(0, 1 << 32, (3, 128), dtype=np.uint32)
+    assert find_alone(texts, exact.keys(texts), made).drop.tolist() == []
+    made[:, :8] = 5  # one band of sixteen
+    assert find_alone(texts, exact.keys(texts), made).drop.tolist() == [2]
+
+
+def test_half_of_a_key_makes_no_copy():
+    keys = np.array([[1, 2], [1, 3], [4, 2], [1, 3]], dtype=np.uint64)
+    made = np.full((4, 128), minhash.NO_WORDS)
+    read: Counter[int] = Counter()
+    assert find_alone([""] * 4, keys, made, read).drop.tolist() == [3]
+    assert not read  # texts without words resemble nothing
+
+
+def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files: int) -> str:
+    """A text-shard folder as far as dedup.against looks at it."""
+    entries = {}
+    for file in range(files):
+        part = texts[file::files]
+        name = f"{signatures.PREFIX}{file:05d}.safetensors"
+        made = minhash.signatures(*minhash.shingles(Words(part), settings.shingle), settings.permutations)
+        entries[name] = signatures.write(folder / name, exact.keys(part), made, settings)
+        assert entries[name]["documents"] == len(part)
+        assert entries[name]["bytes"] <= len(part) * (16 + 4 * settings.permutations) + 500
+    artifact.write(folder, artifact.Manifest("shard", {}, entries))
+    return str(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_another_corpus_holds_is_dropped(tmp_path, ranks):
+    chance = random.Random(1)
+    old = [[chance.choice(VOCABULARY) for _ in range(200)] for _ in range(12)]
+    new = [chance.choice(VOCABULARY) for _ in range(200)]
+    texts = [
+        " ".join(old[0]),
+        " ".join(new),
+        " ".join(changed(chance, old[1], 1)),
+        " ".join(changed(chance, new, 1)),
+        " ".join(changed(chance, old[2], 60)),
+        " ".join(old[0]),
+        "!!!",
+    ]
+    folders = [
+        against_folder(tmp_path / "a", [" ".join(words) for words in old[:6]] + ["", "?"], DedupConfig(), 3),
+        against_folder(tmp_path / "b", [" ".join(words) for words in [*old[6:], old[0], changed(chance, old[0], 1)]], DedupConfig(), 1),
+    ]
+    case = {"texts": texts, "scores": [0, 0, 9, 1, 0, 9, 0], "settings": {"against": folders}}
+    found, nothing = ranks_find(tmp_path, [case, {"texts": [], "scores": [], "settings": case["settings"]}], ranks)
+    assert (nothing["drop"], nothing["clusters"]) == ([], [])
+    assert found["drop"] == [0, 1, 2, 5]
+    assert (found["exact"], found["near"]) == (2, 2)
+    assert [(cluster["kept"], cluster["dropped"], cluster["kind"]) for cluster in found["clusters"] if cluster["size"] == 2] == [
+        (None, [2], "near"),
+        (3, [1], "near"),
+    ]
+
+
+def test_signatures_are_saved_as_they_are_also_out_of_larger_rows(tmp_path):
+    kind = np.dtype([("other", "<u4"), ("keys", "<u8", 2), ("signatures", "<u4", 128)])
+    rows = np.frombuffer(np.random.default_rng(0).bytes(9 * kind.itemsize), dtype=kind)
+    name = f"{signatures.PREFIX}00000.safetensors"
+    entry = signatures.write(tmp_path / name, rows["keys"], rows["signatures"], DedupConfig())
+    artifact.write(tmp_path, artifact.Manifest("shard", {}, {name: entry}))
+    known = signatures.load(SingleProcessComm(), DedupConfig(against=[str(tmp_path)]))
+    assert np.array_equal(known.keys, rows["keys"])
+    assert np.array_equal(known.signatures, rows["signatures"])
+
+
+def test_signatures_that_cannot_be_compared_are_refused(tmp_path):
+    folder = against_folder(tmp_path / "a", ["ein Text"], DedupConfig(), 1)
+    with pytest.raises(UserError, match=r"holds signatures made as .* 128 permutations .* wanted are .* 120 permutations"):
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder], bands=15))
+    with pytest.raises(UserError, match=r"3 words \(dedup.shingle\)"):
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder], shingle=3))
+    artifact.write(tmp_path / "b", artifact.Manifest("shard", {}, {}))
+    with pytest.raises(UserError, match="holds no signatures"):
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder, str(tmp_path / "b")]))
+    (path,) = Path(folder).glob("signatures-*")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="is corrupt"):
+        signatures.load(SingleProcessComm(), DedupConfig(against=[folder]))
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ("http://www.Example.org/a/", "https://example.org/a#part", True),
+        ("https://example.org:443", "http://example.org/", True),
+        ("https://example.org/a?x=1", "https://example.org/a?x=2", False),
+        ("https://example.org/A", "https://example.org/a", False),
+        ("https://example.org:8080/a", "https://example.org/a", False),
+        ("http://[half", "http://[half ", True),
+        ("urn:isbn:1", "urn:isbn:2", False),
+        ("", "https://example.org", False),
+    ],
+)
+def test_urls_of_one_page_are_equal(one, other, same):
+    first, second = exact.url_keys([one, other])
+    assert np.array_equal(first, second) == same
+
+
+def test_settings_that_find_nothing_are_refused():
+    printed = pipeline("stage=shard", "dedup.threshold=0.5", "dedup=none", "dedup.near=true", "dedup.against=[old]", expect=2)
+    assert "dedup.rows=8: with dedup.bands=16 finds 6% of the pairs at dedup.threshold=0.5" in printed
+    assert "dedup.against=['old']: needs dedup.exact and dedup.near" in printed

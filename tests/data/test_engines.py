@@ -1,0 +1,113 @@
+"""Every engine against the reference: the same ids for every text, and a clear end where they are not."""
+
+import json
+import logging
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.data import TokenizerConfig
+from pipeline.data.tokenize import engines, tokenizer_training
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import UserError
+from tests.helpers import pipeline, words
+
+EOD = "<|endoftext|>"
+KINDS = {
+    "gpt2": TokenizerConfig(),
+    "llama3": TokenizerConfig(split="llama3"),
+    "single digits": TokenizerConfig(digits="single", split="llama3"),
+    "groups of digits": TokenizerConfig(digits="groups_of_three"),
+    "runs": TokenizerConfig(whitespace="runs", special_tokens=["<|user|>", "<|tool_call|>"]),
+}
+#: A fuzz corpus: what splits words, what many bytes make one character of, what is very long, what spells special tokens.
+ALPHABETS = [
+    "aé ",
+    "0123456789.,",
+    " \t\n\r",
+    "漢字仮名한국어ไทย",
+    "🎄👩‍🇩🇪👍🏽\u200d\ufe0f",
+    "\0\x01\x1b\x7f\x80\ufffd\U0010ffff",
+    "'sdmtlvreSDMT ",
+    "!?-_#{}<>|",
+]
+CHANCE = random.Random(7)
+FUZZ = [
+    *("".join(CHANCE.choice(alphabet) for _ in range(length)) for alphabet in ALPHABETS for length in (1, 2, 7, 100, 1000)),
+    *("".join(CHANCE.choice(CHANCE.choice(ALPHABETS)) for _ in range(300)) for _ in range(100)),
+    *(char * 50_000 for char in "a 漢7"),
+    EOD, f"{EOD}{EOD}", f"x{EOD}y <|user|>\n<|tool_call|>", "<|endof text|>", "<|endoftext",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def reference(request, tmp_path_factory) -> TextEncoder:
+    texts = [words(n, 300) + " def f(x):\n        return x  # 12345\n\n\n" + ALPHABETS[n % 8] for n in range(40)]
+    model = tokenizer_training.train(lambda: texts, KINDS[request.param], 400)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_training.save(model, folder, EOD)
+    return TextEncoder(folder, EOD)
+
+
+@pytest.fixture(scope="module")
+def engine(reference) -> engines.Fastokens:
+    return engines.Fastokens(reference.path)
+
+
+def test_fuzz(reference, engine):
+    assert engines.difference(engine, reference, FUZZ) is None
+    assert engines.difference(engine, reference, engines.HARD_TEXTS) is None
+    ids, lengths = engine.encode(FUZZ)
+    assert len(lengths) == len(FUZZ)
+    assert reference.end_of_document not in ids
+
+
+@given(st.lists(st.text(max_size=60), max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_any_text(reference, engine, texts):
+    assert engines.difference(engine, reference, texts) is None
+
+
+@pytest.fixture
+def other(tokenizer, tmp_path) -> TextEncoder:
+    """A tokenizer whose file has changed since the reference read it: the engine finds no merges there."""
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    encoder = TextEncoder(tmp_path, EOD)
+    content["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    return encoder
+
+
+def test_other_ids_before_the_work(other, caplog):
+    text = words(1, 50)
+    with pytest.raises(UserError, match=r"tokenizer.engine=fastokens: gives other ids .*\n.*tokenizer.engine=huggingface"):
+        engines.choose("fastokens", other, lambda: [text])
+    assert engines.choose("auto", other, lambda: [text]) is other
+    assert "fastokens has other ids than Hugging Face tokenizers" in caplog.text
+    assert engines.choose("huggingface", other, list) is other
+
+
+def test_other_ids_during_the_work_stop_it(other):
+    watched = engines.Watched(engines.Fastokens(other.path), other)
+    document = words(1, 5000)
+    watched.encode([document])
+    with pytest.raises(UserError, match="gives other ids"):
+        watched.encode([document] * (1 + engines.CHECK_EVERY // len(document)))
+
+
+def test_the_difference_is_the_text_that_differs(other):
+    assert engines.difference(engines.Fastokens(other.path), other, ["", "zz", "Tännchen Wald", "q"]) == "Tännchen Wald"
+
+
+def test_what_fastokens_does_not_support(shards, tmp_path, caplog):
+    model = tokenizer_training.train(lambda: [words(n, 300) for n in range(20)], TokenizerConfig(kind="wordpiece"), 600)
+    tokenizer_training.save(model, tmp_path, EOD)
+    settings = ("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tmp_path}", f"data.tokens={tmp_path}/t")
+    assert "tokenizer.engine=fastokens: does not support" in pipeline(*settings, "tokenizer.engine=fastokens", expect=2)
+    caplog.set_level(logging.INFO)
+    encoder = TextEncoder(tmp_path, EOD)
+    assert engines.choose("auto", encoder, list) is encoder
+    assert "does not support this tokenizer (normalizer error" in caplog.text

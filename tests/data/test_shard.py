@@ -1,0 +1,393 @@
+"""Documents to text shards, at the command line."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.shard import shuffle, text_shards
+from pipeline.data.shard.shuffle import Order, Tally
+from tests.helpers import RAW, ROOT, pipeline, prose, same_files, words, write_corpus
+
+
+def samples(folder: Path, split: str = "*") -> list[dict]:
+    """Every document of the shards, as webdataset reads them."""
+    paths = [str(path) for path in sorted(folder.glob(f"{split}-*.tar"))]
+    return list(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode()) if paths else []
+
+
+def json_line(text: str, **more: object) -> str:
+    return json.dumps({"text": text, **more}, ensure_ascii=False) + "\n"
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """Prose in three files, with copies, near copies, things to mend and to drop."""
+    folder = tmp_path_factory.mktemp("library") / "documents"
+    folder.mkdir()
+    for part in range(3):
+        lines = [json_line(prose(100 * part + n), number=n) for n in range(60)]
+        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of the first file's
+        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # nearly the same in each
+        lines += [json_line("too short"), json_line("click here " * 200), json_line("MÃ¤rchen. " + prose(900 + part))]
+        (folder / f"part {part}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+LIBRARY = ("stage=shard", "data.part_megabytes=0.03", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
+
+
+@pytest.fixture(scope="module")
+def cleaned(library) -> Path:
+    """The library's shards with the default steps, by one process."""
+    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={library.parent}/cleaned")
+    return library.parent / "cleaned"
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
+    assert len(list(cleaned.glob("train-*.tar"))) >= 3
+    for ranks in (1, 2, 4):
+        pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/{ranks}", ranks=ranks)
+        assert same_files(cleaned, tmp_path / str(ranks)), ranks
+
+
+def test_cleaning_and_deduplication_leave_what_they_should(cleaned):
+    texts = sorted(sample["txt"] for sample in samples(cleaned))
+    expected = {prose(100 * part + n) for part in range(3) for n in range(60)} | {"Märchen. " + prose(900 + part) for part in range(3)}
+    near = [text for text in texts if "Printed for the" in text]
+    assert sorted(expected | set(near)) == texts
+    assert sorted(text.split(" Printed")[0] for text in near) == sorted(prose(n, 40) for n in range(500, 503))
+    totals = read_json(cleaned / "manifest.json")["totals"]
+    assert (totals["exact_duplicates"], totals["near_duplicates"], totals["cleaned_documents"]) == (12, 6, 6)
+    assert {sample["json"]["lang"] for sample in samples(cleaned)} == {"en"}
+
+
+def test_the_report_tells_where_every_document_went(library, cleaned):
+    report = read_json(cleaned / "report.json")
+    read = report["input"]["documents"]
+    assert read == sum(path.read_text(encoding="utf-8").count("\n") for path in library.iterdir())
+    left = read
+    for step in report["steps"]:
+        assert step["documents"] == left
+        left -= sum(reason["documents"] for reason in step["dropped"].values())
+    duplicates = report["duplicates"]
+    assert left - duplicates["exact"] - duplicates["near"] == len(samples(cleaned))
+    by_name = {step["step"]: step for step in report["steps"]}
+    assert by_name["length"]["dropped"]["too short"]["documents"] == 3
+    assert by_name["length"]["examples"]["too short"][0]["before"] == "too short"
+    assert by_name["repair"]["examples"]["encoding or entities mended"][0]["after"].startswith("Märchen.")
+    assert {(cluster["kind"], cluster["documents"]) for cluster in duplicates["clusters"]} == {("exact", 3), ("near", 3)}
+    assert report["output"]["languages"]["en"][0] == len(samples(cleaned)) == sum(report["output"]["lengths"].values())
+    page = (cleaned / "report.html").read_text(encoding="utf-8")
+    assert "MÃ¤rchen" in page
+    assert "http" not in page, "the page must not load anything"
+
+
+def test_raw_documents_arrive_as_they_are(corpus, shards):
+    manifest = read_json(shards / "manifest.json")
+    for split in ("train", "validation"):
+        found = samples(shards, split)
+        assert manifest["totals"][split]["documents"] == len(found) > 0
+        assert manifest["totals"][split]["bytes"] == sum(len(sample["txt"].encode()) for sample in found)
+        entries = [entry for entry in manifest["files"].values() if entry.get("split") == split]
+        assert sum(entry["documents"] for entry in entries) == len(found)
+        assert {entry["corpus"] for entry in entries} == {"default"}
+    lines = [json.loads(line)["text"] for path in corpus.iterdir() for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sorted(sample["txt"] for sample in samples(shards)) == sorted(lines)
+    # Shuffled: neither the order of the files nor their lengths survive.
+    order = [sample["json"]["id"] for sample in samples(shards, "train")]
+    assert order != sorted(order)
+
+
+def test_shards_are_of_the_wanted_size_whatever_cleaning_left(cleaned, shards):
+    for folder in (cleaned, shards):
+        files = read_json(folder / "manifest.json")["files"]
+        sizes = [entry["text_bytes"] for name, entry in files.items() if name.startswith("train-")]
+        assert all(35_000 < size < 65_000 for size in sizes), sizes
+
+
+def test_shards_are_the_ustar_files_that_tarfile_writes(shards):
+    for path in shards.glob("*.tar"):
+        again = io.BytesIO()
+        with tarfile.open(path) as archive, tarfile.open(fileobj=again, mode="w", format=tarfile.USTAR_FORMAT) as rewritten:
+            for member in archive:
+                plain = tarfile.TarInfo(member.name)  # owner, group, time: all zero
+                plain.size = member.size
+                rewritten.addfile(plain, archive.extractfile(member))
+        whole = again.getvalue()
+        assert whole.startswith(path.read_bytes())
+        assert not whole[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
+
+
+def test_many_documents_can_share_a_member(library, cleaned, tmp_path):
+    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s", "data.documents_per_member=10")
+    packed = [document for path in sorted((tmp_path / "s").glob("train-*.tar")) for document in text_shards.documents(path)]
+    single = [document for path in sorted(cleaned.glob("train-*.tar")) for document in text_shards.documents(path)]
+    assert packed == single
+    read = [json.loads(line)["text"] for sample in samples(tmp_path / "s", "train") for line in sample["jsonl"].splitlines()]
+    assert read == [text.decode() for text, _ in single]
+    assert (tmp_path / "s" / "train-00000.tar").stat().st_size < (cleaned / "train-00000.tar").stat().st_size
+
+
+def test_corpora_keep_their_names_and_are_deduplicated_together(library, tmp_path):
+    files = {name: f'["{library}/part {part}.jsonl"]' for part, name in enumerate(("books", "web"))}
+    settings = [f"data.corpora={{{','.join(f'{name}: {paths}' for name, paths in files.items())}}}"]
+    pipeline(*LIBRARY, *settings, f"data.shards={tmp_path}/s")
+    manifest = read_json(tmp_path / "s" / "manifest.json")
+    assert set(manifest["totals"]["corpora"]) == {"books", "web"}
+    for corpus in ("books", "web"):
+        paths = [tmp_path / "s" / name for name, entry in manifest["files"].items() if entry.get("corpus") == corpus]
+        assert all(path.name.startswith((f"train-{corpus}-", f"validation-{corpus}-")) for path in paths)
+        about = [about for path in paths for _, about in text_shards.documents(path)]
+        assert {entry["corpus"] for entry in about} == {corpus}
+        counted = manifest["totals"]["corpora"][corpus]
+        assert len(about) == sum(counted[split]["documents"] for split in ("train", "validation"))
+    assert manifest["totals"]["exact_duplicates"] == 6
+
+
+def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_path):
+    line = "Subscribe to our letter from the harbour, and read of it first."
+    pages = [json_line(prose(n) + "\n" + line, url=f"https://example.org/{n}/") for n in range(20)]
+    pages += [json_line(prose(30, 20) + " And a longer text, which is the better one.", url="http://www.example.org/7")]
+    (tmp_path / "pages.jsonl").write_text("".join(pages))
+    settings = ("stage=shard", f"data.input=[{tmp_path}/pages.jsonl]", "clean=none", "dedup.url=true", "dedup.paragraphs=true")
+    for ranks in (0, 2):
+        pipeline(*settings, f"data.shards={tmp_path}/s{ranks}", "dedup.save_signatures=true", ranks=ranks)
+    assert same_files(tmp_path / "s0", tmp_path / "s2")
+    texts = [sample["txt"] for sample in samples(tmp_path / "s0")]
+    assert len(texts) == 20
+    assert sum(line in text for text in texts) == 1
+    assert not any(prose(7) in text for text in texts)
+
+    (tmp_path / "more.jsonl").write_text(json_line(prose(3)) + json_line(prose(99)))
+    more = ("stage=shard", f"data.input=[{tmp_path}/more.jsonl]", "clean=none", f"dedup.against=[{tmp_path}/s0]", "dedup.threshold=0.7")
+    pipeline(*more, f"data.shards={tmp_path}/more")
+    assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
+
+
+def test_another_seed_is_another_order_and_another_split(corpus, shards, tmp_path):
+    settings = ("stage=shard", *RAW, f"data.input=[{corpus}]", "data.validation_fraction=0.1", "data.seed=1")
+    pipeline(*settings, f"data.shards={tmp_path}/s")
+    first, second = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
+    assert first != second
+
+
+def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_path):
+    write_corpus(tmp_path / "more", documents=20)
+    (tmp_path / "more" / "part-0.jsonl").rename(tmp_path / "more" / "other.jsonl")
+    (tmp_path / "more" / "part-1.jsonl").unlink()
+    settings = ("stage=shard", *RAW, f"data.input=[{corpus},{tmp_path}/more]", "data.validation_fraction=0.1")
+    pipeline(*settings, f"data.shards={tmp_path}/s")
+    before, after = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
+    assert before <= after
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3])
+def test_few_documents_still_make_both_splits(tmp_path, documents):
+    for number in range(documents):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}")
+    for fraction, validation in ((0.001, min(1, documents - 1)), (0, 0)):
+        folder = tmp_path / f"shards-{fraction}"
+        pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={folder}", f"data.validation_fraction={fraction}")
+        assert len(samples(folder, "validation")) == validation
+        assert len(samples(folder, "train")) == documents - validation
+
+
+GROUP = st.dictionaries(st.integers(0, (1 << 12) - 1), st.integers(1, 5000), max_size=30)
+
+
+@given(st.lists(st.tuples(GROUP, GROUP), min_size=1, max_size=3), st.booleans(), st.floats(0.001, 1.0))
+def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes):
+    """Groups of documents with a place and a size, planned, and then chosen as shards choose them."""
+    names = tuple(f"c{number}" for number in range(len(corpora)))
+    order = Order(names, seed=0, validation_fraction=0.1 * validation_wanted, bins=1 << 12)
+    groups = [group if split == 0 or validation_wanted else {} for pair in corpora for split, group in enumerate(pair)]
+    documents, tallies = {}, []
+    for number, group in enumerate(groups):
+        sizes = np.zeros(order.bins, dtype=np.int64)
+        numbers = {bin_: len(documents) + i for i, bin_ in enumerate(sorted(group))}
+        documents.update({numbers[bin_]: (order.first_place(number, bin_) + 5, group[bin_]) for bin_ in group})
+        np.add.at(sizes, list(group), list(group.values()))
+        first = min(((documents[n][0], n) for n in numbers.values()), default=None)
+        tallies.append(Tally(len(group), sizes, first))
+    plan = shuffle.plan_shards(order, tallies, megabytes)
+    written = [
+        number
+        for shard in plan
+        for number, (place, _) in documents.items()
+        if shard.first <= place < shard.stop and number != shard.without and shard.only in (None, number)
+    ]
+    assert sorted(written) == sorted(documents)
+    for corpus, (train, validation) in zip(names, zip(tallies[::2], tallies[1::2], strict=True), strict=True):
+        total = train.documents + validation.documents
+        splits = {shard.split for shard in plan if shard.corpus == corpus}
+        assert ("train" in splits) == (total >= 1)
+        assert ("validation" in splits) == (validation_wanted and total >= 2)
+
+
+def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, shards):
+    settings = [
+        "stage=shard",
+        *RAW,
+        f"data.input=[{corpus}]",
+        f"data.shards={shards}",
+        "data.part_megabytes=0.1",
+        "data.shard_megabytes=0.05",
+    ]
+    before = {path: path.stat().st_mtime_ns for path in shards.iterdir()}
+    assert "nothing to do" in pipeline(*settings, "data.validation_fraction=0.1")
+    refused = pipeline(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
+    assert "data.validation_fraction=0.2" in refused
+    assert "was made with data.validation_fraction=0.1" in refused
+    assert "clean.length.least=3" in refused
+    assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
+
+
+def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
+    assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
+    assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "short.txt").write_text("short")
+    below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
+    assert "cannot be written: Not a directory" in below_a_file
+    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
+    assert "of 1 documents with any text, cleaning and deduplication left none" in printed
+
+
+def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
+    printed = pipeline(*settings, f"data.shards={tmp_path}/s", ranks=2)
+    assert "1 not readable" in printed
+    (bad,) = [json.loads(line) for line in (tmp_path / "s" / "quarantine.jsonl").read_text().splitlines()]
+    assert (bad["file"], bad["position"]) == ("x.jsonl", "line 100")
+    assert "text" in bad["reason"]
+    assert len(samples(tmp_path / "s")) == 99
+    with open(tmp_path / "x.jsonl", "a") as handle:
+        handle.write("{}\n")
+    refused = pipeline(*settings, f"data.shards={tmp_path}/t", ranks=2, expect=2)
+    assert "data.quarantine_limit=0.01: 2 of 101 documents could not be read: x.jsonl line 100" in refused
+    assert not list((tmp_path / "t").glob("*.tar"))
+    assert "2 not readable" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
+
+
+def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
+    """As under a launcher whose PMI does not fit: every process would think that it is alone."""
+    (tmp_path / "x.txt").write_text("x")
+    place = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", expect=2, env=place)
+    assert "started 4 ranks, MPI sees 1" in printed
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
+    """A file-size limit stands for the full disk: it fails the same writes, and needs no root."""
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
+    pipeline(*settings, f"data.shards={tmp_path}/whole")
+    folder = tmp_path / "limited"
+    for kilobytes in (50, 200):  # too little for the spill; enough for it, but not for the shard
+        limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
+        printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited)
+        assert f"{folder}: cannot be written" in printed
+        assert "Traceback" not in printed
+        assert [path.name for path in folder.iterdir()] == [".unfinished"]
+    pipeline(*settings, f"data.shards={folder}")
+    assert same_files(tmp_path / "whole", folder)
+
+
+def start(*arguments: object, ranks: int = 0) -> subprocess.Popen:
+    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)] if ranks else []
+    command = [*launcher, sys.executable, "-m", "pipeline", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for(folder: Path, mark: str, process: subprocess.Popen) -> None:
+    while process.poll() is None and not list(folder.glob(mark)):
+        time.sleep(0.001)
+
+
+def test_killed_runs_leave_nothing_final_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+    folder = tmp_path / "killed"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    for mark in (".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"):  # reading, about to write, writing
+        process = start(*settings)
+        wait_for(folder, mark, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert not (folder / "manifest.json").exists()
+    noted = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
+    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in noted}
+    assert done
+    pipeline(*settings, ranks=2)
+    assert same_files(cleaned, folder)
+    assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
+
+
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+    folder = tmp_path / "killed"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    process = start(*settings, ranks=2)
+    wait_for(folder, ".unfinished/part-*.json", process)
+    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "stage=shard" in " ".join(child.cmdline())]
+    victim = [rank for rank in ranks if "python" in rank.name()][-1]
+    victim.kill()
+    assert process.wait(timeout=60) != 0
+    psutil.wait_procs(ranks, timeout=30)
+    assert not (folder / "manifest.json").exists()
+    pipeline(*settings, ranks=2)
+    assert same_files(cleaned, folder)
+
+
+def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
+    folder = tmp_path / "s"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    first = start(*settings)
+    wait_for(folder, ".lock", first)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        for ranks in (0, 2):
+            refused = pipeline(*settings, ranks=ranks, expect=2)
+            assert f"data.shards={folder}: is being written by another job" in refused
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=120) == 0
+    assert same_files(cleaned, folder)
+    assert not (folder / ".lock").exists()
+
+
+def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
+    for task in ("3", "1"):
+        assert "this task's share is done" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
+        assert not (tmp_path / "s" / "manifest.json").exists()
+    pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
+    assert same_files(cleaned, tmp_path / "s")
+    gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
+    assert "not numbered evenly" in pipeline(*settings, env=gaps, expect=2)
+
+
+def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
+    write_corpus(tmp_path / "c")
+    folder = tmp_path / "s"
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}", "data.shard_megabytes=0.05")
+    assert len(list(folder.glob("*.tar"))) > 2
+    (folder / "manifest.json").unlink()
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}")
+    assert sorted(path.name for path in folder.glob("*.tar")) == ["train-00000.tar", "validation-00000.tar"]

@@ -1,0 +1,214 @@
+"""Token shards, at the command line."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from pipeline.artifact import MANIFEST
+from pipeline.data.tokenize.tokens import share
+from tests.helpers import RAW, pipeline, same_files
+
+EOD = "<|endoftext|>"
+QUOTED = 'tokenizer.end_of_document="</s>"'  # < is Hydra's own character
+
+
+def texts_of(folder: Path, name: str) -> list[str]:
+    return [sample["txt"] for sample in webdataset.WebDataset(str(folder / name), shardshuffle=False).decode()]
+
+
+def shard_of(folder: Path, name: str) -> tuple[dict, np.ndarray, np.ndarray]:
+    """(metadata, lengths, tokens) of a token shard as stock tools read it."""
+    with tarfile.open(folder / name) as archive:
+        parts = {member.name.partition(".")[2]: archive.extractfile(member).read() for member in archive}
+    assert set(parts) == {"json", "lengths.npy", "tokens.npy"}
+    return json.loads(parts["json"]), np.load(io.BytesIO(parts["lengths.npy"])), np.load(io.BytesIO(parts["tokens.npy"]))
+
+
+def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer, tokens):
+    manifest = json.loads((tokens / MANIFEST).read_text())
+    reference = AutoTokenizer.from_pretrained(tokenizer)
+    end = manifest["totals"]["end_of_document"]
+    assert reference.convert_ids_to_tokens(end) == EOD
+    assert set(manifest["files"]) == {path.name for path in shards.glob("*.tar")}
+    for name, noted in manifest["files"].items():
+        about, lengths, ids = shard_of(tokens, name)
+        texts = texts_of(shards, name)
+        expected = [[*reference(text)["input_ids"], end] for text in texts]
+        assert ids.tolist() == [token for document in expected for token in document]
+        assert lengths.tolist() == [len(document) for document in expected]
+        assert ids.dtype == np.dtype("<u2")
+        # By the offset in the manifest the tokens are read without any knowledge of tar.
+        raw = np.fromfile(tokens / name, dtype=noted["dtype"], count=noted["tokens"], offset=noted["offset"])
+        assert np.array_equal(raw, ids)
+        assert np.fromfile(tokens / name, "<u4", len(texts), offset=noted["lengths_offset"]).tolist() == lengths.tolist()
+        assert (noted["split"], noted["corpus"]) == (about["split"], about["corpus"]) == (name.partition("-")[0], "default")
+        counts = {"tokens": len(ids), "documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts)}
+        assert {key: noted[key] for key in counts} == {key: about[key] for key in counts} == counts
+    for split in ("train", "validation"):
+        entries = [noted for name, noted in manifest["files"].items() if name.startswith(split)]
+        total = manifest["totals"][split]
+        assert total["tokens"] == sum(entry["tokens"] for entry in entries) > 0
+        assert total["bytes"] == sum(entry["text_bytes"] for entry in entries)
+        assert manifest["totals"]["corpora"] == {"default": {split: manifest["totals"][split] for split in ("train", "validation")}}
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path):
+    for ranks in (1, 4):
+        folder = tmp_path / str(ranks)
+        pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}", ranks=ranks)
+        assert same_files(tokens, folder), ranks
+
+
+def test_text_that_spells_the_end_token_stays_text(tokenizer, tmp_path):
+    texts = [f"before {EOD} after", EOD, f"{EOD}{EOD}\n"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
+    pipeline("stage=tokenize", f"data.shards={tmp_path}/s", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
+    _, lengths, ids = shard_of(tmp_path / "t", "train-00000.tar")
+    end = AutoTokenizer.from_pretrained(tokenizer).eos_token_id
+    assert np.flatnonzero(ids == end).tolist() == (np.cumsum(lengths) - 1).tolist()
+    plain = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    written = [plain.decode(ids[stop - length : stop - 1].tolist()) for stop, length in zip(np.cumsum(lengths), lengths, strict=True)]
+    assert sorted(written) == sorted(texts)
+
+
+def brought_along(folder: Path, special: bool = True) -> Path:
+    """Someone else's tokenizer: bytes only, ids beyond 65,535, and habits that suit an encoder model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({**{char: 70_000 + n for n, char in enumerate(alphabet)}}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if special:
+        tokenizer.add_special_tokens(["</s>"])
+    else:
+        tokenizer.add_tokens([AddedToken("</s>", special=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_tokenizer_brought_along_adds_cuts_and_pads_nothing(shards, tmp_path):
+    folder = brought_along(tmp_path / "brought")
+    pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={folder}", f"data.tokens={tmp_path}/t", QUOTED)
+    manifest = json.loads((tmp_path / "t" / MANIFEST).read_text())
+    assert manifest["totals"]["dtype"] == "uint32"
+    for name in manifest["files"]:
+        _, lengths, ids = shard_of(tmp_path / "t", name)
+        assert ids.dtype == np.dtype("<u4")
+        assert ids.max() < manifest["totals"]["vocab_size"]
+        assert lengths.tolist() == [len(text.encode()) + 1 for text in texts_of(shards, name)]
+
+
+def test_an_end_token_that_cannot_be_one_is_refused(shards, tokenizer, tmp_path):
+    settings = ("stage=tokenize", f"data.shards={shards}", f"data.tokens={tmp_path}/t")
+    unknown = pipeline(*settings, f"tokenizer.path={tokenizer}", QUOTED, expect=2)
+    assert "tokenizer.end_of_document=</s>" in unknown
+    assert f"one of its special tokens: {EOD}" in unknown
+    ordinary = brought_along(tmp_path / "brought", special=False)
+    forged = pipeline(*settings, f"tokenizer.path={ordinary}", QUOTED, expect=2)
+    assert "documents that spell it would end there" in forged
+    assert not (tmp_path / "t").exists()
+
+
+def test_every_engine_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path):
+    for engine in ("fastokens", "huggingface"):
+        folder, settings = tmp_path / engine, (f"data.shards={shards}", f"tokenizer.path={tokenizer}")
+        pipeline("stage=tokenize", *settings, f"data.tokens={folder}", f"tokenizer.engine={engine}")
+        assert same_files(tokens, folder), engine
+
+
+def test_corpora_are_counted_apart_and_files_that_are_no_shards_are_left_alone(shards, tokenizer, tokens, tmp_path):
+    manifest = json.loads((shards / MANIFEST).read_text())
+    folder, other = tmp_path / "shards", "train-de-00000.tar"
+    folder.mkdir()
+    manifest["files"][other] = manifest["files"].pop("train-00001.tar") | {"corpus": "de"}
+    manifest["files"]["report.json"] = {"bytes": 2, "xxh3": "0"}
+    for name in manifest["files"]:
+        if name.endswith(".tar"):
+            (folder / name).write_bytes((shards / ("train-00001.tar" if name == other else name)).read_bytes())
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    pipeline("stage=tokenize", f"data.shards={folder}", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
+    made, before = (json.loads((place / MANIFEST).read_text()) for place in (tmp_path / "t", tokens))
+    assert other in made["files"]
+    assert "report.json" not in made["files"]
+    entry = before["files"]["train-00001.tar"]
+    counts = {"shards": 1, "documents": entry["documents"], "bytes": entry["text_bytes"], "tokens": entry["tokens"]}
+    empty = dict.fromkeys(counts, 0)
+    assert made["totals"]["corpora"]["de"] == {"train": counts, "validation": empty}
+    rest = {key: before["totals"]["train"][key] - counts[key] for key in counts}
+    assert made["totals"]["corpora"]["default"] == {"train": rest, "validation": before["totals"]["validation"]}
+    assert made["totals"]["train"] == before["totals"]["train"]
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_every_shard_has_one_rank_and_no_rank_has_much_more_than_its_part(sizes, ranks):
+    shares = [share(sizes, rank, ranks) for rank in range(ranks)]
+    assert sorted(name for names in shares for name in names) == sorted(sizes)
+    loads = [sum(sizes[name] for name in names) for names in shares]
+    assert max(loads) <= sum(loads) / ranks + max(sizes.values(), default=0)
+
+
+def test_missing_artifacts_name_the_stage_that_makes_them(shards, tokenizer, tmp_path):
+    nothing = f"{tmp_path}/nothing"
+    assert "run stage=shard" in pipeline("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
+    assert "run stage=shard" in pipeline("stage=tokenize", f"data.shards={nothing}", f"tokenizer.path={tokenizer}", expect=2)
+    settings = ("stage=tokenize", f"data.shards={shards}", f"data.tokens={tmp_path}/t")
+    printed = pipeline(*settings, f"tokenizer.path={nothing}", expect=2, ranks=2)
+    assert "run stage=train_tokenizer" in printed
+    assert printed.count("1 problem") == 1  # not once a rank
+
+
+def test_a_corrupt_text_shard_is_named_and_the_rerun_does_only_what_is_missing(shards, tokenizer, tokens, tmp_path):
+    copy, folder = tmp_path / "shards", tmp_path / "tokens"
+    copy.mkdir()
+    for path in shards.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    bad = copy / "train-00002.tar"
+    good = bad.read_bytes()
+    bad.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
+    settings = ("stage=tokenize", f"data.shards={copy}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}")
+    printed = pipeline(*settings, expect=2)
+    assert f"{bad}: is corrupt" in printed
+    assert not (folder / MANIFEST).exists()
+    before = {name: (folder / name).stat().st_ino for name in ("train-00000.tar", "train-00001.tar")}
+
+    bad.write_bytes(good)
+    pipeline(*settings, ranks=2)
+    assert same_files(tokens, folder)
+    assert {name: (folder / name).stat().st_ino for name in before} == before
+
+    bad.write_bytes(good[:5000])
+    assert "nothing to do" in pipeline(*settings)
+    (folder / MANIFEST).unlink()
+    assert f"{bad}: is truncated" in pipeline(*settings, expect=2)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.path", "data.shards"])
+def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokenizer, tokens, tmp_path, key):
+    other = tmp_path / "other"
+    if key == "tokenizer.path":
+        pipeline(
+            "stage=train_tokenizer",
+            f"data.shards={shards}",
+            f"tokenizer.path={other}",
+            "tokenizer.vocab_size=280",
+            "tokenizer.report=false",
+        )
+    else:
+        pipeline("stage=shard", *RAW, f"data.input=[{corpus}]", f"data.shards={other}")
+    wanted = {"data.shards": shards, "tokenizer.path": tokenizer, "data.tokens": tokens, key: other}
+    printed = pipeline("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
+    assert f"was made with {key}=" in printed

@@ -1,0 +1,94 @@
+"""Job texts against golden files, the sbatch line, and what cannot be submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from pipeline.config.schema import ClusterConfig
+from pipeline.errors import UserError
+from pipeline.launch import job
+from tests.helpers import ROOT
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def cluster(name: str) -> ClusterConfig:
+    """A cluster as conf/cluster/ describes it."""
+    merged = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(ROOT / "conf" / "cluster" / f"{name}.yaml"))
+    return OmegaConf.to_object(merged)
+
+
+PRETRAIN = job.Job(
+    name="pretrain-0",
+    stage="pretrain",
+    overrides=("model=llama-tiny", "parallel.tensor=2", "run_dir=runs/sweep/0"),
+    directory=Path("/home/me/tannschen"),
+    output="/home/me/tannschen/runs/sweep/0/slurm-%j.out",
+)
+JOBS = {
+    "local": (PRETRAIN, cluster("local")),
+    "devcluster": (dataclasses.replace(PRETRAIN, after=(17, 19)), cluster("devcluster")),
+    "juwels": (dataclasses.replace(PRETRAIN, stage="tokenize", name="tokenize"), dataclasses.replace(cluster("juwels"), account="fir")),
+    "awkward": (
+        job.Job("a b", "shard", ("data.input=[/data/a b,/c]", "tracking.name='it''s'"), Path('/srv/my "runs" #1'), "/srv/x y/slurm-%j.out"),
+        ClusterConfig(qos="long", memory="480G", sbatch=["--comment=two words", "--exclusive"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_job_text(name: str) -> None:
+    assert job.render(*JOBS[name]) == (GOLDEN / f"{name}.sbatch").read_text(encoding="utf-8")
+
+
+def test_sbatch_line() -> None:
+    overrides = ["stage=pretrain", "model=gpt3-175b", "dry_run.enabled=true", "dry_run.rank=517", "parallel.tensor=8", "run_dir=my runs"]
+    line = job.sbatch_line(cluster("juwels"), "pretrain", 1024, overrides)
+    assert line == (
+        "sbatch --nodes=256 --ntasks-per-node=4 --partition=booster --cpus-per-task=12 --gpus-per-node=4 --time=24:00:00 "
+        "slurm/pretrain.sbatch model=gpt3-175b parallel.tensor=8 'run_dir=my runs'"
+    )
+
+
+@given(world_size=st.integers(1, 20000), per_node=st.integers(1, 16))
+def test_sbatch_line_starts_as_many_ranks_as_asked(world_size: int, per_node: int) -> None:
+    words = shlex.split(job.sbatch_line(ClusterConfig(tasks_per_node=per_node), "pretrain", world_size, []))
+    options = dict(word[2:].split("=") for word in words if word.startswith("--"))
+    room = int(options["nodes"]) * int(options["ntasks-per-node"])
+    assert int(options.get("ntasks", room)) == world_size
+    assert room - int(options["ntasks-per-node"]) < world_size <= room
+
+
+def test_every_stage_has_a_script_that_leaves_its_exit_code() -> None:
+    for script in (ROOT / "slurm").glob("*.sbatch"):
+        assert script.read_text().splitlines()[-1] == f'exec srun --kill-on-bad-exit=1 python -m pipeline stage={script.stem} "$@"'
+
+
+def test_violations_are_named_together() -> None:
+    wrong = ClusterConfig(account="a\n#SBATCH --nodes=9", time="soon", sbatch=["exclusive"])
+    keys = {violation.key for violation in job.violations(wrong, "brew", ROOT)}
+    assert keys == {"cluster.account", "cluster.time", "cluster.sbatch", "stage"}
+    assert [v.key for v in job.violations(ClusterConfig(), "shard", ROOT / "tests")] == ["working directory"]
+
+
+@pytest.mark.parametrize("time", ["01:00:00", "7-12", "1-00:30:00", "10:30", "UNLIMITED"])
+def test_times_of_slurm(time: str) -> None:
+    assert job.violations(ClusterConfig(time=time), "shard", ROOT) == []
+
+
+def test_a_time_that_yaml_took_for_a_number_is_refused() -> None:
+    time = str(OmegaConf.create("time: 24:00:00").time)
+    assert [v.key for v in job.violations(ClusterConfig(time=time), "shard", ROOT)] == ["cluster.time"]
+
+
+def test_submitting_where_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="sbatch is not on this machine"):
+        job.submit("#!/bin/bash\n")

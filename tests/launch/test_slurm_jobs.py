@@ -1,0 +1,221 @@
+"""Real jobs on a real Slurm of four nodes, which tools/devcluster brings up on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from pipeline.config.schema import ClusterConfig
+from pipeline.errors import UserError
+from pipeline.launch import job
+from tests.helpers import ROOT, SHARDS, pipeline, same_files
+
+pytestmark = pytest.mark.slurm
+
+DEVCLUSTER = str(ROOT / "tools" / "devcluster")
+SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm() -> Iterator[None]:
+    """A running dev cluster, its clients' environment set. One that ran before is used and left running."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: tools/devcluster gives each node a host name of its own")
+    if not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") or not shutil.which(
+        "munged", path=os.environ["PATH"] + ":/usr/sbin"
+    ):
+        pytest.skip("needs the packages slurm-wlm and munge")
+    ran = subprocess.run([DEVCLUSTER, "status"], capture_output=True, check=False).returncode == 0
+    export = subprocess.run([DEVCLUSTER, "start"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", export.strip().partition("=")[2])
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.chdir(ROOT)
+        yield
+        if not ran:
+            subprocess.run([DEVCLUSTER, "stop"], check=True)
+
+
+def command(*words: str) -> str:
+    """What a command of Slurm prints."""
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+
+
+def sbatch(log: Path, *words: object) -> int:
+    """Submit as a user does; the number of the job."""
+    return int(command("sbatch", "--parsable", f"--output={log}", *map(str, words)))
+
+
+def ended(number: int, seconds: float = 400) -> dict[str, str]:
+    """What Slurm knows of a job once it has ended."""
+    for _ in range(int(seconds * 4)):
+        facts = dict(re.findall(r"(\w+)=(\S*)", command("scontrol", "show", "job", "--oneliner", str(number))))
+        if facts["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+            return facts
+        time.sleep(0.25)
+    raise AssertionError(f"job {number} still {facts['JobState']} after {seconds} s")
+
+
+def succeeded(number: int, log: Path) -> str:
+    """The log of a job that must have ended well, free of control characters."""
+    facts = ended(number)
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    assert facts["JobState"] == "COMPLETED", f"{facts}\n{text}"
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), repr(text)
+    return text
+
+
+def training_steps(run: Path) -> list[dict[str, Any]]:
+    """What a run noted of its optimizer steps, validations left out."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+SAY_RANK = """
+import socket
+from pipeline.launch.ranks import detect
+here = detect()
+print(socket.gethostname(), here.rank, here.world_size, here.local_rank, here.local_size, here.master_host, here.master_port)
+"""
+
+
+@pytest.mark.parametrize(
+    "size, nodes, ranks", [(["--nodes=4", "--ntasks-per-node=2"], 4, 8), (["--nodes=3", "--ntasks=5"], 3, 5)], ids=["even", "uneven"]
+)
+def test_ranks_as_srun_starts_them(size: list[str], nodes: int, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text(SAY_RANK)
+    number = sbatch(tmp_path / "log", *size, f"--wrap=srun python {tmp_path / 'say.py'}")
+    rows = [line.split() for line in succeeded(number, tmp_path / "log").splitlines()]
+    hosts = [row[0] for row in rows]
+    found = {host: hosts.count(host) for host in hosts}
+    assert found.keys() <= {"n1", "n2", "n3", "n4"}
+    assert (len(found), len(rows)) == (nodes, ranks)
+    assert sorted(int(row[1]) for row in rows) == list(range(len(rows)))
+    assert {row[2] for row in rows} == {str(len(rows))}
+    for host, count in found.items():
+        assert sorted(int(row[3]) for row in rows if row[0] == host) == list(range(count))
+        assert {int(row[4]) for row in rows if row[0] == host} == {count}
+    assert {row[5] for row in rows} == {next(row[0] for row in rows if row[1] == "0")}
+    assert len({row[6] for row in rows}) == 1
+
+
+MODEL = ["model=llama-tiny", "model.vocab_size=304", "precision=fp32", "tracking=disabled"]
+TRAINING = [
+    "parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=2", "training.steps=4", "optimizer.warmup_steps=1",
+    "training.global_batch_size=8", "training.micro_batch_size=2", "training.sequence_length=32", "training.validation_batches=1",
+]  # fmt: skip
+
+
+def test_a_job_array_shards_without_mpi(corpus: Path, shards: Path, tmp_path: Path) -> None:
+    settings = ["slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS, f"data.shards={tmp_path}/shards"]
+    number = sbatch(tmp_path / "log-%a", "--array=1-3", *settings)
+    for _ in range(1600):
+        if not command("squeue", "--noheader", f"--jobs={number}").strip():
+            break
+        time.sleep(0.25)
+    logs = [(tmp_path / f"log-{task}").read_text() for task in (1, 2, 3)]
+    assert sum("shard: wrote" in log for log in logs) == 1, logs
+    assert same_files(shards, tmp_path / "shards")
+
+
+def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_path: Path) -> None:
+    """The whole road as jobs that wait for each other, on 4 nodes x 2 tasks where a stage has ranks."""
+    run = tmp_path / "run"
+    folders = [f"data.shards={tmp_path}/shards", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"run_dir={run}"]
+    wide = ["--nodes=4", "--ntasks-per-node=2"]
+    chain = {
+        "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS],
+        "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300", "tokenizer.report=false"],
+        "tokenize": [*wide, "slurm/tokenize.sbatch"],
+        "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING],
+        "convert": ["slurm/convert.sbatch", *MODEL],
+    }
+    numbers: dict[str, int] = {}
+    for stage, words in chain.items():
+        after = [f"--dependency=afterok:{list(numbers.values())[-1]}", "--kill-on-invalid-dep=yes"] if numbers else []
+        numbers[stage] = sbatch(tmp_path / f"{stage}.log", *after, *words, *folders)
+    for stage, number in numbers.items():
+        succeeded(number, tmp_path / f"{stage}.log")
+
+    # Eight ranks on four nodes wrote what one process writes.
+    assert same_files(shards, tmp_path / "shards")
+    assert same_files(tokenizer, tmp_path / "tokenizer")
+    assert same_files(tokens, tmp_path / "tokens")
+    totals = json.loads((run / "manifest.json").read_text())["totals"]
+    assert (totals["world_size"], sorted(set(totals["hosts"]))) == (8, ["n1", "n2", "n3", "n4"])
+    assert [line["step"] for line in training_steps(run)] == [1, 2, 3, 4]
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
+    assert len(transformers.AutoTokenizer.from_pretrained(run / "hf")) <= model.get_input_embeddings().num_embeddings == 304
+
+
+def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
+    first = sbatch(
+        tmp_path / "log",
+        "--ntasks=1",  # a lone rank needs no MPI, whose start under srun fails now and then
+        "slurm/shard.sbatch",
+        f"data.input=[{tmp_path}/none]",
+        f"data.shards={tmp_path}/s",
+    )
+    next_job = job.Job("next", "train_tokenizer", (f"data.shards={tmp_path}/s",), ROOT, f"{tmp_path}/next-%j.out", after=(first,))
+    second = job.submit(job.render(next_job, ClusterConfig(name="devcluster")))
+    facts = ended(first)
+    assert facts["JobState"] == "FAILED"
+    log = (tmp_path / "log").read_text()
+    assert f"data.input={tmp_path}/none" in log.replace("[", "").replace("]", "")
+    assert "Traceback" not in log
+    assert ended(second)["JobState"] == "CANCELLED"
+    assert not list(tmp_path.glob("next-*"))
+
+
+def test_a_sweep_is_submitted_and_left_alone(tokens: Path, tmp_path: Path) -> None:
+    """Three runs, held until the launcher has ended; their folder has a name that shell, Slurm and Hydra must each be told how to read."""
+    sweep = tmp_path / "a sweep #1 100%"
+    rates = [1e-4, 3e-4, 1e-3]
+    printed = pipeline(
+        "-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4,1e-3", f"data.tokens={tokens}", f"run_dir='{sweep}'", *MODEL, *TRAINING,
+        "parallel.pipeline=1", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.sbatch=[--hold]", *SLURM,
+    )  # fmt: skip
+    record = json.loads((sweep / "sweep.json").read_text())
+    assert len(record) == 3
+    for entry in record:
+        assert f"job {entry['job']}: {entry['run_dir']}" in printed
+        command("scontrol", "release", str(entry["job"]))
+    losses = []
+    for point, (rate, entry) in enumerate(zip(rates, record, strict=True)):
+        assert entry["run_dir"] == f"{sweep}/{point}"
+        facts = ended(entry["job"])
+        assert (facts["JobState"], facts["NumNodes"], facts["NumTasks"]) == ("COMPLETED", "2", "2"), Path(entry["log"]).read_text()
+        steps = training_steps(sweep / str(point))
+        assert max(line["lr"] for line in steps) == pytest.approx(rate)
+        losses.append(steps[-1]["loss"])
+    assert len(set(losses)) == 3
+
+
+def test_a_sweep_is_submitted_whole_or_not_at_all(tmp_path: Path) -> None:
+    message = pipeline(
+        "-m", "stage=shard", "cluster.partition=batch,nope", f"run_dir={tmp_path}", "cluster.sbatch=[--hold]", *SLURM, expect=2
+    )
+    assert "invalid partition specified: nope" in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "sweep.json").exists()
+
+
+def test_slurms_own_words_reach_the_user() -> None:
+    with pytest.raises(UserError, match="invalid partition specified: nope"):
+        job.submit("#!/bin/bash\n#SBATCH --partition=nope\ntrue\n")
+
+
+def test_the_queue_is_empty_in_the_end() -> None:
+    assert command("squeue", "--noheader") == ""

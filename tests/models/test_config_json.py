@@ -1,0 +1,135 @@
+"""config.json of stock models: what is read, and what is refused by name, for every family."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import pytest
+import transformers
+
+from pipeline.config import model_option
+from pipeline.errors import UserError
+from pipeline.models import config_json, registry
+from pipeline.models.adapter import Adapter
+from pipeline.models.families import FAMILIES
+
+ADAPTERS = [(family, adapter) for family in FAMILIES for adapter in registry.adapters(family)]
+NAMES = [adapter.architecture for _, adapter in ADAPTERS]
+
+
+def stock(adapter: Adapter) -> dict:
+    """The config.json that transformers writes of the class without settings."""
+    settings = {key: value for key, value in adapter.constants.items() if not config_json.is_dropout(key)}
+    written = getattr(transformers, adapter.architecture).config_class(**settings)
+    return {**json.loads(written.to_json_string(use_diff=False)), "architectures": [adapter.architecture]}
+
+
+def read(content: dict):
+    family, adapter = registry.adapter_of(content)
+    return config_json.read(adapter, FAMILIES[family], content)
+
+
+def refused(content: dict) -> str:
+    with pytest.raises(UserError) as caught:
+        read(content)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family, adapter", ADAPTERS, ids=NAMES)
+def test_what_transformers_writes_is_read(family, adapter):
+    """With rates of dropout, token ids and all: nothing of it is unknown, and what goes out again says the same."""
+    content = stock(adapter)
+    config = read(content)
+    assert config.family == family
+    assert read(adapter.config_json(config)) == config
+    again = adapter.config_json(config)
+    compared = [key for key in adapter.fields if key in content and content[key] is not None]
+    assert len(compared) > 3
+    assert {key: again[key] for key in compared} == {key: content[key] for key in compared}
+
+
+@pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
+def test_missing_keys_have_the_stock_class_values(adapter):
+    """A file that says no more than the class means what the class without settings is."""
+    settings = {key: value for key, value in adapter.constants.items() if not config_json.is_dropout(key)}
+    bare = {"architectures": [adapter.architecture], "model_type": adapter.model_type, **settings}
+    assert read(bare) == read(stock(adapter))
+
+
+def unlike(value: object) -> object:
+    """Another value of the same type."""
+    return (not value) if isinstance(value, bool) else f"other-{value}" if isinstance(value, str) else value + 1
+
+
+def constants() -> Iterator:
+    for _, adapter in ADAPTERS:
+        for key, value in adapter.constants.items():
+            if not config_json.is_dropout(key) and key not in config_json.HARMLESS:
+                yield pytest.param(adapter, key, value, id=f"{adapter.architecture}-{key}")
+
+
+@pytest.mark.parametrize("adapter, key, value", constants())
+def test_a_feature_that_the_family_does_not_have_is_refused(adapter, key, value):
+    text = refused({**stock(adapter), key: unlike(value)})
+    assert f"config.json {key}={unlike(value)}: is nothing this family has; {value} is all it knows" in text
+    assert "fix: " in text
+
+
+@pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
+def test_unknown_keys_and_values_of_a_wrong_type_are_refused_together(adapter):
+    key = next(iter(adapter.fields))
+    text = refused({**stock(adapter), key: "many", "alibi_bias_max": 8, "unset_feature": None})
+    assert f"config.json {key}=many: must be of type int" in text
+    assert "config.json alibi_bias_max=8: is not a key" in text
+    assert "unset_feature" not in text
+
+
+@pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
+def test_quantised_models_are_refused(adapter):
+    assert "config.json quantization_config=" in refused({**stock(adapter), "quantization_config": {"quant_method": "fp8"}})
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+ROPE = [
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type=longrope"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type=dynamic"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}}, "rope_scaling.beta_fast=3.0"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor=None: is missing"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters"),
+    ({"num_attention_heads": 5}, "model.heads=5: must divide model.hidden=4096"),
+    ({"num_key_value_heads": 7}, "model.kv_heads=7: must divide model.heads=32"),
+    ({"num_hidden_layers": 0}, "model.layers=0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("changes, message", ROPE)
+def test_rotary_positions_and_sizes_that_no_model_has(changes, message):
+    assert message in refused({**LLAMA, **changes})
+
+
+def test_both_spellings_of_rotary_positions():
+    older = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert older == read({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
+    assert (older.rope_theta, older.rope_scaling, older.rope_factor) == (5e5, "linear", 2.0)
+
+
+def test_a_class_is_found_by_its_older_name():
+    assert registry.adapter_of({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] == "t5"
+
+
+@pytest.mark.parametrize("content", [{"model_type": "llama"}, {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, {}])
+def test_a_class_that_is_not_here_is_refused(content):
+    with pytest.raises(UserError, match=r"is no class that can be imported"):
+        registry.adapter_of(content)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_words_for_pretrain_make_the_model(family):
+    """Whatever it is, the nearest shipped model and what differs from it."""
+    config = dataclasses.replace(FAMILIES[family](), vocab_size=777, norm_eps=1e-7) if family != "opt" else FAMILIES[family](vocab_size=777)
+    words = model_option.overrides(config)
+    assert words[0].startswith("model=")
+    assert "model.vocab_size=777" in words
+    from tests.world import configured
+
+    assert configured(*words).model == config

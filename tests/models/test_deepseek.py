@@ -1,0 +1,224 @@
+"""DeepSeek-V3: latent attention, multi-token prediction, and the same training in every layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.layers.attention import AttentionContext, plain
+from pipeline.layers.loss import IGNORE
+from pipeline.layers.mla import LatentAttention, halves
+from pipeline.layers.multi_token import ahead
+from pipeline.layers.rotary import Rotary
+from pipeline.models import registry
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.init import initialise
+from tests.world import causal, configured
+
+SIZES = {
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "dense_layers": 1,
+    "ffn_hidden": 48,
+    "experts": 4,
+    "expert_ffn_hidden": 16,
+    "top_k": 2,
+    "groups": 2,
+    "topk_group": 1,
+    "mtp_depth": 2,
+    "vocab_size": 67,
+    "max_positions": 16,
+    "init_std": 0.1,
+    "balance_loss": 0.05,
+}
+CONFIG = DeepseekV3Config(**SIZES)
+
+
+def model_of(config):
+    model = registry.build(config)
+    initialise(model, config, seed=1)
+    return model
+
+
+def tokens_of(*shape):
+    return torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(5))
+
+
+def test_pairs_of_neighbours_become_halves():
+    assert halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_latent_attention_depends_on_distances_alone():
+    torch.manual_seed(0)
+    layer = LatentAttention(32, 4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+    layer.core = plain
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x, rotary = torch.randn(2, 7, 32), Rotary(4, 32, 100.0)
+    positions = torch.arange(7).expand(2, 7)
+    here, there = (layer(x, context=AttentionContext(rotary=rotary(positions + shift))) for shift in (0, 9))
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(here, layer(x), atol=1e-2), "positions do matter"
+
+
+def test_labels_further_ahead():
+    labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE, 7, 8]])
+    assert ahead(labels).tolist() == [[2, 3, 4, IGNORE], [IGNORE, IGNORE, 8, IGNORE]]
+    assert ahead(ahead(labels)).tolist() == [[3, 4, IGNORE, IGNORE], [IGNORE, IGNORE, IGNORE, IGNORE]]
+
+
+def test_the_loss_is_that_of_the_next_token_and_the_mean_of_the_depths():
+    """Equations 21 to 25, with whole sequences and plain cross-entropies."""
+    model, text = model_of(CONFIG), tokens_of(2, 12)
+    tokens, targets = text[:, :-1], text[:, 1:]
+    found: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda *call: found.append(call[2]))
+    logits = model(tokens)
+    hidden = found[0]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    context = model.attention_context({})
+    losses = []
+    for number, depth in enumerate(model.head.depths, 1):
+        known = model.embed(torch.cat([text[:, number:-1], torch.zeros(2, number, dtype=torch.int64)], dim=1))
+        joined = torch.cat([depth.token_norm(known), depth.hidden_norm(hidden)], dim=2) @ depth.project.weight.T
+        hidden = depth.final_norm(depth.block(joined, context))
+        guess = (hidden @ model.head.output.weight.T)[:, : 11 - number]
+        losses.append(torch.nn.functional.cross_entropy(guess.flatten(0, 1), text[:, number + 1 :].flatten()))
+    expected = expected + CONFIG.mtp_loss * sum(losses) / 2
+    torch.testing.assert_close(model(tokens, targets=targets), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(tokens, targets=targets), torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
+
+
+def test_the_depths_share_embedding_and_head():
+    model = model_of(CONFIG)
+    model(tokens_of(2, 8), targets=tokens_of(2, 8)).backward()
+    names = dict(model.named_parameters())
+    assert not [name for name in names if name.startswith("head.embed")]
+    assert model.head.embed.tokens.weight is model.embed.tokens.weight
+    assert all(parameter.grad is not None for parameter in names.values() if parameter.requires_grad)
+
+
+def test_a_token_changes_nothing_before_it():
+    model, tokens = model_of(CONFIG), tokens_of(2, 16)
+    other = tokens.clone()
+    other[:, 10] = (other[:, 10] + 1) % SIZES["vocab_size"]
+    before, after = model(tokens), model(other)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"qk_rope_head_dim": 3}, ["model.qk_rope_head_dim"]),
+        ({"dense_layers": 5}, ["model.dense_layers"]),
+        ({"groups": 3, "topk_group": 3}, ["model.groups"]),
+        ({"groups": 4, "topk_group": 2}, ["model.groups"]),
+        ({"topk_group": 3}, ["model.topk_group"]),
+        ({"top_k": 3}, ["model.top_k"]),
+    ],
+)
+def test_sizes_that_contradict_each_other(changes, keys):
+    assert [violation.key for violation in replace(CONFIG, **changes).violations()] == keys
+
+
+def test_cut_sequences_and_further_tokens_exclude_each_other():
+    from pipeline.config import check
+
+    config = configured(*TINY, "parallel.context=2")
+    assert "parallel.context" in [violation.key for violation in check.violations(config, 2)]
+    config = configured(*TINY, "parallel.context=2", "model.mtp_depth=0")
+    assert "model.mtp_depth" not in str(check.violations(config, 2))
+
+
+TINY = (
+    "stage=pretrain",
+    "model=deepseek-tiny",
+    *(f"model.{key}={value}" for key, value in SIZES.items()),
+    "training.sequence_length=8",
+    "training.global_batch_size=16",
+    "training.micro_batch_size=2",
+    "training.steps=8",
+    "optimizer.warmup_steps=2",
+    "optimizer.lr=0.01",
+    "optimizer.eps=1e-6",
+    "precision=fp32",
+)
+
+
+def train(config, trainer):
+    """Losses and gradient norms of four steps, and the routers' biases after them."""
+    from pipeline.layers.moe import moe_layers
+
+    layout, where = trainer.mesh.layout, trainer.mesh.where
+    numbers = []
+    for step in range(4):
+        text = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
+        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(where)]))
+        numbers.append((float(loss), float(result.gradient_norm)))
+    biases = {}
+    for part in trainer.model.parts():
+        for index, block in part.blocks.items():
+            for moe in moe_layers(block):
+                biases[index] = moe.router.bias.tolist()
+        if part.head is not None:
+            for number, moe in enumerate(moe_layers(part.head)):
+                biases[f"depth {number}"] = moe.router.bias.tolist()
+    return numbers, biases
+
+
+def _trained(overrides):
+    from pipeline.config import check
+    from pipeline.config.layout import Layout
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.trainer import Trainer
+
+    config = configured(*TINY, *overrides)
+    check.check(config, dist.get_world_size())
+    return train(config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same on one process."""
+    from pipeline.config.layout import Layout
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.trainer import Trainer
+
+    config = configured(*TINY, "parallel.zero_stage=0")
+    try:
+        return train(config, Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, ""))))
+    finally:
+        meshes.stop()
+
+
+LAYOUTS = [
+    ("parallel.zero_stage=1", "parallel.tensor=2", "parallel.pipeline=2"),
+    ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.expert=2"),
+    ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence_parallel=false"),
+    ("parallel.zero_stage=2", "parallel.pipeline=2", "parallel.expert=2"),
+    ("parallel.zero_stage=3", "parallel.expert=2"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_four_ranks_are_one_process(world, alone, layout):
+    numbers, biases = alone
+    assert any(any(values) for values in biases.values()), "the balance was corrected"
+    seen = set()
+    for theirs, their_biases in world.run(_trained, layout):
+        assert theirs == [pytest.approx(one, rel=1e-5) for one in numbers]
+        for name, values in their_biases.items():
+            assert values == pytest.approx(biases[name], abs=1e-7)
+        seen |= their_biases.keys()
+    assert seen == biases.keys()

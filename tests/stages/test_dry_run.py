@@ -1,0 +1,115 @@
+"""The dry run: what it prints on the command line, and that the ranks' parts are the model."""
+
+import re
+from itertools import product
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from pipeline.config.check import check
+from pipeline.config.compose import CONF_DIR, register, typed
+from pipeline.config.layout import Layout
+from pipeline.stages.dry_run import count, init_fake
+from pipeline.training.gradients import is_primary_copy
+from tests.helpers import pipeline
+
+LARGE = (
+    "stage=pretrain",
+    "dry_run=true",
+    "model=gpt3-175b",
+    "parallel.tensor=8",
+    "parallel.pipeline=16",
+    "training.sequence_length=2048",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=1536",
+    "training.steps=100000",
+)
+
+
+def test_one_rank_of_a_large_job():
+    text = pipeline(*LARGE, "dry_run.world_size=1024", "dry_run.rank=517", "parallel.zero_stage=1", "training.token_budget=300_000_000_000")
+    shown = dict(re.findall(r"^  (\w[\w ]*?)  +(.*)$", text, re.MULTILINE))
+    assert (shown["pipeline"], shown["data"], shown["tensor"]) == ("8 of 16", "0 of 8", "5 of 8")
+    assert shown["stage 8"] == "layers 48 to 53 (6 of 96)"
+    # Six blocks: a piece of an eighth of 12 h^2 + 7 h weights, whole norms and output biases (6 h).
+    hidden = 12288
+    held = 6 * ((12 * hidden**2 + 7 * hidden) // 8 + 6 * hidden)
+    assert shown["parameters"] == f"{held:,}"
+    assert shown["weights"].split() == [f"{2 * held / 2**30:.3f}", "GiB", "bf16"]
+    assert shown["gradients"].split()[:2] == [f"{4 * held / 2**30:.3f}", "GiB"]
+    assert shown["optimizer"].split()[:2] == [f"{12 * held / 8 / 2**30:.3f}", "GiB"]
+    assert shown["sequences"] == "1,536 of 2,048 tokens = 3,145,728 tokens"
+    assert shown["a rank"] == "192 micro-batches of 1"
+    assert shown["token budget"] == "300,000,000,000 tokens = training.steps=95368"
+    command = next(line for line in text.splitlines() if line.startswith("sbatch "))
+    assert "--nodes=1024" in command
+    assert " model=gpt3-175b " in command
+    assert "dry_run" not in command
+
+
+def test_the_size_of_the_job_is_the_clusters_unless_given():
+    text = pipeline(*LARGE[:3], "parallel.tensor=4", "training.global_batch_size=64", "cluster.nodes=4", "cluster.tasks_per_node=4")
+    assert text.startswith("rank 0 of 16\n")
+
+
+def test_a_blend_and_a_batch_warm_up_are_counted():
+    text = pipeline(
+        *LARGE[:3],
+        "parallel.tensor=4",
+        "dry_run.world_size=4",
+        "training.sequence_length=2048",
+        "training.steps=100",
+        "training.batch_rampup=[{until_step:10,value:32}]",
+        "training.token_budget=13_000_000",
+        "data.blend={web:{weight:3},code:{weight:1}}",
+    )
+    shown = dict(re.findall(r"^  (\w[\w ]*?)  +(.*)$", text, re.MULTILINE))
+    assert shown["steps"] == f"100 = {(10 * 32 + 90 * 64) * 2048:,} tokens"
+    assert shown["token budget"] == "13,000,000 tokens = training.steps=105"
+    assert shown["web"] == f"{(10 * 32 + 90 * 64) * 3 // 4 * 2048:,} tokens, 75.00 %"
+    assert shown["code"].endswith("25.00 %")
+
+
+def test_mistakes_are_refused_together():
+    text = pipeline(*LARGE, "dry_run.world_size=1000", "dry_run.rank=1000", "parallel.zero_stage=3", "parallel.schedule=zbv", expect=2)
+    for key in ("dry_run.rank=1000", "world size=1000", "parallel.zero_stage=3"):
+        assert f"- {key}" in text
+    assert "Traceback" not in text
+    assert "stage=pretrain" in pipeline("stage=convert", "dry_run=true", expect=2)
+
+
+@pytest.fixture(scope="module")
+def composed():
+    register()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        yield lambda *overrides: typed(compose("config", ["training.micro_batch_size=1", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "published"),
+    [
+        (("model=gpt2-xl", "parallel.pipeline=5", "parallel.schedule=1f1b"), 1_557_611_200),
+        (("model=gpt2", "parallel.tensor=4", "parallel.pipeline=3", "parallel.schedule=zbv"), 124_439_808),
+        (("model=gpt3-175b", "parallel.tensor=8", "parallel.pipeline=4"), 174_604_259_328),
+        (("model=llama2-70b", "parallel.tensor=4", "parallel.pipeline=2", "parallel.schedule=interleaved"), 68_976_648_192),
+        (("model=llama3-405b", "parallel.tensor=8", "parallel.pipeline=4"), 405_853_388_800),
+    ],
+)
+def test_the_parts_of_all_ranks_add_up_to_the_model(composed, overrides, published):
+    """Every rank of one data index, of a job with two of them."""
+    config = composed(*overrides)
+    world_size = 2 * config.parallel.tensor * config.parallel.pipeline
+    check(config, world_size)
+    layout = Layout.of(config, world_size)
+    counted, layers, held = 0, [], []
+    for stage, tensor in product(range(layout.pipeline), range(layout.tensor)):
+        config.dry_run.rank = (stage * layout.data + 1) * layout.tensor + tensor
+        mesh, model = init_fake(config, world_size)
+        counted += sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, mesh))
+        held.append(count(model))
+        if tensor == 0:
+            layers += [int(key) for part in model.parts() for key in part.blocks]
+    assert counted == published
+    assert sorted(layers) == list(range(config.model.layers))
+    assert sum(held) >= published
+    assert max(held) < 2 * published / len(held) + 2 * config.model.vocab_size * config.model.hidden

@@ -1,0 +1,86 @@
+"""tools/demo as users run it, on a small text and for a few steps: twice, and with mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+#: Settings that make it last seconds.
+SHORT = [
+    "data.suffixes=[.jsonl]", "data.validation_fraction=0.1", "tokenizer.vocab_size=300", "model.layers=1", "training.steps=30",
+    "training.global_batch_size=2", "training.micro_batch_size=1", "training.sequence_length=32", "training.validate_every=10",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    if not (ROOT / ".venv" / "installed").exists():
+        pytest.skip("needs the environment of tools/install, which the demo would begin with")
+
+
+def demo(*arguments: object, expect: int = 0) -> str:
+    """What the demo prints, both streams."""
+    done = subprocess.run(
+        [str(ROOT / "tools" / "demo"), *map(str, arguments)],
+        cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def contents(folder: Path) -> dict[Path, int]:
+    """Every file and when it was written, in nanoseconds."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_whole_road_and_again(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    printed = demo(folder, f"data.input=[{corpus}]", *SHORT)
+
+    manifest = json.loads((folder / "tokens" / "manifest.json").read_text())["totals"]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    assert len(losses) == 30
+    assert losses[-1] < losses[0]
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    table = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S.*)$", printed.rpartition("\n--- ")[2], re.MULTILINE))
+    for count in ("documents", "bytes", "tokens"):
+        assert table[count].startswith(f"{manifest['train'][count] + manifest['validation'][count]:,} ")
+    assert table["trained on"].startswith(f"{30 * 2 * 32:,} tokens")
+    assert table["validation loss"].startswith(f"{evaluation['validation_loss']:.3f}")
+    assert table["bits per byte"].startswith(f"{evaluation['bits_per_byte']:.3f}")
+    assert table["Hugging Face model"] == str(folder / "hf")
+    assert Path(table["loss curve"]).read_bytes().startswith(b"\x89PNG")
+    assert printed.count("--- the model writes") == 4
+
+    before = contents(folder)
+    again = demo(folder, f"data.input=[{corpus}]", *SHORT)
+    assert again.rpartition("\n--- ")[2] == printed.rpartition("\n--- ")[2]
+    assert "stage=evaluate" not in again
+    rewritten = {path.name for path, written in contents(folder).items() if before.get(path) != written}
+    assert rewritten == {"loss.png"}
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["training.stebs=1"], "did you mean training.steps"),
+        (["data.input=[/nowhere]"], "/nowhere"),
+        (["--fast"], "unknown option '--fast'"),
+    ],
+    ids=["misspelt", "missing", "option"],
+)
+def test_a_mistake_ends_it(arguments: list[str], said: str, tmp_path: Path) -> None:
+    printed = demo(*([tmp_path / "demo"] if "=" in arguments[0] else []), *arguments, expect=2)
+    assert said in printed
+    assert "train_tokenizer" not in printed
+
+
+def test_a_folder_that_no_setting_can_hold(tmp_path: Path) -> None:
+    assert "choose another one" in demo(tmp_path / "my demo", expect=2)

@@ -1,0 +1,35 @@
+"""tools/parity: it keeps its tolerance, fails where a weight is spoiled, and has a row for every family."""
+
+import subprocess
+import sys
+
+from pipeline.models.families import FAMILIES
+from tests.helpers import ROOT
+
+
+def parity(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "parity", *arguments], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout
+
+
+def test_a_family_is_its_stock_class_both_ways():
+    code, table = parity("--family", "gpt")
+    assert code == 0, table
+    lines = [line.split() for line in table.splitlines() if line.startswith("gpt ")]
+    assert [line[:3] for line in lines] == [
+        ["gpt", variant, direction] for variant in ("tied", "untied") for direction in ("export", "import")
+    ]
+    assert all(line[-1] == "GPT2LMHeadModel" and float(line[3]) <= 1e-5 and int(line[4]) > 100 for line in lines)
+
+
+def test_a_spoiled_weight_fails():
+    code, table = parity("--family", "llama", "--spoil")
+    assert code == 1
+    assert "0 of " in table.splitlines()[-1]
+
+
+def test_every_family_has_its_rows(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from parity_variants import VARIANTS
+
+    assert VARIANTS.keys() == FAMILIES.keys()

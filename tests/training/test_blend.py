@@ -1,0 +1,129 @@
+"""Blends, phases and warm-ups in training: interrupted and continued, and the same numbers in every layout."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.artifact import MANIFEST
+from tests.helpers import pipeline
+from tests.world import causal, configured
+
+TINY = (
+    "stage=pretrain",
+    "model=llama-tiny",
+    "model.layers=4",
+    "model.hidden=32",
+    "model.ffn_hidden=64",
+    "model.vocab_size=320",
+    "training.sequence_length=32",
+    "training.global_batch_size=16",
+    "training.micro_batch_size=2",
+    "training.document_mask=true",
+    "parallel.zero_stage=0",
+    "precision=fp32",
+    "optimizer.warmup_steps=2",
+    "optimizer.min_lr_ratio=1",
+    "tracking=disabled",
+)
+WARMUPS = (
+    "training.batch_rampup=[{until_step:2,value:4},{until_step:5,value:8}]",
+    "training.sequence_warmup=[{until_step:3,value:8},{until_step:4,value:16}]",
+)
+BLEND = "data.blend={en:{},de:{}}"
+
+
+@pytest.fixture(scope="module")
+def folder(tokens, tmp_path_factory):
+    """The token shards as two corpora."""
+    copy = tmp_path_factory.mktemp("two") / "tokens"
+    shutil.copytree(tokens, copy)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    for shard, entry in manifest["files"].items():
+        entry["corpus"] = "de" if shard == "train-00001.tar" else "en"
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    return copy
+
+
+def phases(first: int, late: str) -> str:
+    """One phase until so many samples, then one of these weights."""
+    return f"data.phases=[{{until_tokens:{32 * first},weights:{{en:3,de:1}}}},{{weights:{{{late}}}}}]"
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+
+
+def exact(run_dir: Path) -> list[tuple]:
+    return [tuple(line[key] for key in ("step", "samples", "tokens", "loss", "grad_norm")) for line in lines(run_dir)]
+
+
+def test_interrupted_within_warm_ups_and_continued_with_a_later_phase(folder, tmp_path):
+    common = (*TINY, *WARMUPS, f"data.tokens={folder}", BLEND)
+    pipeline(*common, phases(40, "de:1"), "training.steps=7", f"run_dir={tmp_path}/straight")
+    steps = lines(tmp_path / "straight")
+    assert [line["samples"] for line in steps] == [4, 8, 16, 24, 32, 48, 64]
+    assert [line["tokens"] for line in steps] == [32 * line["samples"] for line in steps]
+    assert all({"data_seconds", "data_stalls"} <= line.keys() for line in steps)
+    interrupted = (*common, f"run_dir={tmp_path}/continued")
+    pipeline(*interrupted, phases(1000, "en:1"), "training.steps=3")
+    pipeline(*interrupted, phases(40, "de:1"), "training.steps=7", "data.prefetch=1")
+    assert exact(tmp_path / "continued") == exact(tmp_path / "straight")
+    said = pipeline(*interrupted, phases(20, "de:1"), "training.steps=9", expect=2)
+    assert "data.phases=" in said
+    assert "was made with" in said
+    assert "Traceback" not in said
+
+
+def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "tokens")
+    shard = tmp_path / "tokens" / "train-00002.tar"
+    raw = bytearray(shard.read_bytes())
+    raw[-3000] ^= 1
+    shard.write_bytes(raw)
+    said = pipeline(*TINY, f"data.tokens={tmp_path}/tokens", f"run_dir={tmp_path}/run", "data.verify=all", expect=2)
+    assert "train-00002.tar: is corrupt" in said
+    assert not (tmp_path / "run").exists()
+
+
+def _train(overrides):
+    """Losses and gradient norms of the steps of a warm-up, on tokens that depend on the step alone."""
+    from pipeline.config import check, warmup
+    from pipeline.config.layout import Layout
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.trainer import Trainer
+
+    ramps = ("training.batch_rampup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")
+    config = configured(*TINY, *ramps, *overrides)
+    check.check(config, dist.get_world_size())
+    layout = Layout.of(config, dist.get_world_size())
+    trainer = Trainer(config, meshes.build(layout, torch.device("cpu")))
+    numbers = []
+    for step in range(4):
+        rows = torch.randint(
+            config.model.vocab_size, (warmup.batch_size(config.training, step), 33), generator=torch.Generator().manual_seed(step)
+        )
+        length = warmup.sequence_length(config.training, step)
+        share = rows.chunk(layout.data)[trainer.mesh.where.data]
+        share = share.unfold(1, length + 1, length).flatten(0, 1)
+        documents = torch.zeros(len(share), length, dtype=torch.int32)
+        loss, result = trainer.train(*causal(share, documents))
+        numbers += [float(loss), float(result.gradient_norm)]
+    return numbers
+
+
+LAYOUTS = [
+    ("parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=1f1b"),
+    ("parallel.pipeline=2", "parallel.schedule=interleaved", "training.micro_batch_size=1"),
+    ("parallel.pipeline=2", "parallel.schedule=zbv", "training.micro_batch_size=1", "parallel.zero_stage=1"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_warm_ups_give_the_same_numbers_in_every_layout(world, layout):
+    plain = world.run(_train, ())[0]
+    for found in world.run(_train, layout):
+        assert found == pytest.approx(plain, rel=1e-5)

@@ -1,0 +1,193 @@
+"""Engines on four real ranks: same state after a load, the same run in another layout, nothing done on a gradient that is not finite."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.world import causal, configured
+
+TINY = (
+    "stage=pretrain",
+    "model=gpt-tiny",
+    "model.layers=4",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.ffn_hidden=64",
+    "model.vocab_size=67",
+    "model.max_positions=16",
+    "training.sequence_length=8",
+    "training.global_batch_size=16",
+    "training.micro_batch_size=2",
+    "training.steps=8",
+    "optimizer.warmup_steps=2",
+    "optimizer.lr=0.01",
+)
+
+
+def make(*overrides):
+    """A trainer of this rank in a layout of the world."""
+    from pipeline.config import check
+    from pipeline.config.layout import Layout
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.trainer import Trainer
+
+    config = configured(*TINY, *overrides)
+    check.check(config, dist.get_world_size())
+    return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+
+
+def train(config, trainer, steps):
+    """The losses and gradient norms of these steps, on tokens that depend on the step."""
+    numbers = []
+    for step in steps:
+        shape = (config.training.global_batch_size, config.training.sequence_length + 1)
+        batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data]))
+        numbers.append((float(loss), float(result.gradient_norm), float(result.lr), float(result.skipped)))
+    return numbers
+
+
+def _save_and_continue(folder, first, second):
+    """Train four steps in a layout and save; go on there, and from the file in another one."""
+    from pipeline.checkpoint import save
+    from pipeline.checkpoint.native import Index, TrainState
+    from pipeline.checkpoint.reader import Checkpoint
+
+    config, trainer = make(*first)
+    train(config, trainer, range(4))
+    state = TrainState(4, 64, trainer.engine.updates())
+    path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    straight = train(config, trainer, range(4, 7))
+    config, trainer = make(*second, "training.seed=99")  # other initial weights: the file must bring all of it
+    save.load(Checkpoint(path), trainer.engine.fragments())
+    trainer.engine.loaded(4)
+    return straight, train(config, trainer, range(4, 7))
+
+
+SAME = [
+    ("precision=fp32", "parallel.zero_stage=0"),
+    ("precision=bf16", "parallel.zero_stage=0", "parallel.tensor=2"),
+    ("precision=fp32", "parallel.zero_stage=1", "parallel.pipeline=2"),
+    ("precision=bf16", "parallel.zero_stage=2"),
+    ("precision=fp32", "parallel.zero_stage=3"),
+    ("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"),
+]
+
+
+@pytest.mark.parametrize("layout", SAME, ids=" ".join)
+def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
+    for straight, loaded in world.run(_save_and_continue, tmp_path, layout, layout):
+        assert straight == loaded
+
+
+OTHER = [
+    (("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=2", "parallel.pipeline=2")),
+    (("parallel.zero_stage=3",), ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2")),
+    (("parallel.zero_stage=0", "parallel.pipeline=2", "parallel.schedule=zbv"), ("parallel.zero_stage=3", "parallel.tensor=4")),
+]
+
+
+@pytest.mark.parametrize("first, second", OTHER, ids=str)
+def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
+    for straight, loaded in world.run(_save_and_continue, tmp_path, ("precision=fp32", *first), ("precision=fp32", *second)):
+        assert torch.allclose(torch.tensor(straight), torch.tensor(loaded), rtol=1e-4, atol=0)
+
+
+def _load_damaged(folder):
+    """Save, damage the last rank's file, load: the message that this rank gets."""
+    from pipeline.checkpoint import save
+    from pipeline.checkpoint.native import Index, TrainState, file_name
+    from pipeline.checkpoint.reader import Checkpoint
+    from pipeline.errors import UserError
+
+    config, trainer = make("precision=fp32", "parallel.zero_stage=2")
+    path = save.save(Path(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    if dist.get_rank() == 0:
+        file = path / file_name(3)
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(UserError) as raised:
+        save.load(Checkpoint(path), trainer.engine.fragments())
+    return str(raised.value)
+
+
+def test_what_one_rank_finds_damaged_every_rank_reports(world, tmp_path):
+    for message in world.run(_load_damaged, tmp_path):
+        assert "rank-00003.safetensors" in message
+
+
+def _poison(overrides):
+    """Two steps, one with an infinite weight gradient, two more: what the engine says and whether the weights moved."""
+    config, trainer = make(*overrides)
+    train(config, trainer, range(2))
+    before = [f.tensors["weight"].clone() for f in trainer.engine.fragments()]
+    hooks = [p.register_hook(lambda g: g * torch.inf) for p, piece in trainer.model.pieces.items() if piece.name == "norm.weight"]
+    poisoned = train(config, trainer, [2])
+    for hook in hooks:
+        hook.remove()
+    still = all(torch.equal(a, f.tensors["weight"]) for a, f in zip(before, trainer.engine.fragments(), strict=True))
+    after = train(config, trainer, [3])
+    moved = any(not torch.equal(a, f.tensors["weight"]) for a, f in zip(before, trainer.engine.fragments(), strict=True))
+    return poisoned[0][3], after[0][3], after[0][2], still, moved, trainer.engine.updates()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_gradient_that_is_not_finite_changes_nothing(world, zero, precision):
+    from pipeline.training.optimizer import learning_rate
+
+    overrides = (f"precision={precision}", f"parallel.zero_stage={zero}")
+    config = configured(*TINY, *overrides)
+    for skipped, then, lr, still, moved, updates in world.run(_poison, overrides):
+        assert (skipped, then, still, moved, updates) == (1, 0, True, True, 3)
+        assert lr == pytest.approx(learning_rate(2, config.optimizer, config.training)), "a skipped step takes no learning rate"
+
+
+def _losses(overrides):
+    config, trainer = make(*overrides)
+    return train(config, trainer, range(6))
+
+
+def test_bf16_agrees_between_engines_and_with_fp32(world):
+    plain = torch.tensor(world.run(_losses, ("precision=fp32", "parallel.zero_stage=0"))[0])
+    for overrides in (("parallel.zero_stage=0",), ("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=3",)):
+        low = torch.tensor(world.run(_losses, ("precision=bf16", *overrides))[0])
+        assert torch.allclose(low[:, 0], plain[:, 0], rtol=0.01)
+        assert torch.allclose(low[:, 1], plain[:, 1], rtol=0.05)
+
+
+def test_document_mask_reaches_every_stage(world):
+    whole = world.run(_masked, ("parallel.zero_stage=0",))
+    for layout in (("parallel.zero_stage=1", "parallel.tensor=2", "parallel.pipeline=2"), ("parallel.zero_stage=0", "parallel.pipeline=4")):
+        for loss, _ in world.run(_masked, layout):
+            assert loss == pytest.approx(whole[0][0], rel=1e-5)
+    assert whole[0][0] != pytest.approx(whole[0][1], rel=1e-5), "the mask changes the loss"
+
+
+def _masked(overrides):
+    """The loss of one batch with every third token ending a document, and without the mask."""
+    losses = []
+    for mask in ("true", "false"):
+        config, trainer = make("precision=fp32", f"training.document_mask={mask}", *overrides)
+        shape = (16, config.training.sequence_length + 1)
+        batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        documents = (torch.arange(8, dtype=torch.int32) // 3).expand(16, 8).contiguous()
+        mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data] for t in (batch, documents))
+        loss, _ = trainer.train(*causal(mine, theirs if mask == "true" else None))
+        losses.append(float(loss))
+    return losses
+
+
+def test_compiled_blocks_train_alike_in_pieces(world):
+    """Where there is a compiler: on a GPU the blocks are compiled by default."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    plain = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2"))
+    compiled = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2", "training.compile=on"))
+    assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=1e-4)

@@ -1,0 +1,35 @@
+"""Every decoder family's tiny model learns, by the command line in one process; encoders and encoder-decoders have tests of their own."""
+
+import json
+
+import pytest
+
+from tests.helpers import pipeline
+
+MODELS = ("gpt1-tiny", "opt-tiny", "bloom-tiny", "mistral-tiny", "mixtral-tiny", "deepseek-tiny")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tiny_model_learns(model, tokens, tmp_path):
+    pipeline(
+        "stage=pretrain",
+        f"model={model}",
+        "model.layers=2",
+        f"data.tokens={tokens}",
+        f"run_dir={tmp_path}",
+        "training.steps=8",
+        "training.sequence_length=32",
+        "training.global_batch_size=8",
+        "training.micro_batch_size=4",
+        "optimizer.warmup_steps=2",
+        "optimizer.lr=0.003",
+        "parallel.zero_stage=0",
+        "tracking=disabled",
+        "precision=fp32",
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    if model in ("mixtral-tiny", "deepseek-tiny"):
+        assert all(line["router_entropy"] > 0 for line in lines if "loss" in line)

@@ -1,0 +1,225 @@
+"""pretrain at the command line: what a run leaves, kill -9 and continue, and what bad input gets."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers import ROOT, pipeline
+
+TINY = (
+    "model=llama-tiny",
+    "model.layers=4",
+    "model.hidden=32",
+    "model.ffn_hidden=64",
+    "model.vocab_size=320",
+    "training.sequence_length=32",
+    "training.global_batch_size=16",
+    "training.micro_batch_size=2",
+    "optimizer.warmup_steps=2",
+    "tracking=disabled",
+)
+#: What a line tells of the arithmetic; the rest are times.
+EXACT = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "skipped")
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """The command line of a run on several ranks of this machine."""
+    launcher = [
+        str(Path(sys.executable).with_name("torchrun")),
+        f"--nproc_per_node={ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+    ]
+    return [*launcher, "-m", "pipeline", "stage=pretrain", *TINY, *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(ranks: int, *arguments: str) -> str:
+    """Run to the end; both streams."""
+    done = subprocess.run(torchrun(ranks, *arguments), env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(run_dir: Path) -> list[tuple]:
+    return [tuple(line[key] for key in EXACT) if "loss" in line else (line["step"], line["validation_loss"]) for line in lines(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def eight(tokens, tmp_path_factory) -> tuple[Path, str]:
+    """A run on eight ranks with every axis in use."""
+    folder = tmp_path_factory.mktemp("eight") / "run"
+    axes = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=2", "precision=fp32")
+    return folder, run(
+        8, *axes, f"data.tokens={tokens}", f"run_dir={folder}", "training.steps=6", "checkpoint.every=2", "tracking.wandb=offline"
+    )
+
+
+def test_a_run_on_eight_ranks_leaves_what_the_map_says(eight):
+    folder, printed = eight
+    steps = [line for line in lines(folder) if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    needed = {"step", "samples", "tokens", "loss", "grad_norm", "lr", "skipped", "seconds", "tokens_per_second", "mfu"}
+    assert needed <= steps[0].keys()
+    assert steps[-1]["samples"] == 6 * 16
+    assert steps[-1]["tokens"] == 6 * 16 * 32
+    assert steps[-1]["mfu"] is None
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert "validation_loss" in lines(folder)[-1]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"], "the last two are kept"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["totals"]["world_size"] == 8
+    assert (folder / "config.yaml").is_file()
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1, "rank 0 alone tracks"
+    assert all(ord(c) >= 32 or c in "\n\t" for c in printed), "a log holds no control characters"
+
+
+def test_another_layout_gives_the_same_numbers(eight, tokens, tmp_path):
+    run(2, "parallel.zero_stage=3", "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=6")
+    for ours, theirs in zip(exact(tmp_path / "run"), exact(eight[0]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_evaluate_and_convert_read_the_checkpoint_in_one_process(eight, tokens, tokenizer, tmp_path):
+    shutil.copytree(eight[0], tmp_path / "run")
+    common = (*TINY, "precision=fp32", f"data.tokens={tokens}", f"tokenizer.path={tokenizer}", f"run_dir={tmp_path}/run")
+    pipeline("stage=evaluate", "stage.batches=8", "parallel.zero_stage=0", *common)
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert found["step"] == 6
+    assert found["validation_loss"] == pytest.approx(lines(eight[0])[-1]["validation_loss"], rel=1e-5)
+    pipeline("stage=convert", *common)
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+def test_a_finished_run_does_nothing_again_and_a_longer_one_goes_on(eight, tokens, tmp_path):
+    shutil.copytree(eight[0], tmp_path / "run")
+    common = ("stage=pretrain", *TINY, "precision=fp32", "parallel.zero_stage=1", f"data.tokens={tokens}", f"run_dir={tmp_path}/run")
+    before = exact(tmp_path / "run")
+    assert "nothing to do" in pipeline(*common, "training.steps=6")
+    assert exact(tmp_path / "run") == before
+    assert "step 6, 96 samples" in pipeline(*common, "training.steps=8")  # one rank now, eight before
+    assert [line[0] for line in exact(tmp_path / "run") if len(line) > 2] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("zero, ranks, kills", [(0, 2, 2), (2, 4, 1)])
+def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, ranks, kills):
+    arguments = (
+        f"parallel.zero_stage={zero}",
+        "parallel.tensor=2",
+        "precision=fp32",
+        f"data.tokens={tokens}",
+        "training.steps=24",
+        "checkpoint.every=3",
+        "training.validate_every=5",
+    )
+    run(ranks, *arguments, f"run_dir={tmp_path}/straight")
+    for kill in range(kills):
+        process = subprocess.Popen(
+            torchrun(ranks, *arguments, f"run_dir={tmp_path}/killed"),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        metrics, until = tmp_path / "killed" / "metrics.jsonl", random.uniform(4, 8) * (kill + 1)
+        while process.poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
+            time.sleep(0.02)
+        time.sleep(random.uniform(0, 0.1))
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= ranks, "it ended before it was killed"
+        for worker in [psutil.Process(process.pid), *workers]:  # torchrun's ranks are in sessions of their own
+            worker.send_signal(signal.SIGKILL)
+        psutil.wait_procs(workers)
+        process.wait()
+    run(ranks, *arguments, f"run_dir={tmp_path}/killed")
+    assert exact(tmp_path / "killed") == exact(tmp_path / "straight")
+
+
+def test_everything_wrong_is_said_at_once(tokens):
+    said = pipeline(
+        "stage=pretrain",
+        *TINY,
+        f"data.tokens={tokens}",
+        "parallel.tensor=3",
+        "parallel.pipeline=4",
+        "parallel.schedule=zbv",
+        "parallel.zero_stage=3",
+        "training.sequence_length=100000",
+        expect=2,
+    )
+    for text in ("parallel.tensor=3", "model.layers=4", "parallel.zero_stage=3", "training.sequence_length=100000", "world size=1", "fix:"):
+        assert text in said
+    assert "Traceback" not in said
+
+
+def test_missing_tokens_name_the_stage_that_makes_them(tmp_path):
+    said = pipeline("stage=pretrain", *TINY, f"data.tokens={tmp_path}/nowhere", expect=2)
+    assert "stage=tokenize" in said
+    assert "Traceback" not in said
+
+
+def test_a_vocabulary_that_contradicts_the_tokenizer_is_refused(tokens, tmp_path):
+    said = pipeline("stage=pretrain", *TINY, f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "model.vocab_size=100", expect=2)
+    assert "model.vocab_size=100" in said
+    assert "300" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_in_a_run_directory_names_the_differences(eight, tokens, tmp_path):
+    shutil.copytree(eight[0], tmp_path / "run")
+    common = ("stage=pretrain", *TINY, f"data.tokens={tokens}", f"run_dir={tmp_path}/run")
+    said = pipeline(*common, "model.rope_theta=5000", "training.seed=7", "training.steps=9", expect=2)
+    assert "model.rope_theta=5000" in said
+    assert "10000" in said
+    assert "training.seed=7" in said
+    assert "checkpoint.resume=none" in pipeline(*common, "checkpoint.resume=none", expect=2)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_checkpoint_is_named(eight, tokens, tmp_path, damage):
+    shutil.copytree(eight[0], tmp_path / "run")
+    file = tmp_path / "run" / "checkpoints" / "step-00000006" / "rank-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "truncate":
+        file.write_bytes(content[:-10])
+    elif damage == "flip":
+        content[-5] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    said = pipeline(
+        "stage=pretrain", *TINY, "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=9", expect=2
+    )
+    assert "rank-00002.safetensors" in said
+    assert "Traceback" not in said
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert "step 4, 64 samples" in pipeline(
+        "stage=pretrain", *TINY, "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=5"
+    )
+
+
+def test_a_full_disk_ends_clearly_and_leaves_no_half_checkpoint(tokens, tmp_path):
+    """A file-size limit stands for the full disk: it lets metrics.jsonl through and stops the checkpoint."""
+    limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "limited")
+    common = ("stage=pretrain", *TINY, "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=3")
+    said = pipeline(*common, expect=2, prefix=limited)
+    assert "could not be written" in said
+    assert "Traceback" not in said
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    pipeline(*common)
+    assert [line[0] for line in exact(tmp_path / "run") if len(line) > 2] == [1, 2, 3]
