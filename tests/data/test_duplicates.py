@@ -105,7 +105,7 @@ def compared(texts: list[str], scores: list[int], settings: DedupConfig) -> tupl
 def ranks_find(folder: Path, cases: list[dict], ranks: int, round_bytes: int = 1 << 26) -> list[dict]:
     """What the cases give on so many ranks; every rank has compared its answer with the others'."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    script = [sys.executable, str(ROOT / "tests" / "data" / "dedup_ranks.py"), folder / "cases.json", folder / "results.json", str(round_bytes)]
+    script = [sys.executable, str(ROOT / "tests/data/dedup_ranks.py"), folder / "cases.json", folder / "results.json", str(round_bytes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
     subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
