@@ -34,9 +34,9 @@ def run_hydra(arguments: list[str]) -> None:
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    from pipeline.config import check, compose, layout
+    from pipeline.config import compose, layout
     from pipeline.errors import UserError
-    from pipeline.launch import hydra_launcher, ranks
+    from pipeline.launch import hydra_launcher, preflight, ranks
 
     compose.register()
     hydra_launcher.register()
@@ -61,7 +61,7 @@ def run_hydra(arguments: list[str]) -> None:
         if not violations:
             raise
         config = compose.typed(rest)
-        violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
+        violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
         compose.fail(UserError(violations), after=ranks.turn_to_speak())
         raise AssertionError("fail() leaves") from error
 
@@ -70,9 +70,9 @@ def run_one(composed: object) -> None:
     """Check one composed configuration and run its stage."""
     from omegaconf import DictConfig
 
-    from pipeline.config import check, compose, layout
+    from pipeline.config import compose, layout
     from pipeline.errors import UserError
-    from pipeline.launch import ranks
+    from pipeline.launch import preflight, ranks
     from pipeline.progress import set_up_logging
 
     assert isinstance(composed, DictConfig)
@@ -80,7 +80,7 @@ def run_one(composed: object) -> None:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
         config = compose.typed(composed)
-        check.check(config, layout.job_size(config, here.world_size))
+        preflight.check(config, layout.job_size(config, here.world_size))
         from pipeline.stages import run
 
         gc.freeze()

@@ -12,10 +12,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from pipeline import knobs
-from pipeline.config import check, layout
+from pipeline.config import layout
 from pipeline.config.compose import CONF_DIR, register, spelled_out, typed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
+from pipeline.launch import preflight
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT, pipeline
 
@@ -64,7 +65,7 @@ def checked(overrides: list[str], ranks: int) -> RunConfig:
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = compose("config", spelled_out(overrides), return_hydra_config=False)
     config = typed(composed)
-    check.check(config, layout.job_size(config, ranks))
+    preflight.check(config, layout.job_size(config, ranks))
     return config
 
 

@@ -26,13 +26,14 @@ from transformers import Trainer as StockTrainer
 
 from pipeline import artifact
 from pipeline.checkpoint.native import TrainState
-from pipeline.config import check, compose
+from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.loader import TokenDataset
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.errors import UserError
+from pipeline.launch import preflight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.init import initialise
@@ -40,9 +41,9 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compiles
 from pipeline.planner.flops import flops_per_token
 from pipeline.progress import set_up_logging
-from pipeline.training import gradients, loop
+from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
-from pipeline.training.optimizer import adamw, decay_groups
+from pipeline.training.optimizers import build_optimizer
 from pipeline.training.trainer import Trainer
 
 WARMUP_STEPS = 3
@@ -155,7 +156,7 @@ def configured(options: Options, folder: str) -> RunConfig:
     }
     with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
         config = compose.typed(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
-    check.check(config, world_size=1)
+    preflight.check(config, world_size=1)
     return config
 
 
@@ -187,7 +188,12 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
     training = config.training
     samples = Causal(TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed))
     mesh = meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, ""))
-    for owner, name in ((torch.autograd, "backward"), (torch.optim.AdamW, "step"), (gradients, "global_norm"), (torch, "_foreach_copy_")):
+    for owner, name in (
+        (torch.autograd, "backward"),
+        (torch.optim.AdamW, "step"),
+        (gradient_clipping, "global_norm"),
+        (torch, "_foreach_copy_"),
+    ):
         watch.count(owner, name)
     trainer = Timed(config, mesh)
     for stage in trainer.model.parts():
@@ -209,7 +215,7 @@ def train_plainly(config: RunConfig, watch: Watch, *, stock: bool) -> float:
             block.compile()
     weights = list(model.parameters())
     masters = weights if dtype == torch.float32 else [weight.detach().float() for weight in weights]
-    optimizer = adamw(decay_groups(masters, config.optimizer.weight_decay), config.optimizer, config.optimizer.lr)
+    optimizer = build_optimizer(masters, config.optimizer, config.optimizer.lr)
     losses = []
     for batch in samples:
         tokens = batch.to(DEVICE, non_blocking=True)

@@ -20,7 +20,6 @@ from pipeline.files import atomic_file
 from pipeline.parallel.pieces import Piece, Slice
 
 INDEX = "index.json"
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,14 @@ class Index:
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
         files: file name -> {"bytes", "xxh3"}.
-        kinds: what the files hold of a weight; moments that they do not are zero.
+        kinds: the tensors that the files hold for each weight: "weight" and the optimizer's state; state that they do not hold is zero.
     """
 
     train_state: TrainState
     config: dict[str, Any]
     data: str = ""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    kinds: list[str] = field(default_factory=lambda: list(KINDS))
+    kinds: list[str] = field(default_factory=list)
 
 
 def file_name(rank: int) -> str:

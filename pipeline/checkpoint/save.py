@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,8 +19,10 @@ from torch import Tensor
 from pipeline.checkpoint import native
 from pipeline.checkpoint.consolidate import extract
 from pipeline.checkpoint.fragment import Fragment
-from pipeline.checkpoint.native import KINDS, Index
+from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError, Violation
 from pipeline.files import digest, publish_folder
 
@@ -54,7 +57,8 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
         raise UserError.of("run_dir", partial, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
     if rank == 0:
         files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
-        native.write_index(partial, replace(index, files=files))
+        kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
+        native.write_index(partial, replace(index, files=files, kinds=kinds))
         publish_folder(partial, final)
         for old in native.complete(run_dir)[:-keep]:
             shutil.rmtree(old)
@@ -105,7 +109,7 @@ def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
     for fragment in fragments:
         name, count = fragment.piece.name, fragment.tensors["weight"].numel()
         geometry = native.describe(fragment.piece, fragment.start, count)
-        for kind in KINDS:
+        for kind in fragment.tensors:
             values: Tensor | None = checkpoint.fragment(rank, name, geometry, kind)
             if values is None:
                 values = extract(checkpoint.tensor(name, kind), fragment.piece, fragment.start, count)
@@ -129,13 +133,15 @@ def save_whole(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_
     shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
     partial.mkdir(parents=True)
     files: dict[str, dict[str, Any]] = {}
+    kinds: list[str] = []
     for number, group in enumerate(_groups(fragments, file_bytes)):
+        kinds = list(group[0].tensors)
         answer = _write(partial / native.file_name(number), group)
         if isinstance(answer, str):
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError.of("run_dir", partial, answer, "free some space or quota and run again")
         files[native.file_name(number)] = answer
-    native.write_index(partial, replace(index, files=files))
+    native.write_index(partial, replace(index, files=files, kinds=kinds))
     publish_folder(partial, final)
     return final
 
@@ -154,26 +160,37 @@ def _groups(fragments: Iterable[Fragment], file_bytes: int) -> Iterator[list[Fra
         yield group
 
 
-def check_same_run(checkpoint: Checkpoint, config: dict[str, Any], data: str) -> None:
-    """Refuse to continue with another model or other samples; everything else (layout, batch, learning rate) may change.
+def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -> None:
+    """Refuse to resume with another model or other samples. Layout, batch size, learning rate and all other settings may change.
 
-    A checkpoint that has seen no sample, an imported model, goes on with any.
+    A checkpoint that has consumed no sample (an imported model) may continue with any data.
+
+    Args:
+        checkpoint: to resume from.
+        config: of the run that resumes.
+        data: its training data.
 
     Raises:
         UserError: naming every difference.
     """
-    found = []
-    fresh = checkpoint.train_state.samples == 0
-    for group, keys in (("model", config["model"].keys()), ("training", () if fresh else ("seed", "sequence_length"))):
-        for key in keys:
-            new, old = config[group][key], checkpoint.config[group].get(key)
-            if new != old:
-                found.append((f"{group}.{key}", new, old))
-    if checkpoint.data != data and not fresh:
-        keys = [key for key in ("blend", "phases", "packing", "infill") if config["data"][key] != checkpoint.config["data"].get(key)]
-        found += [(f"data.{key}", config["data"][key], f"{checkpoint.config['data'].get(key)}") for key in keys]
-        if not keys:
-            found.append(("data.tokens", config["data"]["tokens"], checkpoint.config["data"]["tokens"] + " with other content"))
-    if found:
-        fix = "choose another run_dir, or checkpoint.resume=none to start anew"
-        raise UserError([Violation(k, new, f"{checkpoint.path} was made with {old}", fix) for k, new, old in found])
+    new, old = dataclasses.asdict(config), checkpoint.config
+    consumed = checkpoint.train_state.samples
+    keys = [f"model.{name}" for name in new["model"]]
+    if consumed:
+        keys += ["training.seed", "training.sequence_length"]
+    differences = {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
+    if consumed and checkpoint.data != data.fingerprint(config, consumed):
+        settings = {key: f"{_value(old, key)}" for key in data.settings if _value(new, key) != _value(old, key)}
+        differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
+    if differences:
+        fix = "choose another run_dir, or checkpoint.resume=none to start again"
+        raise UserError(
+            [Violation(key, _value(new, key), f"{checkpoint.path} was made with {value}", fix) for key, value in differences.items()]
+        )
+
+
+def _value(config: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key in nested dictionaries; None if it is not there."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None  # type: ignore[assignment]
+    return config

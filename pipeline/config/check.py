@@ -5,39 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline import knobs
 from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError, Violation
-
-#: Stages that start a process group and a layout.
-PARALLEL_STAGES = ("pretrain", "evaluate")
-
-#: Groups whose keys occur in rules across keys.
-_CROSSED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
-
-
-def check(config: RunConfig, world_size: int) -> None:
-    """Refuse an impossible combination before any work starts.
-
-    Args:
-        config: the composed configuration.
-        world_size: ranks of this job.
-
-    Raises:
-        UserError: with every violation found.
-    """
-    if found := violations(config, world_size):
-        raise UserError(found)
+from pipeline.config.stages import PARALLEL_STAGES
+from pipeline.errors import Violation
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
-    """Every broken rule. Rules across sizes wait until each size is legal by itself."""
-    found = knobs.range_violations(config)
-    if any(violation.key.partition(".")[0] in _CROSSED for violation in found):
-        return found
-    found += [*config.model.violations(), *_corpora(config)]
+    """The rules between keys that a configuration breaks. The value of each key is in its legal range already."""
+    found = [*config.model.violations(), *_corpora(config)]
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
         found += [*_batch(config, world_size), *_training(config)]
@@ -92,9 +69,6 @@ def _context(config: RunConfig) -> Iterator[Violation]:
     context = parallel.context
     if context == 1:
         return
-    if model.objective != "causal":
-        why = f"cuts the sequences of models that predict the next token; model.family={model.family} is trained otherwise"
-        yield Violation("parallel.context", context, why, "use parallel.context=1, and more data, tensor or pipeline ranks")
     if depth := getattr(model, "mtp_depth", 0):  # labels further ahead are made of the next tokens' labels
         why = f"cuts sequences, and model.mtp_depth={depth} needs them whole"
         yield Violation("parallel.context", context, why, "use parallel.context=1, or model.mtp_depth=0")

@@ -47,8 +47,9 @@ class TrainingConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = knob("adamw", "optimizer: AdamW (Loshchilov & Hutter 2019)", choices=("adamw",))
     lr: float = knob(3e-4, "peak learning rate", above=0)
     beta1: float = knob(0.9, "decay of the first moment", at_least=0, at_most=0.9999)
     beta2: float = knob(0.95, "decay of the second moment", at_least=0, at_most=0.99999)

@@ -49,6 +49,9 @@ class ConvertTokens(StageConfig):
     )
 
 
+#: Stages that start a process group with a layout, and read training samples.
+PARALLEL_STAGES = ("pretrain", "evaluate")
+
 #: stage name -> (its knobs, what it does in one line)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "shard": (StageConfig, "documents -> shuffled WebDataset text shards (mpirun or srun for many ranks)"),

@@ -22,11 +22,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline.config import check, compose, layout
+from pipeline.config import compose, layout
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
 from pipeline.files import atomic_file
-from pipeline.launch import job, ranks
+from pipeline.launch import job, preflight, ranks
 
 #: What was submitted: one entry a point. Lies in the sweep's folder.
 RECORD = "sweep.json"
@@ -76,7 +76,7 @@ class CheckedLauncher(Launcher):
                 composed.run_dir = str(Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir))
             try:
                 config = compose.typed(_without_hydra(composed))
-                check.check(config, self.world_size(config))
+                preflight.check(config, self.world_size(config))
                 found.append(Point(tuple(filter_overrides(overrides)), composed, config))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 
 FP32 = torch.float32.itemsize
-#: AdamW's two moments.
-MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class ModelState:
         return self.weights + self.gradients + self.optimizer
 
 
-def model_state(parameters: int, *, dtype: torch.dtype, zero_stage: int, data: int) -> ModelState:
+def model_state(parameters: int, *, dtype: torch.dtype, zero_stage: int, data: int, state_tensors: int) -> ModelState:
     """The ZeRO arithmetic (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3), as training/ does it.
 
     Gradients are summed in fp32 over the micro-batches of a step and reduced after the last one. Until then they are whole,
@@ -36,6 +34,7 @@ def model_state(parameters: int, *, dtype: torch.dtype, zero_stage: int, data: i
         dtype: number format of the weights.
         zero_stage: 0 shards nothing, 1 and 2 the optimizer's state, 3 the weights too.
         data: ranks to shard over.
+        state_tensors: fp32 tensors that the optimizer keeps for each weight.
     """
     share = -(-parameters // data)
     # Without ZeRO an fp32 model is its own master copy; DeepSpeed keeps one in any case.
@@ -43,5 +42,5 @@ def model_state(parameters: int, *, dtype: torch.dtype, zero_stage: int, data: i
     return ModelState(
         weights=(share if zero_stage == 3 else parameters) * dtype.itemsize,
         gradients=parameters * FP32,
-        optimizer=(parameters if zero_stage == 0 else share) * (master + MOMENTS * FP32),
+        optimizer=(parameters if zero_stage == 0 else share) * (master + state_tensors * FP32),
     )

@@ -11,7 +11,7 @@ from pipeline.checkpoint import huggingface_export, reader
 from pipeline.checkpoint.native import INDEX
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.data.load.objectives.special import DECODER_STARTS
+from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError, together
 from pipeline.files import digest, publish_folder

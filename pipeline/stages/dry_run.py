@@ -23,6 +23,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
 from pipeline.planner.memory import model_state
 from pipeline.training.gradients import is_primary_copy
+from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
 
@@ -84,13 +85,17 @@ def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
 def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
     """Bytes of model state."""
     zero = config.parallel.zero_stage
-    state = model_state(count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data * layout.context)
+    tensors = OPTIMIZERS[config.optimizer.name].state
+    state = model_state(
+        count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data * layout.context, state_tensors=len(tensors)
+    )
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     shared = f"over {layout.data * layout.context} data ranks"
     yield f"model state under ZeRO {zero} (activations and buffers come on top)"
     yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{f', sharded {shared}' if zero == 3 else ''}"
     yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32, whole until they are reduced at the end of a step"
-    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {master}two moments{f', sharded {shared}' if zero else ''}"
+    kept = f"{master}{' and '.join(tensors)}"
+    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {kept}{f', sharded {shared}' if zero else ''}"
     yield f"  {'sum':<14}{state.total / GIB:9.3f} GiB"
 
 

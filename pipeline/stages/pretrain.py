@@ -17,7 +17,7 @@ from pipeline.checkpoint import native
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
-from pipeline.data.load.objectives import opening
+from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError
 from pipeline.files import atomic_file, disk_full_named, make_folder
@@ -74,13 +74,13 @@ def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Obj
     Raises:
         UserError: token shards are missing or damaged, or have tokens that the model has no row for.
     """
-    training = opening.open_training(config, share)
+    training = registry.open_training(config, share)
     vocab_size = training.samples.vocab_size
     if vocab_size > config.model.vocab_size:
         rule = f"is smaller than the tokenizer's {vocab_size} entries in {config.data.tokens}"
         fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
-    return training, opening.open_validation(config, share)
+    return training, registry.open_validation(config, share)
 
 
 def starting_point(config: RunConfig) -> Path | None:

@@ -16,25 +16,23 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training.gradients import is_primary_copy
+from pipeline.training.optimizers import OptimizerKind
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
 ENGINES = {0: "pipeline.training.replicated:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero:ZeroEngine")
 
 _LINEAR = F.linear
 
-#: Names of a weight's tensors in the optimizer, beside the fp32 weight itself.
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: 0-dim tensors that nobody has waited for.
+    """The result of an optimizer step: 0-dim tensors, possibly still being computed on the device.
 
     Attributes:
-        gradient_norm: before clipping, over the whole model.
-        skipped: 1 when the gradient was not finite and nothing was changed, else 0.
+        gradient_norm: global norm before clipping.
+        skipped: 1 if the gradient was not finite and the step changed nothing, else 0.
         lr: learning rate of the step.
-        more: further numbers for metrics.jsonl, by their key there.
+        more: further values for metrics.jsonl, by key.
     """
 
     gradient_norm: Tensor
@@ -50,23 +48,23 @@ class Engine(ABC):
 
     @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, backward passes add to the gradients; leaving reduces them over all ranks."""
+        """A context in which backward passes accumulate gradients; its end reduces them over all ranks."""
 
     @abstractmethod
     def step(self) -> StepResult:
-        """Clip by the global norm, update the weights, forget the gradients. A gradient that is not finite changes nothing."""
+        """Clip by the global norm, update the weights, clear the gradients. A non-finite gradient changes nothing."""
 
     @abstractmethod
     def fragments(self) -> list[Fragment]:
-        """This rank's part of weights and optimizer state."""
+        """This rank's fragments of weights and optimizer state."""
 
     @abstractmethod
     def updates(self) -> int:
-        """Updates made so far; skipped steps are none."""
+        """Optimizer updates so far, without skipped steps."""
 
     @abstractmethod
     def loaded(self, updates: int) -> None:
-        """Take over the fragments that were written in place, as the state after `updates` updates."""
+        """Adopt fragments that were loaded in place, as the state after `updates` updates."""
 
 
 def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
@@ -77,23 +75,13 @@ def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
     return engine
 
 
-def create_moments(optimizer: torch.optim.Optimizer, masters: list[Tensor]) -> None:
-    """Give AdamW its state before the first step, so that a checkpoint can be read into it."""
-    for master in masters:
-        if not optimizer.state[master]:
-            optimizer.state[master] = {
-                "step": torch.zeros((), device=master.device),
-                **{name: torch.zeros_like(master) for name in MOMENTS},
-            }
-
-
-def fixed_fragments(model: LocalModel, mesh: Mesh) -> list[Fragment]:
-    """The weights that no optimizer moves. A checkpoint keeps moments for them too, of zeros."""
+def fixed_fragments(model: LocalModel, mesh: Mesh, kind: OptimizerKind) -> list[Fragment]:
+    """Fragments of the weights that no optimizer updates. A checkpoint stores optimizer state of zeros for them."""
     return [
         Fragment(
             piece,
             0,
-            {"weight": value.view(-1), **{name: torch.zeros_like(value).view(-1) for name in MOMENTS}},
+            {"weight": value.view(-1), **{name: torch.zeros_like(value).view(-1) for name in kind.state}},
             owned=mesh.data.rank() == 0 and is_primary_copy(piece, mesh),
         )
         for value, piece in model.fixed.items()

@@ -78,13 +78,3 @@ def is_primary_copy(piece: Piece, mesh: Mesh) -> bool:
     """
     index = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
     return not piece.copy and all(piece.is_sliced_along(axis) or place == 0 for axis, place in index.items())
-
-
-def global_norm(model: LocalModel, mesh: Mesh) -> Tensor:
-    """The 2-norm of the whole model's gradient, after the reduction over data: a 0-dim fp32 tensor, the same on every rank."""
-    primary = [p.grad for p, piece in model.pieces.items() if p.grad is not None and is_primary_copy(piece, mesh)]
-    norms = torch.stack(torch._foreach_norm(primary)) if primary else torch.zeros(1, device=mesh.device)
-    square = norms.square().sum()
-    if mesh.model.size() > 1:
-        dist.all_reduce(square, group=mesh.model)
-    return square.sqrt()

@@ -16,7 +16,6 @@ from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.data.load import blend
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.progress import Progress
 from pipeline.training.batches import Batches
@@ -68,7 +67,7 @@ def train(
             if last or (checkpoint.every and state.step % checkpoint.every == 0):
                 metrics.flush()
                 state = dataclasses.replace(state, updates=trainer.engine.updates())
-                index = Index(state, dataclasses.asdict(config), blend.fingerprint(config, training_data.samples, state.samples))
+                index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
                 log.info("step %d: wrote %s", state.step, path)
                 started = time.monotonic()
@@ -111,8 +110,7 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     if path is None:
         return TrainState()
     checkpoint = Checkpoint(path)
-    seen = blend.fingerprint(config, training_data.samples, checkpoint.train_state.samples)
-    save.check_same_run(checkpoint, dataclasses.asdict(config), seen)
+    save.check_same_run(checkpoint, config, training_data)
     save.load(checkpoint, trainer.engine.fragments())
     trainer.engine.loaded(checkpoint.train_state.updates)
     dist.barrier()

@@ -1,6 +1,6 @@
-"""ZeRO stage 0: every data rank holds all of its model's state, and nothing needs DeepSpeed.
+"""ZeRO stage 0: every data rank holds the full state of its part of the model. DeepSpeed is not used.
 
-The step never waits for the device: norm, clipping, the test for non-finite gradients and the learning rate stay tensors.
+A step does not synchronize with the device: norm, clipping, the check for non-finite gradients and the learning rate are tensors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pipeline.checkpoint.fragment import Fragment
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
-from pipeline.training import gradients
-from pipeline.training.engine import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
-from pipeline.training.optimizer import adamw, decay_groups, learning_rate
+from pipeline.training import gradient_clipping, gradients
+from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.lr_schedule import learning_rate
+from pipeline.training.optimizers import OPTIMIZERS, build_optimizer, create_state
 
 
 class ReplicatedEngine(Engine):
-    """Fused AdamW on fp32 master weights; for fp32 models the weights are the masters."""
+    """The optimizer on fp32 master weights; the weights of an fp32 model are their own master weights."""
 
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         self.model = model
@@ -39,7 +40,8 @@ class ReplicatedEngine(Engine):
         self._rates = torch.tensor(rates, dtype=torch.float32, device=mesh.device)
         self._updates = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=mesh.device)
-        self._optimizer = adamw(decay_groups(self._masters, config.optimizer.weight_decay), config.optimizer, self._lr)
+        self._kind = OPTIMIZERS[config.optimizer.name]
+        self._optimizer = build_optimizer(self._masters, config.optimizer, self._lr)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -50,12 +52,12 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """See Engine. Clipping is the optimizer's gradient scale and skipping its found_inf: no pass over the gradients of their own."""
-        norm = gradients.global_norm(self.model, self._mesh)
+        """See Engine. Clipping is passed as the optimizer's grad_scale and skipping as found_inf: neither reads the gradients once more."""
+        norm = gradient_clipping.global_norm(self.model, self._mesh)
         skipped = (~norm.isfinite()).float()
-        self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # an index in [] would be waited for
+        self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self._optimizer.grad_scale = ((norm + 1e-6) / self._clipping).clamp(min=1.0) if self._clipping > 0 else None  # type: ignore[attr-defined]
+        self._optimizer.grad_scale = gradient_clipping.clipping_divisor(norm, self._clipping) if self._clipping > 0 else None  # type: ignore[attr-defined]
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad = parameter.grad
         self._optimizer.step()
@@ -68,18 +70,18 @@ class ReplicatedEngine(Engine):
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""
-        create_moments(self._optimizer, self._masters)
+        create_state(self._optimizer, self._kind, self._masters)
         first = self._mesh.data.rank() == 0
         learned = [
             Fragment(
                 self.model.pieces[parameter],
                 0,
-                {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in MOMENTS}},
+                {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in self._kind.state}},
                 owned=first and gradients.is_primary_copy(self.model.pieces[parameter], self._mesh),
             )
             for parameter, master in zip(self._parameters, self._masters, strict=True)
         ]
-        return learned + fixed_fragments(self.model, self._mesh)
+        return learned + fixed_fragments(self.model, self._mesh, self._kind)
 
     def updates(self) -> int:
         """See Engine."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
 from pipeline.parallel.mesh import Mesh
@@ -57,7 +58,7 @@ class Trainer:
 
     def _scaled(self, batch: Batch) -> Batch:
         """The batch with Batch.loss_scale, where not every position counts: the mean is over what counts in the global batch."""
-        if self._config.model.objective == "causal" and self._config.data.packing == "windows":
+        if objective_of(self._config).every_position_counts(self._config):
             return batch
         targets = batch["targets"]
         counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])

@@ -21,12 +21,13 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradients
-from pipeline.training.engine import MOMENTS, Engine, StepResult, create_moments, fixed_fragments
-from pipeline.training.optimizer import adamw, decay_groups, learning_rate
+from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.lr_schedule import learning_rate
+from pipeline.training.optimizers import OPTIMIZERS, build_optimizer, create_state
 
 
 class _Mpu:
-    """The mesh as DeepSpeed asks for it: one "model parallel" group of all pipeline x tensor ranks, so that norms cover the whole model."""
+    """DeepSpeed's interface to the process groups. Its model-parallel group has all pipeline x tensor ranks: norms cover the full model."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -60,11 +61,11 @@ class _Mpu:
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """The deepspeed module, quiet and without the shared-memory operator that it would compile on a CPU."""
+    """Import deepspeed without its warnings, and without the shared-memory operator that it would compile on a CPU."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed refuses to start without it
-    # DeepSpeed calls collectives by names that torch has newer ones for: two lines a rank in every job's log.
+    # DeepSpeed uses deprecated names of collectives: two lines per rank in every job's log.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed
 
@@ -73,7 +74,7 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 def _settings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """DeepSpeed's configuration. To it a global batch is one micro-batch: the schedule does the accumulation."""
+    """DeepSpeed's configuration. It sees a global batch as one micro-batch: the pipeline schedule accumulates gradients."""
     return {
         "train_micro_batch_size_per_gpu": config.training.global_batch_size // mesh.layout.batch_shards,
         "gradient_accumulation_steps": 1,
@@ -87,19 +88,20 @@ def _settings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 class ZeroEngine(Engine):
-    """State sharded over the data ranks by DeepSpeed."""
+    """ZeRO 1, 2 and 3: DeepSpeed shards the state over the data ranks."""
 
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         self.model = model
         self._config, self._mesh = config, mesh
         for parameter in model.pieces:
             parameter.grad_dtype = torch.float32
-            # What the global norm counts: ZeRO 3 asks the first mark alone; ZeRO 1 and 2 the second too, since they count all else of
-            # tensor rank 0.
+            # These attributes decide what the global norm includes: ZeRO 3 reads the first one; ZeRO 1 and 2 also read the second one, since
+            # they include every other parameter of tensor rank 0.
             primary = gradients.is_primary_copy(model.pieces[parameter], mesh)
             parameter.model_parallel = primary  # type: ignore[attr-defined]
             parameter.ds_pipe_replicated = not primary  # type: ignore[attr-defined]
-        optimizer = adamw(decay_groups(model.pieces, config.optimizer.weight_decay), config.optimizer, config.optimizer.lr)
+        self._kind = OPTIMIZERS[config.optimizer.name]
+        optimizer = build_optimizer(model.pieces, config.optimizer, config.optimizer.lr)
         self._engine, self._zero, *_ = _deepspeed(mesh.device).initialize(
             model=model, optimizer=optimizer, config=_settings(config, mesh), mpu=_Mpu(mesh), dist_init_required=False
         )
@@ -113,7 +115,7 @@ class ZeroEngine(Engine):
             gradients.finalize_gradients(self.model, self._mesh, sequence_parallel=self._config.parallel.sequence_parallel)
 
     def step(self) -> StepResult:
-        """See Engine. DeepSpeed waits for the device here, so the values are known on the host."""
+        """See Engine. DeepSpeed synchronizes with the device here, so the values are on the host."""
         rate = learning_rate(self._updates, self._config.optimizer, self._config.training)
         for group in self._zero.param_groups:
             group["lr"] = rate
@@ -125,17 +127,17 @@ class ZeroEngine(Engine):
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""
-        create_moments(self._zero.optimizer, self._masters())
+        create_state(self._zero.optimizer, self._kind, self._masters())
         learned = [fragment for parameter in self.model.pieces for fragment in self._fragment(parameter)]
-        return learned + fixed_fragments(self.model, self._mesh)
+        return learned + fixed_fragments(self.model, self._mesh, self._kind)
 
     def _masters(self) -> list[Tensor]:
-        """The flat fp32 partitions that AdamW works on."""
+        """The flat fp32 partitions that the optimizer updates."""
         stage3 = self._config.parallel.zero_stage == 3
         return list(self._zero.fp32_partitioned_groups_flat if stage3 else self._zero.single_partition_of_fp32_groups)
 
     def _fragment(self, parameter: nn.Parameter) -> list[Fragment]:
-        """What this rank holds of a parameter: one run of elements, or nothing."""
+        """This rank's elements of a parameter: one contiguous range, or none."""
         piece = self.model.pieces[parameter]
         owned = gradients.is_primary_copy(piece, self._mesh)
         if self._config.parallel.zero_stage == 3:
@@ -145,18 +147,18 @@ class ZeroEngine(Engine):
             return []
         where, group = mapping.hp_fragment_address, mapping.param_group_index
         state = self._zero.optimizer.state[self._masters()[group]]
-        views = {name: state[name].narrow(0, where.start, where.numel) for name in MOMENTS}
+        views = {name: state[name].narrow(0, where.start, where.numel) for name in self._kind.state}
         return [Fragment(piece, mapping.lp_fragment_address.start, {"weight": mapping.hp_fragment, **views}, owned)]
 
     def _fragment_of_partition(self, parameter: nn.Parameter, owned: bool) -> list[Fragment]:
-        """ZeRO 3: equal partitions of the flattened piece, the last ones padded."""
+        """ZeRO 3: equal partitions of the flattened piece; the last ones are padded."""
         whole: int = parameter.ds_numel  # type: ignore[attr-defined]
         width: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
         start = self._mesh.data.rank() * width
         count = min(width, whole - start)
         if count <= 0:
             return []
-        names = {"weight": None} | {name: name for name in MOMENTS}
+        names = {"weight": None} | {name: name for name in self._kind.state}
         views = {
             name: self._zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=True, optim_state_key=key)[0][:count]
             for name, key in names.items()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.config import check, warmup
+from pipeline.config import warmup
 from pipeline.config.layout import Layout
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
@@ -22,6 +22,7 @@ from pipeline.data.load.loader import Corpus, Samples, TokenDataset, Windows
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.stream import TokenStream
 from pipeline.errors import UserError
+from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batches import Batches
 from tests.helpers import pipeline
@@ -55,7 +56,7 @@ def config_of(folder, *overrides):
         "optimizer.warmup_steps=1",
         *overrides,
     )
-    check.check(config, 1)
+    preflight.check(config, 1)
     return config
 
 
@@ -178,7 +179,7 @@ def test_sentinels_must_be_special_tokens_of_the_tokenizer(corpora, tokenizer):
 def test_what_was_seen_is_known_by_its_content_alone(corpora):
     def seen(consumed, *overrides):
         config = config_of(corpora, *overrides)
-        return blend.fingerprint(config, blend.open_training(config), consumed)
+        return Causal.of(config, blend.open_training(config)).fingerprint(config, consumed)
 
     phases = "data.phases=[{until_tokens:%d,weights:{en:1}},{weights:{%s}}]"
     names, three = "++data.blend={en:{},de:{}}", f"++data.blend={{en:{{}},de:{{}},x:{{tokens:{corpora}/more,corpus:code}}}}"

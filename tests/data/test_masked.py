@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipeline.config.data import MaskingConfig
-from pipeline.data.load.objectives import opening, sentences
+from pipeline.data.load.objectives import registry, sentences
 from pipeline.data.load.objectives.masked import Vocabulary, mask
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.errors import UserError
@@ -95,7 +95,7 @@ def test_rates_and_places():
 
 
 def test_sequences_are_the_text_between_special_tokens(text):
-    objective, special = opening.open_training(config_of(text)), ids(text)
+    objective, special = registry.open_training(config_of(text)), ids(text)
     plain = objective.samples.samples(np.arange(50))[:, :-1]
     assert plain.shape == (50, LENGTH - 2)
     found = objective.arrays(np.arange(50))
@@ -109,7 +109,7 @@ def test_sequences_are_the_text_between_special_tokens(text):
 
 
 def test_an_epoch_has_all_text_and_the_next_one_other_masks(text):
-    objective = opening.open_validation(config_of(text))
+    objective = registry.open_validation(config_of(text))
     count = int(objective.samples.counts[0])
     first, second = (objective.arrays(np.arange(count) + epoch * count) for epoch in (0, 1))
     stream = objective.samples.stream.read(np.zeros(1, dtype=np.int64), count * (LENGTH - 2))[0]
@@ -121,17 +121,17 @@ def test_an_epoch_has_all_text_and_the_next_one_other_masks(text):
 @pytest.mark.parametrize("model", ["roberta-tiny", "bert-tiny"])
 def test_a_sample_depends_on_its_number_and_the_seed_alone(text, model):
     config = config_of(text, model=model)
-    objective, again = opening.open_training(config), opening.open_training(config)
+    objective, again = registry.open_training(config), registry.open_training(config)
     together = objective.arrays(np.arange(12, 36))
     for part, rows in ((np.arange(12, 20), slice(0, 8)), (np.arange(20, 36), slice(8, 24))):
         for name, array in again.arrays(part).items():
             assert np.array_equal(array, together[name][rows]), name
-    other = opening.open_training(config_of(text, "training.seed=1", model=model)).arrays(np.arange(12, 36))
+    other = registry.open_training(config_of(text, "training.seed=1", model=model)).arrays(np.arange(12, 36))
     assert not np.array_equal(other["targets"], together["targets"])
 
 
 def test_packed_documents_have_padding_that_nothing_is_asked_of(text):
-    objective = opening.open_training(config_of(text, "data.packing=best_fit"))
+    objective = registry.open_training(config_of(text, "data.packing=best_fit"))
     found, special = objective.arrays(np.arange(200)), ids(text)
     padding = found["documents"] == -1
     assert 0 < padding.mean() < 0.5
@@ -143,7 +143,7 @@ def test_packed_documents_have_padding_that_nothing_is_asked_of(text):
 
 def test_sentence_pairs(text):
     config = config_of(text, model="bert-tiny")
-    objective, special = opening.open_training(config), ids(text)
+    objective, special = registry.open_training(config), ids(text)
     found = objective.arrays(np.arange(400))
     sequences, padding = whole(found), found["documents"] == -1
     plain = objective.samples.samples(np.arange(400))
@@ -171,7 +171,7 @@ def test_sentence_pairs(text):
 @given(st.integers(2, 1000), st.integers(0, 1 << 40), st.integers(0, 100))
 def test_elsewhere_is_another_sample_of_the_same_epoch(epoch, sample, seed):
     samples = np.arange(sample, sample + 20)
-    others = sentences.elsewhere(samples, epoch, seed)
+    others = sentences.other_samples(samples, epoch, seed)
     assert (others != samples).all()
     assert np.array_equal(others // epoch, samples // epoch)
 
@@ -207,8 +207,8 @@ def test_text_where_roberta_has_padding_is_refused(shards, tmp_path):
     named = ("data.masking.mask='</s>'", "data.masking.first='</s>'")
     config = config_of(tmp_path, *named)
     with pytest.raises(UserError, match="padding"):
-        opening.open_training(config)
-    opening.open_training(config_of(tmp_path, *named, model="bert-tiny"))
+        registry.open_training(config)
+    registry.open_training(config_of(tmp_path, *named, model="bert-tiny"))
     shutil.rmtree(tmp_path / "tokenizer")
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
-        opening.open_training(config)
+        registry.open_training(config)

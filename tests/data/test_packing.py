@@ -8,7 +8,7 @@ from pipeline import artifact
 from pipeline.data.load.boundaries import cumulative_lengths, document_ids, positions
 from pipeline.data.load.infill import Infill
 from pipeline.data.load.loader import Corpus, Samples
-from pipeline.data.load.objectives import opening
+from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import BestFit, best_fit, split_long
 from pipeline.data.load.stream import TokenStream
@@ -89,7 +89,7 @@ def test_packed_samples_are_whole_documents(tokens, length, seed):
 
 def test_padding_is_no_target(tokens):
     config = configured("stage=pretrain", f"data.tokens={tokens}", "data.packing=best_fit", "training.sequence_length=200")
-    objective = opening.open_training(config)
+    objective = registry.open_training(config)
     found = objective.arrays(np.arange(objective.samples.counts[0]))
     text, end = stream(tokens, "train"), objective.samples.end_of_document
     first = objective.samples.samples(np.arange(len(found["tokens"])))[:, 0]

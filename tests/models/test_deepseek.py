@@ -133,12 +133,12 @@ def test_sizes_that_contradict_each_other(changes, keys):
 
 
 def test_cut_sequences_and_further_tokens_exclude_each_other():
-    from pipeline.config import check
+    from pipeline.launch import preflight
 
     config = configured(*TINY, "parallel.context=2")
-    assert "parallel.context" in [violation.key for violation in check.violations(config, 2)]
+    assert "parallel.context" in [violation.key for violation in preflight.violations(config, 2)]
     config = configured(*TINY, "parallel.context=2", "model.mtp_depth=0")
-    assert "model.mtp_depth" not in str(check.violations(config, 2))
+    assert "model.mtp_depth" not in str(preflight.violations(config, 2))
 
 
 TINY = (
@@ -178,13 +178,13 @@ def train(config, trainer):
 
 
 def _trained(overrides):
-    from pipeline.config import check
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = configured(*TINY, *overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     return train(config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))))
 
 

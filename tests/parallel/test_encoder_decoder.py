@@ -42,13 +42,13 @@ def a_batch(seed):
 
 def numbers(overrides):
     """Loss and gradient norm of three steps."""
-    from pipeline.config import check
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = configured(*TINY, *overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     trainer = Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
     where, shares = trainer.mesh.layout.batch_shard(trainer.mesh.where), trainer.mesh.layout.batch_shards
     found = []

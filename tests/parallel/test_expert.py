@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config.check import violations
+from pipeline.launch.preflight import violations
 from tests.world import causal, configured
 
 MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1")
@@ -47,13 +47,14 @@ def train_plainly(*overrides):
     from pipeline.layers.moe import moe_layers
     from pipeline.models import registry
     from pipeline.models.init import initialise
-    from pipeline.training.optimizer import adamw, decay_groups, learning_rate
+    from pipeline.training.lr_schedule import learning_rate
+    from pipeline.training.optimizers import build_optimizer
 
     config = configured(*TINY, *overrides)
     model = registry.build(config.model)
     initialise(model, config.model, config.training.seed)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = adamw(decay_groups(learned, config.optimizer.weight_decay), config.optimizer, 0.0)
+    optimizer = build_optimizer(learned, config.optimizer, 0.0)
     parts = config.training.global_batch_size // config.training.micro_batch_size
     numbers = []
     for moe in moe_layers(model):
@@ -88,13 +89,13 @@ def statistics(records, experts):
 
 def make(*overrides):
     """A trainer of this rank in a layout of the world."""
-    from pipeline.config import check
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = configured(*TINY, *overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 

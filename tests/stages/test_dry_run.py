@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 from hydra import compose, initialize_config_dir
 
-from pipeline.config.check import check
 from pipeline.config.compose import CONF_DIR, register, typed
 from pipeline.config.layout import Layout
+from pipeline.launch.preflight import check
 from pipeline.stages.dry_run import count, init_fake
 from pipeline.training.gradients import is_primary_copy
 from tests.helpers import pipeline

@@ -91,14 +91,15 @@ def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(folde
 
 def _train(overrides):
     """Losses and gradient norms of the steps of a warm-up, on tokens that depend on the step alone."""
-    from pipeline.config import check, warmup
+    from pipeline.config import warmup
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     ramps = ("training.batch_rampup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")
     config = configured(*TINY, *ramps, *overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     layout = Layout.of(config, dist.get_world_size())
     trainer = Trainer(config, meshes.build(layout, torch.device("cpu")))
     numbers = []

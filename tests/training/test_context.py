@@ -50,7 +50,7 @@ def _plainly(family):
     """The reference: a straight loop over a plain model, stock cross-entropy and AdamW."""
     from pipeline.models import registry
     from pipeline.models.init import initialise
-    from pipeline.training.optimizer import learning_rate
+    from pipeline.training.lr_schedule import learning_rate
 
     config = configured(*FAMILIES[family], *TINY)
     model = registry.build(config.model)
@@ -75,13 +75,13 @@ def _plainly(family):
 def _in_layout(overrides):
     """The same run in a layout: losses and norms on every rank, a loss without the mask, the whole weights on rank 0."""
     from pipeline.checkpoint.consolidate import paste
-    from pipeline.config import check
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = configured(*overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     mesh = meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
     trainer = Trainer(config, mesh)
     numbers, validated = [], []

@@ -30,13 +30,13 @@ TINY = (
 
 def make(*overrides):
     """A trainer of this rank in a layout of the world."""
-    from pipeline.config import check
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = configured(*TINY, *overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
@@ -140,7 +140,7 @@ def _poison(overrides):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_gradient_that_is_not_finite_changes_nothing(world, zero, precision):
-    from pipeline.training.optimizer import learning_rate
+    from pipeline.training.lr_schedule import learning_rate
 
     overrides = (f"precision={precision}", f"parallel.zero_stage={zero}")
     config = configured(*TINY, *overrides)

@@ -72,13 +72,13 @@ def moments(trainer):
 
 
 def _trained(overrides):
-    from pipeline.config import check
     from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = configured(*TINY, *overrides)
-    check.check(config, dist.get_world_size())
+    preflight.check(config, dist.get_world_size())
     trainer = Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
     return train(config, trainer, range(4)), moments(trainer)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
-from pipeline.training.optimizer import decay_groups, learning_rate
+from pipeline.training.lr_schedule import learning_rate
+from pipeline.training.optimizers import weight_decay_groups
 
 
 @given(
@@ -48,5 +49,5 @@ def test_shapes_at_half_way():
 
 def test_vectors_do_not_decay():
     matrix, vector = torch.zeros(2, 3), torch.zeros(3)
-    groups = decay_groups([vector, matrix], 0.1)
+    groups = weight_decay_groups([vector, matrix], 0.1)
     assert [(g["weight_decay"], [t.dim() for t in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1])]

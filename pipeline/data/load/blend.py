@@ -26,11 +26,11 @@ log = logging.getLogger("pipeline")
 
 
 def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:
-    """The samples that a run trains on. Opening reads manifests alone, however many tokens there are.
+    """The training samples of a run. Opening reads manifests only, so its time does not depend on the number of tokens.
 
     Args:
         config: of the run.
-        share: (rank, ranks) of the job, to share what every rank would else do: checksums, and file sizes, which the first rank looks at.
+        share: (rank, ranks) of the job: ranks share the verification of checksums, and rank 0 checks the file sizes.
         length: tokens from one sample to the next; training.sequence_length when None.
 
     Raises:
@@ -54,10 +54,10 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
 
 
 def check_epochs(config: RunConfig, samples: Source) -> None:
-    """Tell how often a run reads each corpus of its blend.
+    """Log how often a run reads each corpus of its blend.
 
     Raises:
-        UserError: one is read more often than it may be. To go on with other weights in silence would be another blend.
+        UserError: a corpus is read more often than its max_epochs.
     """
     if samples.schedule is None:
         return
@@ -67,7 +67,7 @@ def check_epochs(config: RunConfig, samples: Source) -> None:
         most = config.data.blend[name].max_epochs
         log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
         if most is not None and taken > most * count:
-            rule = f"the run's {total:,} samples take {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
+            rule = f"the run's {total:,} samples use {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
             fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
             problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
     if problems:
@@ -75,7 +75,7 @@ def check_epochs(config: RunConfig, samples: Source) -> None:
 
 
 def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples | None:
-    """The validation splits of all corpora of the run, one after the other; None if they hold no window.
+    """The concatenated validation splits of all corpora of the run; None if they contain no window.
 
     Arguments are those of open_training.
 
@@ -90,22 +90,26 @@ def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1), length: 
     return Samples([whole], stream, windows, None) if windows.counts[0] > 0 else None
 
 
-def fingerprint(config: RunConfig, samples: Source, consumed: int) -> str:
-    """What determines the first `consumed` samples, as a short text: a run that has seen them may go on where it is the same.
+def fingerprint(config: RunConfig, samples: Source, consumed: int, settings: dict[str, Any]) -> str:
+    """A short text that is equal for two runs if their first `consumed` samples are equal.
 
-    Phases that begin later do not count, nor do corpora that have had no weight until then: they may still be changed or added.
+    Phases that begin later do not count, nor do corpora without weight until then: they may still be changed or added.
+
+    Args:
+        config: of the run.
+        samples: of the run.
+        consumed: samples that a checkpoint has seen.
+        settings: what else determines a sample, from the objective.
     """
     data = config.data
-    content: dict[str, Any] = {}
+    content: dict[str, Any] = dict(settings)
     if data.packing != "windows":
         content["packing"] = data.packing
     if data.infill.rate > 0:
         content["infill"] = vars(data.infill)
-    if config.model.objective == "masked":
-        content["masking"] = vars(data.masking) | {"next_sentence": config.model.next_sentence}
     if not data.blend:
-        alone = samples.corpora[0].fingerprint
-        return _hash([alone, content]) if content else alone
+        corpus = samples.corpora[0].fingerprint
+        return _hash([corpus, content]) if content else corpus
     fingerprints = {corpus.name: corpus.fingerprint for corpus in samples.corpora}
     begun: list[tuple[dict[str, int], int]] = []
     start = 0
@@ -123,11 +127,11 @@ def _hash(content: Any) -> str:
 
 
 def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]:
-    """The phases of the blend, their ends in samples; corpora in the order of their names.
+    """The phases of the blend, with ends in samples; corpora are in the order of their names.
 
     Args:
         config: of the run.
-        epoch: samples of each corpus; needed when data.blend_weights compares epochs.
+        epoch: samples of each corpus; required if data.blend_weights compares epochs.
     """
     data, names = config.data, sorted(config.data.blend)
     worth = dict.fromkeys(names, 1)
@@ -147,7 +151,7 @@ def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]
 
 
 def _corpora(config: RunConfig, split: str) -> list[Corpus]:
-    """The corpora of the run, all made with one tokenizer."""
+    """The corpora of the run, all tokenized with one tokenizer."""
     data = config.data
     if not data.blend:
         folder = Path(data.tokens)
@@ -167,9 +171,14 @@ def _corpora(config: RunConfig, split: str) -> list[Corpus]:
             problems.extend(error.violations)
     for corpus in corpora:
         if corpus.totals["tokenizer"] != corpora[0].totals["tokenizer"]:
-            rule = f"was made with another tokenizer than {corpora[0].name}"
+            rule = f"was tokenized with another tokenizer than {corpora[0].name}"
             problems.append(
-                Violation(f"data.blend.{corpus.name}", data.blend[corpus.name].tokens or data.tokens, rule, "tokenize both with one")
+                Violation(
+                    f"data.blend.{corpus.name}",
+                    data.blend[corpus.name].tokens or data.tokens,
+                    rule,
+                    "tokenize both with the same tokenizer",
+                )
             )
     if problems:
         raise UserError(list(dict.fromkeys(problems)))
@@ -182,12 +191,12 @@ def _corpus(name: str, chosen: CorpusConfig, folder: Path, manifest: artifact.Ma
     known = sorted({entry["corpus"] for entry in manifest.files.values() if "split" in entry})
     if wanted not in known:
         fix = f"choose one of {', '.join(known)}"
-        raise UserError.of(f"data.blend.{name}.corpus", wanted, f"{folder} holds no such corpus", fix)
+        raise UserError.of(f"data.blend.{name}.corpus", wanted, f"{folder} contains no such corpus", fix)
     return Corpus.of(folder, manifest, split, name=name, corpus=wanted)
 
 
 def _stream(config: RunConfig, corpora: list[Corpus], share: tuple[int, int]) -> TokenStream:
-    """Their shards, looked at as data.verify says."""
+    """The stream of their shards, verified as data.verify specifies."""
     verify = config.data.verify
     stream = TokenStream([shard for corpus in corpora for shard in corpus.shards], lazy_checks=verify == "lazy", share=share)
     if share[0] == 0:
@@ -198,7 +207,7 @@ def _stream(config: RunConfig, corpora: list[Corpus], share: tuple[int, int]) ->
 
 
 def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
-    """Fill-in-the-middle with the sentinels of the run's tokenizer."""
+    """Fill-in-the-middle with the sentinel ids of the run's tokenizer; None if it is off."""
     infill = config.data.infill
     if infill.rate == 0:
         return None

@@ -1,1 +1,1 @@
-"""What a model is asked to predict: from samples of text to the arrays of a batch."""
+"""Training objectives: what a model is trained to predict, from samples of text to the arrays of a batch."""

@@ -1,7 +1,8 @@
-"""The next token, from all before it."""
+"""Causal language modeling: predict the next token from all tokens before it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Self
 
 import numpy as np
@@ -9,37 +10,46 @@ import numpy as np
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
-from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.errors import Violation
 
 
-class Causal(Objective):
-    """Each position's target is the next token."""
-
-    samples: Samples
+class Causal(TokenShardObjective):
+    """The target of each position is the next token."""
 
     def __init__(self, samples: Samples, *, document_mask: bool = False, padded: bool = False) -> None:
-        """Take samples of whole sequences and one token more.
+        """Use samples of sequence_length + 1 tokens.
 
         Args:
             samples: the text.
-            document_mask: tell documents apart.
-            padded: what comes of whole documents is followed by end-of-document tokens, which are no targets.
+            document_mask: return document numbers, for attention within documents.
+            padded: samples are packed documents followed by end-of-document tokens, which get no targets.
         """
         self.samples, self.bytes_per_token = samples, samples.bytes_per_token
         self._document_mask, self._padded = document_mask, padded
 
     @staticmethod
+    def violations(config: RunConfig) -> Iterator[Violation]:  # noqa: ARG004
+        """See Objective: every configuration is supported."""
+        yield from ()
+
+    @staticmethod
+    def every_position_counts(config: RunConfig) -> bool:
+        """See Objective: packed documents are padded."""
+        return config.data.packing == "windows"
+
+    @staticmethod
     def text_length(config: RunConfig) -> int:
-        """See Objective."""
+        """See TokenShardObjective."""
         return config.training.sequence_length
 
     @classmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
-        """See Objective."""
+        """See TokenShardObjective."""
         return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See Objective."""
+        """See Objective: tokens and targets; documents under a document mask."""
         text = self.samples.samples(indices)
         found = {"tokens": text[:, :-1], "targets": text[:, 1:]}
         if self._padded:

@@ -1,9 +1,10 @@
-"""Masked tokens from all others (BERT, Devlin et al. 2019, section 3.1; RoBERTa, Liu et al. 2019, section 4)."""
+"""Masked language modeling: predict masked tokens from all others (BERT, Devlin et al. 2019, section 3.1; RoBERTa, Liu et al. 2019)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -12,21 +13,21 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import sentences
-from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, whole_sequence_violations
 from pipeline.data.load.objectives.special import SpecialTokens
 from pipeline.data.load.permutation import random_words
-from pipeline.errors import UserError
+from pipeline.errors import UserError, Violation
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that masking tells apart.
+    """Token ids that masking uses.
 
     Attributes:
-        first: stands before a sequence ([CLS]).
-        between: closes each segment ([SEP]).
-        mask: stands for a token that is to be guessed.
-        ordinary: (tokens,) ids that stand for text, ascending.
+        first: the token before a sequence ([CLS]).
+        between: the token after each segment ([SEP]).
+        mask: the replacement of a token to be predicted ([MASK]).
+        ordinary: (tokens,) ids of text tokens, which may be masked and drawn as random replacements, ascending.
     """
 
     first: int
@@ -35,17 +36,17 @@ class Vocabulary:
     ordinary: np.ndarray
 
 
-class Masked(Objective):
-    """Sequences [CLS] text [SEP] of text that goes on over the ends of documents, or [CLS] a [SEP] b [SEP] of two segments.
+class Masked(TokenShardObjective):
+    """Sequences [CLS] text [SEP] whose text may cross document boundaries, or [CLS] a [SEP] b [SEP] with two segments of one document.
 
-    A share of the places with text is chosen, as many in every sequence without padding; of these most become [MASK], some a random
-    token, and some stay. A sample's choices change from epoch to epoch. Special tokens are neither chosen nor drawn.
+    A fixed share of the text positions is selected, the same number in every unpadded sequence. Most selected tokens become [MASK], some a
+    random token, and some are kept. The selection of a sample differs between epochs. Special tokens are neither selected nor drawn.
     """
 
-    samples: Samples
+    settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "data.masking", "model.next_sentence")
 
     def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
-        """Take samples of whole texts."""
+        """Use samples of text_length + 1 tokens; the last one is not used."""
         self.samples = samples
         self._vocabulary, self._rates, self._seed = vocabulary, config.data.masking, config.training.seed
         self._length, self._packed = config.training.sequence_length, config.data.packing == "best_fit"
@@ -54,13 +55,34 @@ class Masked(Objective):
         self._is_ordinary[vocabulary.ordinary] = True
 
     @staticmethod
+    def violations(config: RunConfig) -> Iterator[Violation]:
+        """See Objective."""
+        yield from whole_sequence_violations(config)
+        training, masking, paired = config.training, config.data.masking, config.model.next_sentence
+        if masking.random + masking.keep > 1:
+            rule = f"and data.masking.keep={masking.keep} have a sum above 1"
+            yield Violation("data.masking.random", masking.random, rule, "lower one of them")
+        least = 5 if paired else 3
+        if training.sequence_length < least:
+            rule = f"leaves no room for text between the special tokens, which takes {least}"
+            yield Violation("training.sequence_length", training.sequence_length, rule, f"choose {least} or more")
+        if paired and training.document_mask:
+            rule = "would hide the second segment, which may come from another document"
+            yield Violation("training.document_mask", True, rule, "set it to false, or set model.next_sentence=false")
+
+    @staticmethod
+    def sample_settings(config: RunConfig) -> dict[str, Any]:
+        """See TokenShardObjective."""
+        return {"masking": vars(config.data.masking) | {"next_sentence": config.model.next_sentence}}
+
+    @staticmethod
     def text_length(config: RunConfig) -> int:
-        """See Objective: what the special tokens leave."""
+        """See TokenShardObjective: the sequence without its special tokens."""
         return config.training.sequence_length - (3 if config.model.next_sentence else 2)
 
     @classmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
-        """See Objective."""
+        """See TokenShardObjective."""
         masking, special = config.data.masking, SpecialTokens(config, samples)
         mask, first, between = special.find(
             {
@@ -72,7 +94,7 @@ class Masked(Objective):
         ordinary = np.setdiff1d(np.arange(samples.vocab_size), list(special.ids.values()))
         padding = config.model.padding_token
         if padding is not None and padding in ordinary:
-            rule = f"has text as token {padding}, which the stock {config.model.family} class takes for padding and skips"
+            rule = f"has a text token with id {padding}, which the stock {config.model.family} class treats as padding"
             fix = "train one with tokenizer=roberta"
             raise UserError.of("tokenizer.path", config.tokenizer.path, rule, fix)
         if config.model.next_sentence and samples.counts.sum() < 2:
@@ -81,14 +103,14 @@ class Masked(Objective):
         return cls(samples, Vocabulary(first, between, mask, ordinary), config)
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See Objective: tokens and targets; segments and next_sentence with two segments; documents where there is padding or a mask."""
+        """See Objective: tokens and targets; segments and next_sentence with two segments; documents with padding or a document mask."""
         indices = np.asarray(indices, dtype=np.int64)
         found = self._pairs(indices) if self._next_sentence else self._single(indices)
         found["tokens"], found["targets"] = mask(found["tokens"], indices, self._is_ordinary, self._vocabulary, self._rates, self._seed)
         return found
 
     def _single(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """[CLS] text [SEP], and end-of-document tokens as padding where whole documents were packed."""
+        """[CLS] text [SEP], followed by end-of-document tokens as padding if documents are packed."""
         text = self.samples.samples(indices)[:, :-1]
         rows, width = text.shape
         tokens = np.full((rows, self._length), self.samples.end_of_document, dtype=text.dtype)
@@ -105,11 +127,11 @@ class Masked(Objective):
         return {"tokens": tokens, "documents": documents}
 
     def _pairs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """[CLS] a [SEP] b [SEP], padded where documents are short."""
+        """[CLS] a [SEP] b [SEP], padded if the document is short."""
         vocabulary, end = self._vocabulary, self.samples.end_of_document
-        others = sentences.elsewhere(indices, int(self.samples.counts.sum()), self._seed)
+        others = sentences.other_samples(indices, int(self.samples.counts.sum()), self._seed)
         texts = self.samples.samples(np.concatenate([indices, others]))[:, :-1]
-        pairs = sentences.pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
+        pairs = sentences.segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
         shape = (len(indices), self._length)
         tokens = np.full(shape, end, dtype=texts.dtype)
         segments, documents = np.zeros(shape, dtype=np.int8), np.full(shape, -1, dtype=np.int32)
@@ -125,25 +147,25 @@ class Masked(Objective):
 def mask(
     tokens: np.ndarray, samples: np.ndarray, is_ordinary: np.ndarray, vocabulary: Vocabulary, rates: MaskingConfig, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose places, and change their tokens.
+    """Select positions and replace their tokens.
 
     Args:
         tokens: (n, sequence).
-        samples: (n,) their numbers, which decide the choices.
-        is_ordinary: (vocabulary,) whether a token stands for text.
-        vocabulary: the mask, and what random tokens are drawn from.
-        rates: how many places; what becomes of them.
-        seed: of the choices.
+        samples: (n,) sample numbers, which seed the selection together with `seed`.
+        is_ordinary: (vocabulary,) whether a token is a text token.
+        vocabulary: the mask token, and the tokens to draw random replacements from.
+        rates: share of positions to select, and of random and kept tokens among them.
+        seed: of the selection.
 
     Returns:
-        The changed tokens, and the targets: int32 (n, sequence), the token that stood at a chosen place, IGNORE elsewhere.
+        The tokens with replacements, and the targets: int32 (n, sequence), the original token at a selected position, IGNORE elsewhere.
     """
     rows, length = tokens.shape
     words = random_words(seed, np.repeat(samples, length), np.tile(np.arange(length), rows), count=3)
     order, change, which = (word.reshape(rows, length) for word in words)
     candidates = is_ordinary[tokens]
     counts = np.clip(np.rint(rates.rate * candidates.sum(axis=1)).astype(np.int64), 1, None)
-    # The places whose random numbers are the smallest of their row; the largest of all for places that may not be chosen.
+    # Select the positions with the smallest random numbers of a row; positions that may not be selected get the largest possible number.
     order = np.where(candidates, order >> np.uint64(1), np.iinfo(np.uint64).max)
     ranks = order.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
     chosen = (ranks < counts[:, None]) & candidates

@@ -1,29 +1,42 @@
-"""The face of an objective."""
+"""The interface of a training objective: which samples a model reads, and what it predicts.
+
+An objective owns everything that follows from this choice: its configuration rules, how its data is opened, the arrays of a batch, whether
+every position of a batch has a target, and the fingerprint that a resumed run must match. registry.py lists the objectives by name.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from pipeline.config.schema import RunConfig
+from pipeline.data.load import blend
 from pipeline.data.load.loader import Samples, Source
+from pipeline.errors import Violation
 
-#: A target that counts for nothing, as layers/loss.py has it, which loads torch.
+#: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
 IGNORE = -100
 
 
 class Objective(ABC):
-    """Makes a model's inputs and targets of samples of text.
+    """Builds a model's inputs and targets from samples of text.
 
-    What it makes of sample i depends on (seed, i) alone: not on the ranks, the batch or what was made before.
+    The arrays of sample i depend on (seed, i) only: not on the ranks, the batch or earlier calls.
 
     Attributes:
-        samples: the text, or what else samples are made of.
-        decoder_length: tokens that a decoder reads beside the encoder's, 0 without one.
-        bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None where the loss does not measure all of the text.
+        settings: configuration keys that determine a sample besides the training group's seed and sequence_length; a resumed run that
+            differs is refused with the names of those that differ.
+        data_key: the configuration key that names the data.
+        samples: the data.
+        decoder_length: tokens of the decoder's input, 0 without a decoder.
+        bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None if the loss does not cover all of the text.
     """
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    data_key: ClassVar[str] = "data.tokens"
 
     samples: Source
     decoder_length: int = 0
@@ -31,25 +44,95 @@ class Objective(ABC):
 
     @staticmethod
     @abstractmethod
-    def text_length(config: RunConfig) -> int:
-        """Tokens of text from one sample to the next; `of` is given samples with one token more."""
+    def violations(config: RunConfig) -> Iterator[Violation]:
+        """The configuration rules of this objective that a run breaks."""
+
+    @staticmethod
+    def every_position_counts(config: RunConfig) -> bool:  # noqa: ARG004
+        """Whether every position of a batch has a target, so that the mean over micro-batches is the mean over targets."""
+        return False
 
     @classmethod
     @abstractmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
-        """The objective of a run.
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+        """Open the training data of a run.
+
+        Args:
+            config: of the run.
+            share: (rank, ranks) of the job, which share work that is the same for all, such as checksums.
 
         Raises:
-            UserError: tokenizer or data do not have what it needs.
+            UserError: the data or the tokenizer is missing, damaged, or lacks what the objective needs.
         """
+
+    @classmethod
+    @abstractmethod
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+        """Open the validation data; None if it holds no sample. Arguments and errors as in open_training."""
+
+    @abstractmethod
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:
+        """A short text that is equal for two runs if their first `consumed` samples are equal."""
 
     @abstractmethod
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The inputs and targets of samples.
 
         Args:
-            indices: (n,) the samples' numbers.
+            indices: (n,) sample numbers.
 
         Returns:
-            "tokens" and what else a Batch (layers/batch.py) has for this objective, each with n rows, in any integer type.
+            "tokens" and the other entries of a Batch (layers/batch.py) that this objective has, n rows each, in any integer type.
         """
+
+
+class TokenShardObjective(Objective):
+    """An objective whose samples come from token shards, blended and packed as data.blend and data.packing specify."""
+
+    settings: ClassVar[tuple[str, ...]] = ("data.blend", "data.phases", "data.packing", "data.infill")
+
+    samples: Samples
+
+    @staticmethod
+    @abstractmethod
+    def text_length(config: RunConfig) -> int:
+        """Tokens of text per sample; samples have one token more, the last label."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
+        """The objective over these samples; errors as in open_training."""
+
+    @staticmethod
+    def sample_settings(config: RunConfig) -> dict[str, Any]:  # noqa: ARG004
+        """Settings of this objective that determine a sample, for the fingerprint."""
+        return {}
+
+    @classmethod
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+        """See Objective."""
+        return cls.of(config, blend.open_training(config, share, cls.text_length(config)))
+
+    @classmethod
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+        """See Objective."""
+        samples = blend.open_validation(config, share, cls.text_length(config))
+        return cls.of(config, samples) if samples is not None else None
+
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:
+        """See Objective."""
+        return blend.fingerprint(config, self.samples, consumed, self.sample_settings(config))
+
+
+def whole_sequence_violations(config: RunConfig) -> Iterator[Violation]:
+    """Rules of objectives whose samples cannot be split along the sequence, and whose text must keep its order."""
+    if config.data.infill.rate > 0:
+        rule = "reorders documents for models that predict the next token"
+        yield Violation("data.infill.rate", config.data.infill.rate, rule, "set it to 0, or choose another model")
+    if config.training.sequence_warmup:
+        rule = f"splits samples; the samples of model.family={config.model.family} are complete sequences"
+        yield Violation("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", rule, "leave it empty")
+    if config.parallel.context > 1:
+        rule = f"splits the sequences of models that predict the next token; model.family={config.model.family} has another objective"
+        fix = "use parallel.context=1, and more data, tensor or pipeline ranks"
+        yield Violation("parallel.context", config.parallel.context, rule, fix)

@@ -1,32 +1,36 @@
-"""Pairs of texts: the encoder reads one, the decoder writes the other (Sutskever et al. 2014; translation in Vaswani et al. 2017)."""
+"""Sequence to sequence: the encoder reads a source, the decoder predicts its target (Sutskever et al. 2014; Vaswani et al. 2017)."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
+import xxhash
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Corpus, Source
+from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, Objective
-from pipeline.data.load.objectives.special import SpecialTokens, decoder_start
+from pipeline.data.load.objectives.special import SpecialTokens
 from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.load.permutation import permute
 from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import Violation
 
 log = logging.getLogger("pipeline")
 
 
 class TokenizedPairs(Source):
-    """Pairs in the order of a run, tokenized when their turn comes.
+    """Pairs in the order of a run, tokenized when they are read.
 
-    Training visits the pairs of an epoch in the order of a permutation that (seed, epoch) names; validation goes straight through.
+    Training visits the pairs of an epoch in the order of a permutation that depends on (seed, epoch); validation reads them in file order.
     """
 
     def __init__(self, files: PairFiles, encoder: TextEncoder, seed: int | None) -> None:
-        """Put the parts together; a seed of None goes straight through."""
+        """Read pairs in file order if the seed is None."""
         self._files, self._encoder, self._seed = files, encoder, seed
         totals = {"tokenizer": encoder.fingerprint, "end_of_document": encoder.end_of_document, "vocab_size": encoder.vocab_size}
         self.corpora = [Corpus("", [], totals, files.fingerprint)]
@@ -35,7 +39,7 @@ class TokenizedPairs(Source):
         self.vocab_size, self.end_of_document = encoder.vocab_size, encoder.end_of_document
 
     def pairs(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids of source and target by their number; numbers beyond an epoch go on with the next."""
+        """Token ids of source and target by sample number; numbers beyond an epoch continue with the next epoch."""
         epochs, places = np.divmod(np.asarray(indices, dtype=np.int64), self._files.pairs)
         if self._seed is not None:
             places = permute(places, self._files.pairs, self._seed, epochs)
@@ -46,33 +50,59 @@ class TokenizedPairs(Source):
 
 
 class Pairs(Objective):
-    """Sources and targets, each closed by the end token and padded to training.sequence_length. What is longer is cut."""
+    """Sources and targets, each followed by the end token and padded to training.sequence_length. Longer texts are truncated."""
+
+    settings: ClassVar[tuple[str, ...]] = ("data.pairs.source", "data.pairs.target", "data.decoder_start", "tokenizer.path")
+    data_key: ClassVar[str] = "data.pairs.train"
 
     samples: TokenizedPairs
 
     def __init__(self, samples: TokenizedPairs, length: int, start: int) -> None:
-        """Take pairs.
+        """Use tokenized pairs.
 
         Args:
             samples: the pairs.
-            length: tokens of a source and of a target, with what closes them.
-            start: what the decoder reads first.
+            length: tokens of a source and of a target, with the end token.
+            start: the token that the decoder reads first.
         """
         self.samples = samples
         self._length = self.decoder_length = length
         self._start = start
-        self._cut = 0
+        self._truncated = 0
 
     @staticmethod
-    def text_length(config: RunConfig) -> int:
+    def violations(config: RunConfig) -> Iterator[Violation]:
         """See Objective."""
-        return config.training.sequence_length
+        yield from encoder_decoder.violations(config)
+        if not config.data.pairs.train:
+            fix = "name .tsv or .jsonl files with a source and a target per line"
+            yield Violation("data.pairs.train", [], "names no file, and the model is trained on pairs", fix)
+        if config.data.blend:
+            rule = "blends token shards; the model is trained on data.pairs"
+            yield Violation("data.blend", ", ".join(sorted(config.data.blend)), rule, "leave it empty")
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Source) -> Self:
-        """See Objective."""
-        assert isinstance(samples, TokenizedPairs)
-        return cls(samples, config.training.sequence_length, decoder_start(config, SpecialTokens(config, samples)))
+    def of(cls, config: RunConfig, samples: TokenizedPairs) -> Self:
+        """The objective over these pairs; errors as in open_training."""
+        return cls(samples, config.training.sequence_length, encoder_decoder.decoder_start(config, SpecialTokens(config, samples)))
+
+    @classmethod
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+        """See Objective: data.pairs.train, shuffled."""
+        return cls.of(config, _open(config, config.data.pairs.train, "data.pairs.train", share, config.training.seed))
+
+    @classmethod
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+        """See Objective: data.pairs.validation in file order; None if it names no file."""
+        paths = config.data.pairs.validation
+        return cls.of(config, _open(config, paths, "data.pairs.validation", share, None)) if paths else None
+
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
+        """See Objective: the files, the tokenizer, and the token that the decoder reads first."""
+        corpus, pairs = self.samples.corpora[0], config.data.pairs
+        tokens = (corpus.totals["tokenizer"], corpus.totals["end_of_document"], self._start)
+        content = (corpus.fingerprint, *tokens, pairs.source, pairs.target)
+        return xxhash.xxh3_64_hexdigest(repr(content).encode())
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens with their documents, decoder_tokens and targets."""
@@ -80,35 +110,20 @@ class Pairs(Objective):
         tokens, read = np.full(shape, self._start, dtype=np.int64), np.full(shape, self._start, dtype=np.int64)
         documents, targets = np.full(shape, -1, dtype=np.int32), np.full(shape, IGNORE, dtype=np.int64)
         for row, (source, target) in enumerate(self.samples.pairs(indices)):
-            self._note(max(len(source), len(target)))
+            self._warn_if_truncated(max(len(source), len(target)))
             source, target = (np.append(text, end)[: self._length] for text in (source, target))
             tokens[row, : len(source)], documents[row, : len(source)] = source, 0
             targets[row, : len(target)], read[row, 1 : len(target)] = target, target[:-1]
         return {"tokens": tokens, "documents": documents, "decoder_tokens": read, "targets": targets}
 
-    def _note(self, longest: int) -> None:
-        """Tell of the first pair that is cut, so that nobody trains on halves without knowing."""
-        self._cut += longest >= self._length
-        if self._cut == 1 and longest >= self._length:
-            log.warning("a pair has %d tokens and an end; pairs are cut at training.sequence_length=%d", longest, self._length)
+    def _warn_if_truncated(self, longest: int) -> None:
+        """Warn at the first truncated pair."""
+        self._truncated += longest >= self._length
+        if self._truncated == 1 and longest >= self._length:
+            log.warning("a pair has %d tokens and an end; pairs are truncated to training.sequence_length=%d", longest, self._length)
 
 
-def open_training(config: RunConfig, share: tuple[int, int]) -> Pairs:
-    """The pairs of data.pairs.train, in the order of the run.
-
-    Raises:
-        UserError: there is no tokenizer, it lacks a token, or the files are no pairs.
-    """
-    return Pairs.of(config, _opened(config, config.data.pairs.train, "data.pairs.train", share, config.training.seed))
-
-
-def open_validation(config: RunConfig, share: tuple[int, int]) -> Pairs | None:
-    """Those of data.pairs.validation, as they come; None where it names no file."""
-    paths = config.data.pairs.validation
-    return Pairs.of(config, _opened(config, paths, "data.pairs.validation", share, None)) if paths else None
-
-
-def _opened(config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> TokenizedPairs:
-    """Some files with the run's tokenizer."""
+def _open(config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> TokenizedPairs:
+    """The pairs of some files, with the run's tokenizer."""
     encoder = TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document)
     return TokenizedPairs(PairFiles(paths, (config.data.pairs.source, config.data.pairs.target), key, share), encoder, seed)

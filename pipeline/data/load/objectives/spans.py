@@ -1,63 +1,65 @@
-"""Span corruption (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 3.1.4): spans are taken out, and the decoder writes them.
+"""Span corruption (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 3.1.4): the decoder predicts spans removed from the text.
 
     text:    Thank you for inviting me to your party last week .
     encoder: Thank you <0> me to your party <1> week . <end>
     decoder: <0> for inviting <1> last <end>
 
-How many tokens are taken out, in how many spans, follows from the length of the text alone: every sample has the same lengths, and
-nothing is padded.
+The number of removed tokens and of spans depends on the length of the text only: every sample has the same lengths, and nothing is padded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from pipeline.config.data import SpansConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Samples
-from pipeline.data.load.objectives.objective import IGNORE, Objective
-from pipeline.data.load.objectives.special import SpecialTokens, decoder_start
+from pipeline.data.load.objectives import encoder_decoder
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.objectives.special import SpecialTokens
 from pipeline.data.load.permutation import random_words
+from pipeline.errors import Violation
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a sample.
+    """Lengths of a sample.
 
     Attributes:
-        text: tokens.
-        taken: of these, the decoder's to write.
-        spans: in which they stand, each after a span that stays.
+        text: tokens of the text.
+        removed: tokens that the decoder predicts.
+        spans: number of removed spans, each preceded by a kept span.
     """
 
     text: int
-    taken: int
+    removed: int
     spans: int
 
     @property
     def encoder(self) -> int:
-        """Tokens the encoder reads: what stays, a sentinel a span, and the end."""
-        return self.text - self.taken + self.spans + 1
+        """Tokens the encoder reads: kept tokens, one sentinel per span, and the end token."""
+        return self.text - self.removed + self.spans + 1
 
     @property
     def decoder(self) -> int:
-        """Tokens the decoder writes: what is taken, a sentinel a span, and the end."""
-        return self.taken + self.spans + 1
+        """Tokens the decoder predicts: removed tokens, one sentinel per span, and the end token."""
+        return self.removed + self.spans + 1
 
 
 def lengths(text: int, rates: SpansConfig) -> Lengths:
-    """How much of a text is taken out; at least a token, and at least one stays."""
-    taken = min(max(round(text * rates.rate), 1), text - 1)
-    return Lengths(text, taken, min(max(round(taken / rates.mean_length), 1), taken, text - taken))
+    """The lengths for a text of `text` tokens; at least one token is removed and at least one is kept."""
+    removed = min(max(round(text * rates.rate), 1), text - 1)
+    return Lengths(text, removed, min(max(round(removed / rates.mean_length), 1), removed, text - removed))
 
 
 def longest(encoder: int, rates: SpansConfig) -> Lengths:
-    """The longest text of which the encoder reads so many tokens, at least 4.
+    """The lengths of the longest text of which the encoder reads `encoder` tokens, at least 4.
 
-    A token more of text is one that stays, or one that is taken and then perhaps a span more: the encoder's length never jumps.
+    One more token of text adds a kept token, or a removed token and at most one span: the encoder's length never skips a value.
     """
     low, high = 2, 2
     while lengths(high, rates).encoder <= encoder:
@@ -68,52 +70,68 @@ def longest(encoder: int, rates: SpansConfig) -> Lengths:
     return lengths(low, rates)
 
 
-class SpanCorruption(Objective):
-    """Texts with some spans taken out, and these as targets. What is taken out of a sample changes from epoch to epoch."""
+class SpanCorruption(TokenShardObjective):
+    """Texts with some spans removed, and these spans as targets. The removed spans of a sample differ between epochs."""
 
-    samples: Samples
+    settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "data.spans", "data.decoder_start")
 
     def __init__(
         self, samples: Samples, sizes: Lengths, sentinels: np.ndarray, start: int, seed: int, decoder_length: int | None = None
     ) -> None:
-        """Take samples of whole texts.
+        """Use samples of sizes.text + 1 tokens.
 
         Args:
-            samples: of sizes.text tokens and one more.
-            sizes: of all samples.
-            sentinels: ids, (spans,) or more.
-            start: what the decoder reads first.
-            seed: of the choices.
-            decoder_length: at least sizes.decoder, which it is when None; what is more is padding.
+            samples: the text.
+            sizes: lengths, the same for all samples.
+            sentinels: token ids, at least one per span.
+            start: the token that the decoder reads first.
+            seed: of the choice of spans.
+            decoder_length: at least sizes.decoder, its default; longer ones are padded.
         """
         self.samples, self._sizes, self._seed, self._start = samples, sizes, seed, start
         self._sentinels = sentinels
         self.decoder_length = decoder_length or sizes.decoder
 
     @staticmethod
-    def text_length(config: RunConfig) -> int:
+    def violations(config: RunConfig) -> Iterator[Violation]:
         """See Objective."""
+        yield from encoder_decoder.violations(config)
+        length, sentinel = config.training.sequence_length, config.data.spans.sentinel
+        if length < 4:
+            rule = "leaves no room for a token, a sentinel and the end token"
+            yield Violation("training.sequence_length", length, rule, "choose 4 or more")
+        if sentinel.count("*") != 1:
+            yield Violation("data.spans.sentinel", sentinel, "must contain one *, for the number", "use a pattern like <extra_id_*>")
+
+    @staticmethod
+    def sample_settings(config: RunConfig) -> dict[str, Any]:
+        """See TokenShardObjective."""
+        return {"spans": vars(config.data.spans), "decoder_start": config.data.decoder_start}
+
+    @staticmethod
+    def text_length(config: RunConfig) -> int:
+        """See TokenShardObjective."""
         return longest(config.training.sequence_length, config.data.spans).text
 
     @classmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
-        """See Objective."""
+        """See TokenShardObjective."""
         sizes = longest(config.training.sequence_length, config.data.spans)
         special = SpecialTokens(config, samples)
         names = [config.data.spans.sentinel.replace("*", str(number)) for number in range(sizes.spans)]
         sentinels = special.find({f"data.spans.sentinel {number}": (name, ()) for number, name in enumerate(names)})
-        # Tensor ranks share a sequence out evenly under sequence parallelism.
+        # Sequence parallelism splits a sequence evenly over the tensor ranks.
         parts = config.parallel.tensor if config.parallel.sequence_parallel else 1
         padded = -(-sizes.decoder // parts) * parts
-        return cls(samples, sizes, np.array(sentinels), decoder_start(config, special), config.training.seed, padded)
+        return cls(samples, sizes, np.array(sentinels), encoder_decoder.decoder_start(config, special), config.training.seed, padded)
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and decoder_tokens, with targets."""
         indices = np.asarray(indices, dtype=np.int64)
         text = self.samples.samples(indices)[:, : self._sizes.text].astype(np.int64)
-        taken = self._taken(indices)
-        encoder = self._marked(text, ~taken)
-        written = self._marked(text, taken)
+        removed = self._removed(indices)
+        encoder = self._with_sentinels(text, ~removed)
+        written = self._with_sentinels(text, removed)
         padding = ((0, 0), (0, self.decoder_length - self._sizes.decoder))
         return {
             "tokens": encoder,
@@ -121,18 +139,18 @@ class SpanCorruption(Objective):
             "targets": np.pad(written, padding, constant_values=IGNORE),
         }
 
-    def _taken(self, indices: np.ndarray) -> np.ndarray:
-        """Which tokens are taken out, bool (n, text): spans that stay and spans that go, in turns."""
+    def _removed(self, indices: np.ndarray) -> np.ndarray:
+        """Which tokens are removed, bool (n, text): kept and removed spans alternate."""
         sizes = self._sizes
-        stay = partitions(sizes.text - sizes.taken, sizes.spans, indices, self._seed)
-        go = partitions(sizes.taken, sizes.spans, indices, self._seed + 1)
-        bounds = np.stack([stay, go], axis=2).reshape(len(indices), -1).cumsum(axis=1)[:, :-1]
+        kept = partitions(sizes.text - sizes.removed, sizes.spans, indices, self._seed)
+        removed = partitions(sizes.removed, sizes.spans, indices, self._seed + 1)
+        bounds = np.stack([kept, removed], axis=2).reshape(len(indices), -1).cumsum(axis=1)[:, :-1]
         changes = np.zeros((len(indices), sizes.text), dtype=np.int64)
         np.put_along_axis(changes, bounds, 1, axis=1)
         return changes.cumsum(axis=1) % 2 == 1
 
-    def _marked(self, text: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """What is kept, a sentinel for each span of the rest, and the end: (n, kept + spans + 1)."""
+    def _with_sentinels(self, text: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """The kept tokens, with a sentinel in place of each other span, and the end token: (n, kept + spans + 1)."""
         begins = ~kept & np.insert(kept[:, :-1], 0, True, axis=1)
         marks = self._sentinels[np.maximum(begins.cumsum(axis=1) - 1, 0)]
         rows = np.where(begins, marks, text)[kept | begins].reshape(len(text), -1)
@@ -140,12 +158,12 @@ class SpanCorruption(Objective):
 
 
 def partitions(items: int, parts: int, samples: np.ndarray, seed: int) -> np.ndarray:
-    """Random lengths, at least 1 each, that add up to the items; every such partition is as likely as any other.
+    """Random lengths of at least 1 that sum to `items`, uniform over all such partitions.
 
     Args:
-        items: to share out.
-        parts: of each partition, at most `items`.
-        samples: (n,) numbers that decide the choice.
+        items: the sum of a partition.
+        parts: lengths per partition, at most `items`.
+        samples: (n,) sample numbers, which seed the choice together with `seed`.
         seed: of the choice.
 
     Returns:

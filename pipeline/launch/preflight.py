@@ -1,0 +1,39 @@
+"""Everything about a configuration that is refused before work starts: ranges, rules between keys, and the objective's rules."""
+
+from __future__ import annotations
+
+from pipeline import knobs
+from pipeline.config import check as rules
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import PARALLEL_STAGES
+from pipeline.errors import UserError, Violation
+
+#: Groups whose keys occur in rules between keys, which assume that every value is in its range.
+_RELATED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Refuse an illegal configuration.
+
+    Args:
+        config: the composed configuration.
+        world_size: ranks of the job.
+
+    Raises:
+        UserError: with every violation found.
+    """
+    if found := violations(config, world_size):
+        raise UserError(found)
+
+
+def violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Every rule that the configuration breaks. Rules between keys are checked once every value is in its range."""
+    found = knobs.range_violations(config)
+    if any(violation.key.partition(".")[0] in _RELATED for violation in found):
+        return found
+    found += rules.violations(config, world_size)
+    if config.stage.name in PARALLEL_STAGES:
+        from pipeline.data.load.objectives.registry import objective_of  # loads NumPy, which the other stages do not need here
+
+        found += objective_of(config).violations(config)
+    return found

@@ -1,0 +1,44 @@
+"""The learning rate of every optimizer update: a linear warm-up, then one of the schedules in SCHEDULES."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pipeline.config.schema import OptimizerConfig, TrainingConfig
+
+#: Maps (update, optimizer, training) to the share of the way from the peak to the last learning rate, in [0, 1].
+Schedule = Callable[[int, OptimizerConfig, TrainingConfig], float]
+
+
+def linear(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
+    """Linear decay from the end of the warm-up to the last step."""
+    return _progress(update, optimizer.warmup_steps, training.steps)
+
+
+def cosine(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
+    """Half a cosine from the end of the warm-up to the last step (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983)."""
+    return 0.5 - 0.5 * math.cos(math.pi * linear(update, optimizer, training))
+
+
+def wsd(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
+    """Warmup-stable-decay: constant, then linear decay in the last decay_steps (Hu et al. 2024, https://arxiv.org/abs/2404.06395)."""
+    decay_steps = optimizer.decay_steps or max(1, training.steps // 10)
+    return _progress(update, max(optimizer.warmup_steps, training.steps - decay_steps), training.steps)
+
+
+#: optimizer.schedule -> schedule
+SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "wsd": wsd, "linear": linear}
+
+
+def learning_rate(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
+    """The learning rate of optimizer update `update` (0, 1, ...), from lr to lr * min_lr_ratio after the warm-up."""
+    peak, last = optimizer.lr, optimizer.lr * optimizer.min_lr_ratio
+    if update < optimizer.warmup_steps:
+        return peak * (update + 1) / optimizer.warmup_steps
+    return peak + (last - peak) * SCHEDULES[optimizer.schedule](update, optimizer, training)
+
+
+def _progress(update: int, first: int, steps: int) -> float:
+    """The share of the updates from `first` to `steps` that are done after this update, in [0, 1]."""
+    return min(1.0, max(0.0, (update - first + 1) / max(1, steps - first)))

@@ -1,0 +1,58 @@
+"""The optimizers: how each is built, and the state that it keeps for every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import OptimizerConfig
+
+#: Parameter groups as torch.optim takes them.
+Groups = list[dict[str, object]]
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer.
+
+    Attributes:
+        build: (parameter groups, configuration, learning rate) -> optimizer.
+        state: keys of the fp32 tensors in optimizer.state[weight], each of the shape of the weight: ZeRO shards them by element like the
+            weight, checkpoints store them beside it, and the planner counts their bytes.
+    """
+
+    build: Callable[[Groups, OptimizerConfig, float | Tensor], torch.optim.Optimizer]
+    state: tuple[str, ...]
+
+
+def adamw(groups: Groups, config: OptimizerConfig, lr: float | Tensor) -> torch.optim.AdamW:
+    """PyTorch's fused AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)."""
+    return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+#: optimizer.name -> optimizer
+OPTIMIZERS = {"adamw": OptimizerKind(adamw, state=("exp_avg", "exp_avg_sq"))}
+
+
+def weight_decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> Groups:
+    """Two parameter groups: matrices and embeddings decay, vectors (norms, biases) do not."""
+    split: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in parameters:
+        split[parameter.dim() >= 2].append(parameter)
+    return [{"params": split[decays], "weight_decay": weight_decay if decays else 0.0} for decays in (True, False) if split[decays]]
+
+
+def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, lr: float | Tensor) -> torch.optim.Optimizer:
+    """The configured optimizer over these parameters."""
+    return OPTIMIZERS[config.name].build(weight_decay_groups(parameters, config.weight_decay), config, lr)
+
+
+def create_state(optimizer: torch.optim.Optimizer, kind: OptimizerKind, weights: Iterable[Tensor]) -> None:
+    """Create the optimizer's state before its first step, so that a checkpoint can be loaded into it."""
+    for weight in weights:
+        if not optimizer.state[weight]:
+            step = torch.zeros((), device=weight.device)
+            optimizer.state[weight] = {"step": step, **{name: torch.zeros_like(weight) for name in kind.state}}
