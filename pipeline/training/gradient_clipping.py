@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), for ZeRO 0. Under ZeRO 1 to 3 DeepSpeed clips."""
+"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063). DeepSpeed clips under ZeRO 1 to 3."""
 
 from __future__ import annotations
 

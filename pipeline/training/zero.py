@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3 behind the Engine interface. The only file that imports DeepSpeed.
 
-The pipeline schedule's backward passes run inside `coalesce_grad_reduction`: ZeRO leaves the gradients whole until its end, so
-sums over tensor ranks and tied embeddings are done there, then ZeRO reduces over the data ranks and steps.
+The pipeline schedule's backward passes run inside `coalesce_grad_reduction`: ZeRO does not reduce gradients until its end.
+The sums over tensor ranks and tied embeddings run there; then ZeRO reduces over the data ranks and updates the weights.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class ZeroEngine(Engine):
         self._config, self._mesh = config, mesh
         for parameter in model.pieces:
             parameter.grad_dtype = torch.float32
-            # These attributes decide what the global norm includes: ZeRO 3 reads the first one; ZeRO 1 and 2 also read the second one, since
-            # they include every other parameter of tensor rank 0.
+            # These attributes decide what the global norm includes: ZeRO 3 reads only the first; ZeRO 1 and 2 read the second, too, since they
+            # include every other parameter of tensor rank 0.
             primary = gradients.is_primary_copy(model.pieces[parameter], mesh)
             parameter.model_parallel = primary  # type: ignore[attr-defined]
             parameter.ds_pipe_replicated = not primary  # type: ignore[attr-defined]
