@@ -35,35 +35,36 @@ def run_hydra(arguments: list[str]) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.config import check, compose, layout
+    from pipeline.config.paths import CONF_DIR
     from pipeline.errors import UserError
     from pipeline.launch import hydra_launcher, ranks
 
     compose.register()
     hydra_launcher.register()
-    sys.argv[1:] = arguments = compose.spelled_out(arguments)
+    sys.argv[1:] = arguments = compose.normalize_overrides(arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions; ours are printed without a traceback
-    application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)
+    application = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(run_one)
     try:
         if any(argument.startswith(("-", "hydra")) for argument in arguments):
             application()
         else:  # the same composition without Hydra's sweeps and flags, for which it composes everything twice
-            with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
+            with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
                 composed = hydra.compose("config", arguments, return_hydra_config=True)
             HydraConfig.instance().set_config(composed)  # the dry run asks it for the command line
             with open_dict(composed):
                 del composed["hydra"]
             run_one(composed)
     except UserError as error:  # of a sweep, whose points are checked together before any runs
-        compose.fail(error, after=ranks.turn_to_speak())
+        compose.exit_with_error(error, after=ranks.error_report_delay())
     except (HydraException, OmegaConfBaseException) as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
-        violations, rest = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
+        violations, rest = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
         if not violations:
             raise
-        config = compose.typed(rest)
+        config = compose.to_run_config(rest)
         violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
-        compose.fail(UserError(violations), after=ranks.turn_to_speak())
-        raise AssertionError("fail() leaves") from error
+        compose.exit_with_error(UserError(violations), after=ranks.error_report_delay())
+        raise AssertionError("exit_with_error() does not return") from error
 
 
 def run_one(composed: object) -> None:
@@ -79,7 +80,7 @@ def run_one(composed: object) -> None:
     try:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
-        config = compose.typed(composed)
+        config = compose.to_run_config(composed)
         check.check(config, layout.job_size(config, here.world_size))
         from pipeline.stages import run
 
@@ -87,7 +88,7 @@ def run_one(composed: object) -> None:
         gc.enable()
         run(config, here)
     except UserError as error:
-        compose.fail(error, after=ranks.turn_to_speak())
+        compose.exit_with_error(error, after=ranks.error_report_delay())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import IO, Any
 import xxhash
 
 from pipeline.errors import UserError, Violation
-from pipeline.files import atomic_file, digest, verified, verify
+from pipeline.files import atomic_file, digest, verified_reader, verify
 
 MANIFEST = "manifest.json"
 
@@ -71,7 +71,7 @@ def read(folder: Path, *, key: str, stage: str) -> Manifest:
     return manifest
 
 
-def finished(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) -> Manifest | None:
+def find_complete(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) -> Manifest | None:
     """The manifest of a folder that is already complete with these settings, None if there is work to do.
 
     Raises:
@@ -96,14 +96,14 @@ def finished(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) ->
     return manifest
 
 
-def opened(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:
-    """A file of an artifact, to be read once; the block's end holds what was read against its checksum (files.verified).
+def open_verified(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:
+    """A file of an artifact, to be read once; the block's end holds what was read against its checksum (files.verified_reader).
 
     Raises:
         UserError: it is missing, truncated or corrupt; it is named.
     """
     noted = manifest.files[name]
-    return verified(folder / name, noted["bytes"], noted["xxh3"], _remedy(folder, manifest))
+    return verified_reader(folder / name, noted["bytes"], noted["xxh3"], _remedy(folder, manifest))
 
 
 def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:

@@ -36,7 +36,7 @@ class UserError(Exception):
         return cls([Violation(key, value, rule, fix)])
 
 
-def together(*checks: Callable[[], Any]) -> list[Any]:
+def collect_errors(*checks: Callable[[], Any]) -> list[Any]:
     """The result of every check.
 
     Raises:

@@ -49,7 +49,7 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def disk_full_named(folder: Path) -> Iterator[None]:
+def report_disk_full(folder: Path) -> Iterator[None]:
     """Writing into `folder`: a full disk, quota or file-size limit becomes one message that names it.
 
     Raises:
@@ -112,7 +112,7 @@ def _corrupt(path: Path, checksum: str, remedy: str) -> UserError:
 
 
 @contextmanager
-def verified(path: Path, size: int, checksum: str, remedy: str) -> Iterator[IO[bytes]]:
+def verified_reader(path: Path, size: int, checksum: str, remedy: str) -> Iterator[IO[bytes]]:
     """A file to be read once, from its start: what is read is held against what was noted when it was written.
 
     The block must not publish what it makes of the bytes: whether they are right is known when it has ended.

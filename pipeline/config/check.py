@@ -65,7 +65,7 @@ def _tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation("parallel.tensor", tensor, why, f"choose a common divisor of heads, kv_heads and ffn_hidden, not {tensor}")
     if tensor > model.vocab_size:
         yield Violation("parallel.tensor", tensor, f"is more than model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
-    lengths = warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
+    lengths = warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
     for key, length in lengths if config.parallel.sequence_parallel else ():
         if length % tensor:
             why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
@@ -99,7 +99,7 @@ def _context(config: RunConfig) -> Iterator[Violation]:
         why = f"cuts sequences, and model.mtp_depth={depth} needs them whole"
         yield Violation("parallel.context", context, why, "use parallel.context=1, or model.mtp_depth=0")
     pieces = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
-    for key, length in warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
+    for key, length in warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
         if length % pieces:
             tensor = f" x parallel.tensor={parallel.tensor}" if pieces != 2 * context else ""
             yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {pieces}")
@@ -156,7 +156,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
         return
     data = world_size // model_ranks * parallel.expert
-    for key, size in warmup.values(training.batch_rampup, "global_batch_size", training.global_batch_size):
+    for key, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size):
         yield from _global_batch(config, data, key, size)
 
 

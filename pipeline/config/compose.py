@@ -7,7 +7,6 @@ import re
 import sys
 import sysconfig
 import time
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -19,13 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import knobs
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 def register() -> None:
@@ -39,14 +37,14 @@ def register() -> None:
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
 
-def spelled_out(arguments: list[str]) -> list[str]:
+def normalize_overrides(arguments: list[str]) -> list[str]:
     """The command line as Hydra wants it: dry_run=true in full, and a plus before what adds to a table, whose names are the user's own."""
     tables = tuple(f"{key}{mark}" for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict) for mark in "=.")
     full = [re.sub("^dry_run=", "dry_run.enabled=", argument) for argument in arguments]
     return [f"++{argument}" if argument.startswith(tables) else argument for argument in full]
 
 
-def typed(config: DictConfig) -> RunConfig:
+def to_run_config(config: DictConfig) -> RunConfig:
     """The composed configuration as dataclasses, every interpolation resolved. config/check.py says whether its values are legal.
 
     Raises:
@@ -61,7 +59,7 @@ def typed(config: DictConfig) -> RunConfig:
     return run
 
 
-def explain(overrides: list[str], *, sweep: bool = False) -> tuple[list[Violation], DictConfig]:
+def diagnose(overrides: list[str], *, sweep: bool = False) -> tuple[list[Violation], DictConfig]:
     """Why these overrides do not compose, one violation for each that is at fault, and what the others compose to.
 
     Runs only after a failure: composes once for every override, keeping the good ones. In a sweep every value is tried.
@@ -136,12 +134,12 @@ def _nearest(prefix: str, name: str, known: list[str]) -> str:
     return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}"
 
 
-def fail(error: UserError, *, after: float | None = 0) -> None:
+def exit_with_error(error: UserError, *, after: float | None = 0) -> None:
     """Print a user's mistake and leave with exit code 2.
 
     Args:
         error: the mistake.
-        after: seconds to wait for a rank that tells the same mistake; None leaves it to that rank (launch.ranks.turn_to_speak).
+        after: seconds to wait for a rank that tells the same mistake; None leaves it to that rank (launch.ranks.error_report_delay).
     """
     if after is not None:
         time.sleep(after)

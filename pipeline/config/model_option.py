@@ -6,14 +6,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from pipeline.config.paths import CONF_DIR
 from pipeline.models.families import FAMILIES, ModelConfig
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 def overrides(model: ModelConfig) -> list[str]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeline import knobs
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.families import FAMILIES
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 def print_usage() -> None:

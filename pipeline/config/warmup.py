@@ -14,19 +14,19 @@ from pipeline.config.data import WarmupConfig
 from pipeline.config.schema import TrainingConfig
 
 
-def at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
+def value_at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
     """The value at a step (counted from 0): that of the first entry that still holds, or the final one."""
     return next((entry.value for entry in entries if step < entry.until_step), final)
 
 
 def batch_size(training: TrainingConfig, step: int) -> int:
     """Samples of a step's global batch."""
-    return at(training.batch_rampup, step, training.global_batch_size)
+    return value_at(training.batch_rampup, step, training.global_batch_size)
 
 
 def sequence_length(training: TrainingConfig, step: int) -> int:
     """Tokens of a step's sequences."""
-    return at(training.sequence_warmup, step, training.sequence_length)
+    return value_at(training.sequence_warmup, step, training.sequence_length)
 
 
 def samples(training: TrainingConfig, steps: int) -> int:
@@ -39,12 +39,12 @@ def samples(training: TrainingConfig, steps: int) -> int:
     return total + (steps - first) * training.global_batch_size
 
 
-def steps_for(training: TrainingConfig, tokens: int) -> int:
+def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
     """The steps after which a run has seen so many tokens."""
     return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
 
 
-def values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
+def keyed_values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
     """Every value that training.`name` takes, with the key that sets it: the warm-up's, then the final one."""
     warmup = {"global_batch_size": "batch_rampup", "sequence_length": "sequence_warmup"}[name]
     yield from ((f"training.{warmup}.{number}.value", entry.value) for number, entry in enumerate(entries))
