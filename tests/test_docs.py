@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from pipeline import knobs
 from pipeline.config import layout
-from pipeline.config.compose import CONF_DIR, register, spelled_out, typed
+from pipeline.config.compose import normalize_overrides, register, to_run_config
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.launch import preflight
@@ -63,8 +64,8 @@ def checked(overrides: list[str], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", spelled_out(overrides), return_hydra_config=False)
-    config = typed(composed)
+        composed = compose("config", normalize_overrides(overrides), return_hydra_config=False)
+    config = to_run_config(composed)
     preflight.check(config, layout.job_size(config, ranks))
     return config
 

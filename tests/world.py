@@ -58,10 +58,11 @@ def configured(*overrides: str) -> Any:
     from hydra import initialize_config_dir
 
     from pipeline.config import compose
+    from pipeline.config.paths import CONF_DIR
 
     compose.register()
-    with initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
-        return compose.typed(hydra_compose("config", list(overrides)))
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return compose.to_run_config(hydra_compose("config", list(overrides)))
 
 
 def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -28,6 +28,7 @@ from pipeline import artifact
 from pipeline.checkpoint.native import TrainState
 from pipeline.config import compose
 from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.loader import TokenDataset
@@ -154,8 +155,8 @@ def configured(options: Options, folder: str) -> RunConfig:
         "data.tokens": f"{folder}/tokens",
         "run_dir": f"{folder}/run",
     }
-    with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
-        config = compose.typed(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        config = compose.to_run_config(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
     preflight.check(config, world_size=1)
     return config
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import disk_full_named
+from pipeline.files import report_disk_full
 from pipeline.launch.ranks import Ranks
 
 MESSAGE_BYTES = 64 << 20
@@ -102,7 +102,7 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
         UserError: MPI and the launcher disagree about the number of ranks.
     """
     if ranks.world_size == 1:
-        with disk_full_named(output):
+        with report_disk_full(output):
             yield SingleProcessComm()
         return
     from mpi4py import MPI
@@ -117,7 +117,7 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             "start data stages with the mpirun of the MPI that mpi4py was built with, or with srun --mpi=pmi2",
         )
     try:
-        with disk_full_named(output):
+        with report_disk_full(output):
             yield comm
     except BaseException as error:
         print(error if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr, flush=True)

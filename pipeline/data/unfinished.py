@@ -85,7 +85,7 @@ def work(
         UserError: it was made with other settings, or another job is writing it.
     """
     unfinished, (key, stage) = Unfinished(folder, settings), made_as
-    done = artifact.finished(folder, key=key, stage=stage, settings=settings) if comm.rank == 0 else None
+    done = artifact.find_complete(folder, key=key, stage=stage, settings=settings) if comm.rank == 0 else None
     if done:
         log.info("%s=%s is complete, nothing to do (%s)", key, folder, summary(done.totals))
     if comm.bcast(done is not None):

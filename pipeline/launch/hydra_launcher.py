@@ -75,7 +75,7 @@ class CheckedLauncher(Launcher):
                 composed.hydra.job.id = composed.hydra.job.num = number
                 composed.run_dir = str(Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir))
             try:
-                config = compose.typed(_without_hydra(composed))
+                config = compose.to_run_config(_without_hydra(composed))
                 preflight.check(config, self.world_size(config))
                 found.append(Point(tuple(filter_overrides(overrides)), composed, config))
             except UserError as error:

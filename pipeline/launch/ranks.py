@@ -101,7 +101,7 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     return Ranks()
 
 
-def turn_to_speak() -> float | None:
+def error_report_delay() -> float | None:
     """Seconds after which this process tells the user of a mistake, None for never.
 
     Rank 0 speaks at once. The other ranks of torchrun and srun wait: the launcher ends them as soon as rank 0 has left, unless they are

@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError, together
+from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest, publish_folder
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
@@ -42,7 +42,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         UserError: there is no checkpoint, it and the tokenizer contradict each other, or no stock class is such a model.
     """
     output = Path(stage.output or Path(config.run_dir) / "hf")
-    path, tokenizer = together(
+    path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )
@@ -53,13 +53,13 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
     }
-    if artifact.finished(output, key="stage.output", stage="convert", settings=settings):
+    if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
     checkpoint = reader.Checkpoint(path)
     model = families.from_dict(checkpoint.config["model"])
-    together(
+    collect_errors(
         lambda: _check_output(output),
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),

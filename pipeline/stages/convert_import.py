@@ -14,7 +14,7 @@ from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError, together
+from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest, publish_folder
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
@@ -38,18 +38,18 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     """
     content = huggingface_import.read_config(source)
     family, adapter = registry.adapter_of(content)
-    model, files = together(
+    model, files = collect_errors(
         lambda: config_json.read(adapter, FAMILIES[family], content),
         lambda: huggingface_import.weight_files(source),
     )
     run_dir = Path(config.run_dir)
     words = " ".join(model_option.overrides(model))
     settings = {"stage.input": {file.name: digest(file) for file in (source / "config.json", *files)}}
-    if artifact.finished(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings):
+    if artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings):
         log.info("convert: %s was imported before, nothing to do; continue with stage=pretrain %s", source, words)
         return
     weights = ImportedWeights(StockWeights(source, adapter), model)
-    _, unused = together(lambda: _check_run(run_dir), weights.check)
+    _, unused = collect_errors(lambda: _check_run(run_dir), weights.check)
     if unused:
         log.warning("convert: the model does not compute with %s; left out", ", ".join(unused))
     of_training = sorted(key for key in content if config_json.is_dropout(key) and content[key])

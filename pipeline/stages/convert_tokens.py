@@ -16,7 +16,7 @@ from pipeline.data.mpi import Comm
 from pipeline.data.tokenize import megatron, parquet_tokens, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import remove_strangers, work
-from pipeline.errors import UserError, together
+from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
 from pipeline.launch.ranks import Ranks
 from pipeline.progress import Progress
@@ -98,7 +98,7 @@ def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, Piece], Te
     """
     if not stage.input:
         raise UserError.of("stage.input", "[]", "names no dataset", "name datasets without .bin and .idx: 'stage.input=[data/train-text]'")
-    *sources, encoder = together(
+    *sources, encoder = collect_errors(
         *(lambda name=name: megatron.Indexed(Path(name)) for name in stage.input),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )

@@ -110,7 +110,7 @@ def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
     samples = warmup.samples(training, training.steps)
     yield f"  {'steps':<14}{training.steps:,} = {samples * training.sequence_length:,} tokens"
     if training.token_budget:
-        steps = warmup.steps_for(training, training.token_budget)
+        steps = warmup.steps_for_tokens(training, training.token_budget)
         yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would need the corpora's sizes
         yield "the blend"

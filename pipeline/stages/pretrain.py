@@ -20,7 +20,7 @@ from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError
-from pipeline.files import atomic_file, disk_full_named, make_folder
+from pipeline.files import atomic_file, make_folder, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.flops import flops_per_token, peak_flops
@@ -55,7 +55,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         length = config.training.sequence_length
         flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
         all_peaks = None if peak is None else peak * ranks.world_size
-        with disk_full_named(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
+        with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
             state = loop.train(config, trainer, training_data, validation_data, state, metrics)
             metrics.flush()
             if ranks.rank == 0:

@@ -16,7 +16,7 @@ from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.tokenize import engines, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import Unfinished, remove_strangers, work
-from pipeline.errors import UserError, together
+from pipeline.errors import UserError, collect_errors
 from pipeline.launch.ranks import Ranks
 
 log = logging.getLogger("pipeline")
@@ -53,7 +53,7 @@ _encoder = cache(TextEncoder)
 
 def _look(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest, dict[str, Any]]:
     """The text shards, and all that determines the token shards made from them."""
-    text, encoder = together(
+    text, encoder = collect_errors(
         lambda: artifact.read(shards, key="data.shards", stage="shard"),
         lambda: _encoder(tokenizer, end_of_document),
     )

@@ -18,8 +18,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.tokenize import tokenizer_import, tokenizer_report, tokenizer_training
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
-from pipeline.errors import UserError, together
-from pipeline.files import digest, disk_full_named, make_folder, publish_folder
+from pipeline.errors import UserError, collect_errors
+from pipeline.files import digest, make_folder, publish_folder, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.progress import Progress
 
@@ -49,7 +49,7 @@ def _train(config: RunConfig) -> None:
     missing = [size for size, place in folders.items() if not _finished(place, {**settings, "tokenizer.vocab_size": size})]
     if not missing:
         return
-    others = together(*(lambda other=other: load(Path(other), "tokenizer.compare") for other in wanted.compare))
+    others = collect_errors(*(lambda other=other: load(Path(other), "tokenizer.compare") for other in wanted.compare))
 
     sample = Sample(shards, text, wanted.train_megabytes, wanted.balance)
     models = _learned(sample, wanted, sorted(missing))
@@ -93,7 +93,7 @@ def _finished(folder: Path, settings: dict[str, Any]) -> bool:
     Raises:
         UserError: another one is, or files that are none of ours.
     """
-    done = artifact.finished(folder, key="tokenizer.path", stage="train_tokenizer", settings=settings)
+    done = artifact.find_complete(folder, key="tokenizer.path", stage="train_tokenizer", settings=settings)
     if done:
         log.info("train_tokenizer: %s is complete, nothing to do (%s entries)", folder, f"{done.totals['vocab_size']:,}")
     elif folder.exists() and any(folder.iterdir()):
@@ -148,7 +148,7 @@ def _publish(
     make_folder(folder.parent)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    with disk_full_named(folder):
+    with report_disk_full(folder):
         partial.mkdir()
         written = tokenizer_training.save(model, partial, end_of_document)
         if report:

@@ -33,7 +33,7 @@ def refused(tmp_path: Path, *arguments: str) -> str:
         (["optimizer.lr=1e-4,3e-4"], ["optimizer.lr=1e-4,3e-4", "several values", "add -m"]),
         (
             ["training.activation_checkpointing=selective", "parallel.zero_stage=3"],
-            ["selective: ZeRO 3 gathers weights", "use full or none"],
+            ["selective: ZeRO 3 gathers weights", "set it to full or none"],
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

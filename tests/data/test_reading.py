@@ -72,7 +72,7 @@ def test_corpora_are_named_by_the_user_and_kept_apart(tmp_path):
     refused = pipeline("stage=shard", "data.corpora={Web:[x],default:[x]}", "data.corpora.web=[x]", f"data.shards={tmp_path}/s", expect=2)
     assert "2 problems" in refused
     assert "data.corpora=Web: must consist of a-z" in refused
-    assert "data.corpora=default: is what data.input is called" in refused
+    assert "data.corpora=default: is the reserved name of the corpus of data.input" in refused
     assert "write data.corpora={NAME: [x]}" in pipeline("stage=shard", "data.corpora=[x]", expect=2)
 
 

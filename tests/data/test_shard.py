@@ -253,7 +253,7 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
     assert "nothing to do" in pipeline(*settings, "data.validation_fraction=0.1")
     refused = pipeline(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
     assert "data.validation_fraction=0.2" in refused
-    assert "was made with data.validation_fraction=0.1" in refused
+    assert "was created with data.validation_fraction=0.1" in refused
     assert "clean.length.least=3" in refused
     assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
 

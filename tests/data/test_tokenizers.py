@@ -145,7 +145,7 @@ def test_the_tokenizer_is_learned_from_the_training_split_only_and_again_the_sam
 
 def test_training_a_tokenizer_twice(shards, tokenizer, tmp_path):
     assert "nothing to do" in train(shards, tokenizer, "tokenizer.vocab_size=300", QUIET)
-    assert "was made with tokenizer.vocab_size=300" in train(shards, tokenizer, "tokenizer.vocab_size=400", QUIET, expect=2)
+    assert "was created with tokenizer.vocab_size=300" in train(shards, tokenizer, "tokenizer.vocab_size=400", QUIET, expect=2)
     (tmp_path / "precious.txt").write_text("mine")
     assert "did not write" in train(shards, tmp_path, expect=2)
     assert (tmp_path / "precious.txt").read_text() == "mine"
@@ -274,7 +274,7 @@ def test_a_tiktoken_file(tokenizer, tmp_path):
             assert stock(text)["input_ids"] == original.encode_ordinary(text)
     assert TextEncoder(tmp_path / "t", EOD).end_of_document == len(ranks)
     assert "nothing to do" in pipeline(*settings, "tokenizer.split=llama3")
-    assert "was made with tokenizer.split=llama3" in pipeline(*settings, "tokenizer.split=gpt2", expect=2)
+    assert "was created with tokenizer.split=llama3" in pipeline(*settings, "tokenizer.split=gpt2", expect=2)
 
 
 AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}

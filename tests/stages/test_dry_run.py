@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 from hydra import compose, initialize_config_dir
 
-from pipeline.config.compose import CONF_DIR, register, typed
+from pipeline.config.compose import register, to_run_config
 from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.launch.preflight import check
 from pipeline.stages.dry_run import count, init_fake
 from pipeline.training.gradients import is_primary_copy
@@ -82,7 +83,7 @@ def test_mistakes_are_refused_together():
 def composed():
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        yield lambda *overrides: typed(compose("config", ["training.micro_batch_size=1", *overrides]))
+        yield lambda *overrides: to_run_config(compose("config", ["training.micro_batch_size=1", *overrides]))
 
 
 @pytest.mark.parametrize(

@@ -34,4 +34,4 @@ def test_what_cannot_run_is_refused():
     assert "llama-tiny" in unknown.stderr
     too_long = bench("--sequence=5000")
     assert too_long.returncode == 2
-    assert "training.sequence_length=5000: is longer than model.max_positions=2048" in too_long.stderr
+    assert "training.sequence_length=5000: must not exceed model.max_positions=2048" in too_long.stderr

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import compose
 from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.parallel import mesh as meshes
 from pipeline.training.trainer import Trainer
 from tests.world import causal
@@ -38,9 +39,9 @@ def test_the_step_waits_for_nothing(model, dtype):
         "training.global_batch_size=2",
         "training.micro_batch_size=1",
     ]
-    with initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = hydra_compose("config", [*overrides, "training.sequence_length=16", "training.document_mask=true"])
-    config = compose.typed(composed)
+    config = compose.to_run_config(composed)
     try:
         trainer = Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, "")))
         tokens = torch.arange(34).view(2, 17)

@@ -133,6 +133,6 @@ def whole_sequence_violations(config: RunConfig) -> Iterator[Violation]:
         rule = f"splits samples; the samples of model.family={config.model.family} are complete sequences"
         yield Violation("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", rule, "leave it empty")
     if config.parallel.context > 1:
-        rule = f"splits the sequences of models that predict the next token; model.family={config.model.family} has another objective"
-        fix = "use parallel.context=1, and more data, tensor or pipeline ranks"
+        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.model.objective}"
+        fix = "set parallel.context=1 and use more data, tensor or pipeline ranks"
         yield Violation("parallel.context", config.parallel.context, rule, fix)
