@@ -21,7 +21,7 @@ from pipeline.parallel.mesh import Mesh
 Loaded = tuple[Tensor, Batch]
 
 
-class Batches:
+class BatchLoader:
     """Loads batches in threads. Which samples a batch holds depends on its number alone, not on the threads.
 
     Share d of a batch of n samples that starts at sample s is s + d*m .. s + (d+1)*m - 1 with m = n / shares.

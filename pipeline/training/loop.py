@@ -19,7 +19,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.progress import Progress
-from pipeline.training.batches import Batches
+from pipeline.training.batches import BatchLoader
 from pipeline.training.metrics import Metrics
 from pipeline.training.trainer import Trainer
 
@@ -48,7 +48,7 @@ def train(
         The state at the end.
     """
     training, checkpoint = config.training, config.checkpoint
-    batches = Batches(training_data, config, trainer.mesh)
+    batches = BatchLoader(training_data, config, trainer.mesh)
     started = time.monotonic()
     with Progress(training.steps - state.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
         for tokens, batch in batches.training(state.samples, range(state.step, training.steps)):
@@ -87,7 +87,7 @@ def validate(
     """
     whole = math.ceil(int(data.samples.counts[0]) / config.training.global_batch_size)
     count = whole if batches is None else min(batches, whole)
-    source = Batches(data, config, trainer.mesh)
+    source = BatchLoader(data, config, trainer.mesh)
     total = torch.zeros((), device=trainer.mesh.device)
     with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
         for tokens, batch in source.validation(count):

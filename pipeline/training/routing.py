@@ -11,7 +11,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 
 
-class RoutingWatch:
+class RouterStatistics:
     """Sums up the records of all mixtures; every rank of the job calls it after each step.
 
     Args:

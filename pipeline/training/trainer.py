@@ -15,7 +15,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
-from pipeline.training.routing import RoutingWatch
+from pipeline.training.routing import RouterStatistics
 
 
 class Trainer:
@@ -31,7 +31,7 @@ class Trainer:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
         self.engine = build_engine(config, self.model, mesh)
-        self._routing = RoutingWatch(self.model, mesh, getattr(config.model, "experts", 0))
+        self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0))
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
 
