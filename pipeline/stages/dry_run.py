@@ -80,9 +80,8 @@ def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
 def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
     """Bytes of model state."""
     zero = config.parallel.zero_stage
-    state = model_state(
-        count_local_parameters(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data * layout.context
-    )
+    parameters, dtype = count_local_parameters(model), DTYPES[config.precision.dtype]
+    state = model_state(parameters, dtype=dtype, zero_stage=zero, data=layout.data * layout.context)
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     shared = f"over {layout.data * layout.context} data ranks"
     yield f"model state under ZeRO {zero} (activations and buffers come on top)"
