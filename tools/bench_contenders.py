@@ -39,10 +39,10 @@ from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.init import initialise
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel.parallelize import DTYPES, compiles
+from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
 from pipeline.progress import set_up_logging
-from pipeline.training import gradient_clipping, loop
+from pipeline.training import loop
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import build_optimizer
 from pipeline.training.trainer import Trainer
@@ -188,7 +188,7 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
 
     training = config.training
     samples = Causal(TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed))
-    mesh = meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, ""))
+    mesh = meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, ""))
     for owner, name in (
         (torch.autograd, "backward"),
         (torch.optim.AdamW, "step"),
@@ -197,12 +197,12 @@ def train_ours(config: RunConfig, watch: Watch) -> float:
     ):
         watch.count(owner, name)
     trainer = Timed(config, mesh)
-    for stage in trainer.model.parts():
+    for stage in trainer.model.stage_modules():
         watch.count(stage, "forward")
     Path(config.run_dir).mkdir()
     with Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics:
         loop.train(config, trainer, samples, None, TrainState(), metrics)
-    meshes.stop()
+    meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
 
@@ -211,7 +211,7 @@ def train_plainly(config: RunConfig, watch: Watch, *, stock: bool) -> float:
     """The loop that one writes by hand."""
     dtype, samples = DTYPES[config.precision.dtype], batches(config)
     model: Any = stock_model(config, dtype).to(DEVICE) if stock else our_model(config).to(DEVICE, dtype)
-    if compiles(config, DEVICE):
+    if compile_enabled(config, DEVICE):
         for block in stock_blocks(model) if stock else model.blocks.values():
             block.compile()
     weights = list(model.parameters())
@@ -252,7 +252,7 @@ def train_with_trainer(config: RunConfig, watch: Watch) -> float:
         per_device_train_batch_size=config.training.global_batch_size,
         bf16=config.precision.dtype == "bf16",
         use_cpu=DEVICE.type == "cpu",
-        torch_compile=compiles(config, DEVICE),
+        torch_compile=compile_enabled(config, DEVICE),
         optim="adamw_torch_fused",
         learning_rate=optimizer.lr,
         lr_scheduler_type="constant",

@@ -60,7 +60,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
 
     described = {**dataclasses.asdict(config), "model": dataclasses.asdict(model)}
     index = native.Index(native.TrainState(), described)
-    path = save.save_whole(run_dir, index, weights.fragments(), file_bytes)
+    path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
     _keep_beside(run_dir / FOLDER, source, settings, {"model": words})
     log.info("convert: wrote %s (%s); continue with stage=pretrain run_dir=%s %s", path, adapter.architecture, run_dir, words)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 
 from pipeline.config import warmup
@@ -17,12 +16,11 @@ from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.errors import UserError
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
-from pipeline.models import registry
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
 from pipeline.planner.memory import model_state
-from pipeline.training.gradients import is_primary_copy
+from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
@@ -51,12 +49,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 def init_fake(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
     """The mesh and the part of the model, on the meta device, of rank `dry_run.rank` among so many."""
-    device = mesh.init_fake(config.dry_run.rank, world_size)
+    device = mesh.init_fake_distributed(config.dry_run.rank, world_size)
     try:
-        local = mesh.build(Layout.of(config, world_size), device)
+        local = mesh.build_mesh(Layout.of(config, world_size), device)
         return local, parallelize(config, local)
     finally:
-        mesh.stop()
+        mesh.destroy_process_group()
 
 
 def place(config: RunConfig, layout: Layout) -> Iterator[str]:
@@ -75,20 +73,17 @@ def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
         held = [name for name in ("embed", "norm", "head") if getattr(stage, name) is not None]
         blocks = f"layers {layers[0]} to {layers[-1]} ({len(layers)} of {config.model.layers})"
         yield f"  {f'stage {index}':<14}{', '.join([blocks, *held])}"
-    with torch.device("meta"):
-        whole = sum(parameter.numel() for parameter in registry.build(config.model).parameters())
-    counted = sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, local))
-    yield f"  {'parameters':<14}{count(model):,}"
-    yield f"  {'primary copies':<14}{counted:,} of {whole:,} (what other ranks of the model hold too counts once)"
+    primary, total = count_primary_parameters(model, local), count_model_parameters(config.model)
+    yield f"  {'parameters':<14}{count_local_parameters(model):,}"
+    yield f"  {'primary copies':<14}{primary:,} of {total:,} (what other ranks of the model hold too counts once)"
 
 
 def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
     """Bytes of model state."""
     zero = config.parallel.zero_stage
-    tensors = OPTIMIZERS[config.optimizer.name].state
-    state = model_state(
-        count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data * layout.context, state_tensors=len(tensors)
-    )
+    parameters, dtype = count_local_parameters(model), DTYPES[config.precision.dtype]
+    ranks, tensors = layout.data * layout.context, OPTIMIZERS[config.optimizer.name].state
+    state = model_state(parameters, dtype=dtype, zero_stage=zero, data=ranks, state_tensors=len(tensors))
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     shared = f"over {layout.data * layout.context} data ranks"
     yield f"model state under ZeRO {zero} (activations and buffers come on top)"
@@ -116,8 +111,3 @@ def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield "the blend"
         for name, count in zip(sorted(config.data.blend), BlendSchedule(phases(config)).counts(samples).tolist(), strict=True):
             yield f"  {name:<14}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"
-
-
-def count(model: LocalModel) -> int:
-    """Parameters of the rank."""
-    return sum(parameter.numel() for parameter in model.pieces)

@@ -34,9 +34,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if data is None:
         rule = "has a validation split shorter than one sequence"
         raise UserError.of("data.tokens", config.data.tokens, rule, "shard with a larger data.validation_fraction")
-    device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
-        trainer = Trainer(config, meshes.build(Layout.of(config, ranks.world_size), device))
+        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device))
         state = loop.resume(config, trainer, path, training_data)
         loss, bits = loop.validate(config, trainer, data, state.step, None, stage.batches)
         if ranks.rank == 0:
@@ -46,4 +46,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             measured = "" if bits is None else f", {bits:.4f} bits a byte"
             log.info("step %d: validation loss %.4f nats a target%s", state.step, loss, measured)
     finally:
-        meshes.stop()
+        meshes.destroy_process_group()

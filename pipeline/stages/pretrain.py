@@ -40,9 +40,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     blend.check_epochs(config, training_data.samples)
     start = starting_point(config)
-    device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
-        mesh = meshes.build(Layout.of(config, ranks.world_size), device)
+        mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device)
         trainer = Trainer(config, mesh)
         state = loop.resume(config, trainer, start, training_data)
         if state.step >= config.training.steps:
@@ -61,7 +61,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if ranks.rank == 0:
                 _write_manifest(config, state, metrics.last, hosts)
     finally:
-        meshes.stop()
+        meshes.destroy_process_group()
 
 
 def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:

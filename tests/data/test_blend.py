@@ -24,7 +24,7 @@ from pipeline.data.load.stream import TokenStream
 from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.batches import Batches
+from pipeline.training.batches import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -200,7 +200,7 @@ def test_what_was_seen_is_known_by_its_content_alone(corpora):
 def batches(config, samples, ranks, rank):
     """The batches of one data rank among several, without a process group."""
     layout = Layout(pipeline=1, data=ranks, tensor=1)
-    return Batches(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
+    return BatchLoader(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)

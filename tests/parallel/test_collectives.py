@@ -65,7 +65,7 @@ class _OwnRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ARG004 - torch's signature
-        return torch.stack(collectives.gather(grad.contiguous(), dist.group.WORLD))
+        return torch.stack(collectives.all_gather(grad.contiguous(), dist.group.WORLD))
 
 
 class _AllRows(torch.autograd.Function):
@@ -73,7 +73,7 @@ class _AllRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, row):  # noqa: ARG004 - torch's signature
-        return torch.stack(collectives.gather(row, dist.group.WORLD))
+        return torch.stack(collectives.all_gather(row, dist.group.WORLD))
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ARG004 - torch's signature
@@ -95,9 +95,9 @@ DIFFERENTIABLE = {
     "gather_sequence": ((1, 2, 2), False, False),
     "reduce_scatter_sequence": ((1, 4, 2), False, False),
     "scatter_sequence": ((1, 4, 2), True, False),
-    "own_heads": ((4, 2), True, False),
-    "heads_for_tokens": ((1, 4, 2, 1), False, False),
-    "tokens_for_heads": ((1, 1, 8, 1), False, False),
+    "scatter_heads": ((4, 2), True, False),
+    "scatter_heads_gather_sequence": ((1, 4, 2, 1), False, False),
+    "scatter_sequence_gather_heads": ((1, 1, 8, 1), False, False),
     "ring": ((1, 4, 2, 2), False, False),
 }
 
@@ -124,7 +124,7 @@ def test_gradcheck(world, name):
 def _gradcheck_of_the_loss(smoothing: float) -> bool:
     """The same of the cross-entropy over a cut vocabulary, with a bias, label smoothing and targets that count for nothing."""
     from pipeline.parallel.pieces import slice_weight
-    from pipeline.parallel.tensor import VocabularyHead
+    from pipeline.parallel.tensor import VocabParallelHead
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     chance = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def _gradcheck_of_the_loss(smoothing: float) -> bool:
     piece = slice_weight("head.weight", (2 * size, 3), "vocab", {"tensor": (size, rank), "expert": (1, 0)})
 
     def loss(hidden, weights, biases):
-        head = VocabularyHead(OutputHead(2, 3, bias=True, label_smoothing=smoothing), piece, group, lambda x: collectives.copy(x, group))
+        head = VocabParallelHead(OutputHead(2, 3, bias=True, label_smoothing=smoothing), piece, group, lambda x: collectives.copy(x, group))
         del head.weight, head.bias
         head.weight, head.bias = _OwnRow.apply(weights), _OwnRow.apply(biases)
         return head(hidden, targets)

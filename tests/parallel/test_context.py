@@ -20,15 +20,15 @@ def _context(ranks: int):
     from pipeline.config.layout import Layout
 
     layout = Layout(1, dist.get_world_size() // ranks, 1, context=ranks)
-    return meshes.build(layout, torch.device("cpu")).context
+    return meshes.build_mesh(layout, torch.device("cpu")).context
 
 
 def _own(kind: str, group, tokens: int) -> torch.Tensor:
     """The places of this rank's tokens."""
-    from pipeline.parallel.ring import places
+    from pipeline.parallel.ring import token_positions
 
     if kind == "ring":
-        return places(group.rank(), group.size(), tokens // group.size(), torch.device("cpu"))
+        return token_positions(group.rank(), group.size(), tokens // group.size(), torch.device("cpu"))
     return torch.arange(tokens).chunk(group.size())[group.rank()]
 
 

@@ -49,7 +49,7 @@ def numbers(overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
     where, shares = trainer.mesh.layout.batch_shard(trainer.mesh.where), trainer.mesh.layout.batch_shards
     found = []
     for seed in range(3):

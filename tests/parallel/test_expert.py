@@ -96,7 +96,7 @@ def make(*overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
 def run(config, trainer):
@@ -114,7 +114,7 @@ def run(config, trainer):
 
 def train_in_layout(*overrides):
     """The same on this rank's part of a layout; rank 0 has the weights."""
-    from pipeline.checkpoint.consolidate import paste
+    from pipeline.checkpoint.consolidate import insert_fragment
 
     config, trainer = make(*overrides)
     numbers = run(config, trainer)
@@ -123,7 +123,7 @@ def train_in_layout(*overrides):
     dist.all_gather_object(gathered, owned)
     whole = {}
     for piece, start, values in (fragment for rank in gathered for fragment in rank):
-        paste(whole.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
+        insert_fragment(whole.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
     return numbers, whole if dist.get_rank() == 0 else None
 
 
@@ -213,9 +213,9 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
 
 
 def _experts(group_size, counts_of_rank, dropped):
-    """Values and gradients of RemoteExperts on each rank's rows, and of all experts on the same rows without any exchange."""
+    """Values and gradients of ExpertParallelExperts on each rank's rows, and of all experts on the same rows without any exchange."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert import RemoteExperts
+    from pipeline.parallel.expert import ExpertParallelExperts
 
     rank, group = dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
@@ -230,7 +230,7 @@ def _experts(group_size, counts_of_rank, dropped):
     counts = torch.tensor(counts_of_rank[rank])
     x = torch.randn(int(counts.sum()) + dropped, 6, generator=generator.manual_seed(rank + 1), dtype=torch.float64)
     results = []
-    for module in (RemoteExperts(mine, group), whole):
+    for module in (ExpertParallelExperts(mine, group), whole):
         leaf = x.clone().requires_grad_()
         y = module(leaf, counts)[: counts.sum()]
         y.sin().sum().backward()
@@ -259,12 +259,12 @@ def test_remote_experts_are_the_experts(world, counts, dropped):
 
 
 def _gradcheck():
-    from pipeline.parallel.expert import exchange
+    from pipeline.parallel.expert import all_to_all
 
     rank, group = dist.get_rank(), dist.group.WORLD
     sent, received = [rank, 1, 0, 2], [[0, 1, 2, 3], [1] * 4, [0] * 4, [2] * 4][rank]
     rows = torch.randn(sum(sent), 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True)
-    there_and_back = exchange(exchange(rows, sent, received, group) * (rank + 1), received, sent, group)
+    there_and_back = all_to_all(all_to_all(rows, sent, received, group) * (rank + 1), received, sent, group)
     there_and_back.sum().backward()
     factors = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64).repeat_interleave(torch.tensor(sent)).unsqueeze(1)
     return torch.equal(there_and_back, rows * factors), torch.equal(rows.grad, factors.expand_as(rows))
@@ -287,7 +287,7 @@ def _balance_of_parts():
     real = torch.arange(12) < torch.tensor([[12], [7], [2]])  # the last ranks have padding alone of some sequences
     balance, found = Balance(0.5, 0.3, 0.2), []
     for rows, mask, total in (
-        (x.chunk(4, dim=1)[dist.get_rank()], real.chunk(4, dim=1)[dist.get_rank()], partial(collectives.total, group=group)),
+        (x.chunk(4, dim=1)[dist.get_rank()], real.chunk(4, dim=1)[dist.get_rank()], partial(collectives.all_reduce_with_grad, group=group)),
         (x, real, None),
     ):
         router = Router(6, 5, 2).double()
@@ -307,7 +307,7 @@ def test_losses_of_cut_sequences_are_those_of_whole_ones(world):
 
 def test_a_stack_is_drawn_matrix_by_matrix():
     from pipeline.layers.init import initial_tensor
-    from pipeline.parallel.parallelize import initial_piece
+    from pipeline.parallel.parallelize import init_piece
     from pipeline.parallel.pieces import slice_weight
 
     full = initial_tensor("blocks.0.mlp.experts.up", (4, 6, 8), 0.02, 3)
@@ -315,7 +315,7 @@ def test_a_stack_is_drawn_matrix_by_matrix():
     assert torch.equal(full[2], initial_tensor("blocks.0.mlp.experts.up.2", (6, 8), 0.02, 3))
     for expert, tensor in ((0, 0), (1, 2)):
         piece = slice_weight("blocks.0.mlp.experts.up", (4, 6, 8), "expert_column", {"expert": (2, expert), "tensor": (3, tensor)})
-        assert torch.equal(initial_piece(piece, 0.02, 3), piece.of(full))
+        assert torch.equal(init_piece(piece, 0.02, 3), piece.narrow(full))
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def test_pieces_cover_a_weight_without_overlap(tensor, expert, width, role):
     full = torch.arange(math.prod(shape)).view(shape)
     ranks = [{"tensor": (tensor, t), "expert": (expert, e)} for t in range(tensor) for e in range(expert)]
     pieces = [slice_weight("w", shape, role, axes) for axes in ranks]
-    assert all(tuple(piece.of(full).shape) == piece.shape for piece in pieces)
+    assert all(tuple(piece.narrow(full).shape) == piece.shape for piece in pieces)
     counted = [
         p for p, axes in zip(pieces, ranks, strict=True) if all(p.is_sliced_along(axis) or at == 0 for axis, (_, at) in axes.items())
     ]
-    assert sorted(torch.cat([piece.of(full).flatten() for piece in counted]).tolist()) == full.flatten().tolist()
+    assert sorted(torch.cat([piece.narrow(full).flatten() for piece in counted]).tolist()) == full.flatten().tolist()

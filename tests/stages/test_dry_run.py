@@ -10,8 +10,8 @@ from pipeline.config.compose import register, to_run_config
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.launch.preflight import check
-from pipeline.stages.dry_run import count, init_fake
-from pipeline.training.gradients import is_primary_copy
+from pipeline.planner.parameters import count_local_parameters, count_primary_parameters
+from pipeline.stages.dry_run import init_fake
 from tests.helpers import pipeline
 
 LARGE = (
@@ -106,10 +106,10 @@ def test_the_parts_of_all_ranks_add_up_to_the_model(composed, overrides, publish
     for stage, tensor in product(range(layout.pipeline), range(layout.tensor)):
         config.dry_run.rank = (stage * layout.data + 1) * layout.tensor + tensor
         mesh, model = init_fake(config, world_size)
-        counted += sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, mesh))
-        held.append(count(model))
+        counted += count_primary_parameters(model, mesh)
+        held.append(count_local_parameters(model))
         if tensor == 0:
-            layers += [int(key) for part in model.parts() for key in part.blocks]
+            layers += [int(key) for part in model.stage_modules() for key in part.blocks]
     assert counted == published
     assert sorted(layers) == list(range(config.model.layers))
     assert sum(held) >= published

@@ -43,7 +43,7 @@ def test_the_step_waits_for_nothing(model, dtype):
         composed = hydra_compose("config", [*overrides, "training.sequence_length=16", "training.document_mask=true"])
     config = compose.to_run_config(composed)
     try:
-        trainer = Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, "")))
+        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, "")))
         tokens = torch.arange(34).view(2, 17)
         with Waits() as waits:
             for _ in range(2):
@@ -52,4 +52,4 @@ def test_the_step_waits_for_nothing(model, dtype):
             torch.arange(3)[torch.tensor(1)]
             assert waits.seen, "the watch would not have noticed"
     finally:
-        meshes.stop()
+        meshes.destroy_process_group()

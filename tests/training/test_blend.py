@@ -101,7 +101,7 @@ def _train(overrides):
     config = configured(*TINY, *ramps, *overrides)
     preflight.check(config, dist.get_world_size())
     layout = Layout.of(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build(layout, torch.device("cpu")))
+    trainer = Trainer(config, meshes.build_mesh(layout, torch.device("cpu")))
     numbers = []
     for step in range(4):
         rows = torch.randint(

@@ -74,7 +74,7 @@ def _plainly(family):
 
 def _in_layout(overrides):
     """The same run in a layout: losses and norms on every rank, a loss without the mask, the whole weights on rank 0."""
-    from pipeline.checkpoint.consolidate import paste
+    from pipeline.checkpoint.consolidate import insert_fragment
     from pipeline.config.layout import Layout
     from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
@@ -82,7 +82,7 @@ def _in_layout(overrides):
 
     config = configured(*overrides)
     preflight.check(config, dist.get_world_size())
-    mesh = meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
+    mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
     trainer = Trainer(config, mesh)
     numbers, validated = [], []
     for step in range(STEPS):
@@ -95,7 +95,7 @@ def _in_layout(overrides):
     dist.all_gather_object(gathered, owned)
     weights = {}
     for piece, start, values in (fragment for rank in gathered for fragment in rank):
-        paste(weights.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
+        insert_fragment(weights.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
     return numbers, validated, weights if dist.get_rank() == 0 else {}
 
 

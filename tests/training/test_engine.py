@@ -37,7 +37,7 @@ def make(*overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
 def train(config, trainer, steps):

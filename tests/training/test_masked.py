@@ -79,7 +79,7 @@ def _trained(overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
     return train(config, trainer, range(4)), moments(trainer)
 
 
@@ -94,10 +94,10 @@ def alone():
     for model, needs in MODELS.items():
         config = configured(*TINY, f"model={model}", *needs, "parallel.zero_stage=0")
         try:
-            trainer = Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, "")))
+            trainer = Trainer(config, meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, "")))
             found[model] = train(config, trainer, range(4)), moments(trainer)
         finally:
-            meshes.stop()
+            meshes.destroy_process_group()
     return found
 
 
