@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
 from pipeline.data.load import stream as streams
-from pipeline.data.load.loader import Corpus, TokenDataset
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import TokenDataset
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard

@@ -47,7 +47,7 @@ class BlendSchedule:
             before.append(before[-1] + _counts(length, self._units[phase]))
         self._before = np.stack(before)
 
-    def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where samples come from.
 
         Args:

@@ -9,7 +9,8 @@ from typing import Self
 import numpy as np
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Corpus, Source
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import Source
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.special import SpecialTokens, decoder_start
 from pipeline.data.load.pair_files import PairFiles
