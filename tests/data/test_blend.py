@@ -169,7 +169,7 @@ def test_another_tokenizer_is_refused(corpora, tmp_path):
 
 def test_sentinels_must_be_special_tokens_of_the_tokenizer(corpora, tokenizer):
     overrides = ("data.infill.rate=1", f"tokenizer.path={tokenizer}", 'data.infill.prefix="<|endoftext|>"')
-    with pytest.raises(UserError, match=r"data\.infill\.middle=<\|fim_middle\|>: is no special token"):
+    with pytest.raises(UserError, match=r"data\.infill\.middle=<\|fim_middle\|>: is not a special token"):
         blend.open_training(config_of(corpora, *overrides))
     marks = [f'data.infill.{name}="<|endoftext|>"' for name in ("prefix", "middle", "suffix")]
     samples = blend.open_training(config_of(corpora, *overrides, *marks))
