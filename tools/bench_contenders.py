@@ -42,7 +42,7 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
 from pipeline.progress import set_up_logging
-from pipeline.training import loop
+from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import build_optimizer
 from pipeline.training.trainer import Trainer

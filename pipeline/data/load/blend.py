@@ -16,10 +16,12 @@ from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
+from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill, sentinel_ids
-from pipeline.data.load.loader import Corpus, Samples, Sequences, Source, Windows, too_short
+from pipeline.data.load.loader import Samples, Sequences, Source, too_short
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.windows import Windows
 from pipeline.errors import UserError, Violation
 
 log = logging.getLogger("pipeline")

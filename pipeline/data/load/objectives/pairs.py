@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Corpus, Source
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import Source
 from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.special import SpecialTokens
