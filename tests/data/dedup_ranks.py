@@ -55,7 +55,7 @@ def check_exchange(comm: mpi.Comm) -> None:
     sent = [np.arange(len(mine)) + 1000 * rank for rank, mine in enumerate(owners)]
     expected = np.concatenate([rows[mine == comm.rank] for rows, mine in zip(sent, owners, strict=True)])
     assert np.array_equal(mpi.exchange(comm, sent[comm.rank], owners[comm.rank]), expected)
-    shared = mpi.share(comm, np.arange(99) if comm.rank == 0 else np.arange(comm.rank))
+    shared = mpi.broadcast(comm, np.arange(99) if comm.rank == 0 else np.arange(comm.rank))
     assert np.array_equal(shared, np.arange(99))
 
 

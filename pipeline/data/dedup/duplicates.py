@@ -18,7 +18,7 @@ from pipeline.data.dedup import clusters, exact, minhash
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.dedup.exact import EDGE, same_as_before
 from pipeline.data.dedup.signatures import Known
-from pipeline.data.mpi import Comm, exchange, share
+from pipeline.data.mpi import Comm, broadcast, exchange
 from pipeline.progress import Progress
 
 Read = Callable[[Sequence[int]], list[str]]
@@ -165,7 +165,7 @@ def _resolved(comm: Comm, edges: np.ndarray, numbers: np.ndarray, score: np.ndar
     """What the edges of all ranks make. Rank 0 holds them all (25 bytes each), asks for the scores it needs, and tells the others."""
     edges = edges[edges["right"] >= 0]  # not the copies within the other corpora
     edges = _on_root(comm, edges)
-    asked = share(comm, clusters.documents_of(edges))
+    asked = broadcast(comm, clusters.documents_of(edges))
     mine = np.flatnonzero(np.isin(numbers, asked))
     answers = np.stack([np.searchsorted(asked, numbers[mine]), score[mine]], axis=1)
     answers = _on_root(comm, answers)
@@ -174,7 +174,7 @@ def _resolved(comm: Comm, edges: np.ndarray, numbers: np.ndarray, score: np.ndar
         scores = np.full(len(asked), KEPT_ANYWAY)
         scores[answers[:, 0]] = answers[:, 1]
         found = clusters.resolve(edges, scores)
-    drop = share(comm, found.drop if found else asked[:0])
+    drop = broadcast(comm, found.drop if found else asked[:0])
     few = comm.bcast(replace(found, drop=drop[:0]) if found else None)
     return replace(few, drop=drop)
 
