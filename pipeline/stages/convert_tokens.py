@@ -15,7 +15,7 @@ from pipeline.data import mpi
 from pipeline.data.mpi import Comm
 from pipeline.data.tokenize import megatron, parquet_tokens, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import remove_strangers, work
+from pipeline.data.unfinished import remove_stale, work
 from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
 from pipeline.launch.ranks import Ranks
@@ -155,7 +155,7 @@ def _all(
         if comm.rank == 0:
             files = {name: entry for part in sizes for name, entry in unfinished.note(part).items()}
             for pattern in ("*-?????.tar", "*.parquet", "*.bin", "*.idx"):
-                remove_strangers(folder, pattern, set(files))
+                remove_stale(folder, pattern, set(files))
             artifact.write(folder, Manifest(made_as[1], settings, files, totals(files)))
             unfinished.clear()
             log.info("convert_tokens: wrote %s (%s files)", folder, len(files))

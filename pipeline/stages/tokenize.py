@@ -15,7 +15,7 @@ from pipeline.data import mpi
 from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.tokenize import engines, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import Unfinished, remove_strangers, work
+from pipeline.data.unfinished import Unfinished, remove_stale, work
 from pipeline.errors import UserError, collect_errors
 from pipeline.launch.ranks import Ranks
 
@@ -66,7 +66,7 @@ def _look(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest
 
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:
     """All shards are there: write the manifest."""
-    remove_strangers(folder, "*-?????.tar", set(files))
+    remove_stale(folder, "*-?????.tar", set(files))
     totals = {
         "vocab_size": encoder.vocab_size,
         "end_of_document": encoder.end_of_document,

@@ -90,7 +90,7 @@ def test_the_report_tells_where_every_document_went(library, cleaned):
     by_name = {step["step"]: step for step in report["steps"]}
     assert by_name["length"]["dropped"]["too short"]["documents"] == 3
     assert by_name["length"]["examples"]["too short"][0]["before"] == "too short"
-    assert by_name["repair"]["examples"]["encoding or entities mended"][0]["after"].startswith("Märchen.")
+    assert by_name["repair"]["examples"]["encoding or entities repaired"][0]["after"].startswith("Märchen.")
     assert {(cluster["kind"], cluster["documents"]) for cluster in duplicates["clusters"]} == {("exact", 3), ("near", 3)}
     assert report["output"]["languages"]["en"][0] == len(samples(cleaned)) == sum(report["output"]["lengths"].values())
     page = (cleaned / "report.html").read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ class Job:
 
     def read(self, cleaner: Cleaner, index: int, size: int) -> None:
         """Pass 1: this rank's parts, those that an earlier run finished left out."""
-        mine = [part for part in sources.share(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
+        mine = [part for part in sources.assigned(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
         options, dedup = ReadOptions.of(self._config.data), self._config.dedup
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:

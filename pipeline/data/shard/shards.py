@@ -16,7 +16,7 @@ from pipeline.data.shard import report, text_shards
 from pipeline.data.shard.part import PartCounts
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
-from pipeline.data.unfinished import remove_strangers
+from pipeline.data.unfinished import remove_stale
 from pipeline.files import atomic_file
 
 Entries = dict[str, dict[str, Any]]
@@ -67,7 +67,7 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
         written: shard -> what `write` returned.
     """
     files: Entries = {name: entry for noted in written.values() for name, entry in noted["files"].items()}
-    remove_strangers(folder, "*-?????.tar", set(files))
+    remove_stale(folder, "*-?????.tar", set(files))
     totals = {
         **totals_of(files, ("documents", "text_bytes")),
         "empty_documents": counts.empty,
