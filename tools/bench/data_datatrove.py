@@ -1,4 +1,4 @@
-"""datatrove's side of tools/bench_data, in the steps and settings of its own examples. See bench_data_peers.py, which runs it."""
+"""datatrove's side of tools/bench_data, in the steps and settings of its own examples. See data_peers.py, which runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_data_peers import Job, digest, main, texts
+
+from tools.bench.data_peers import Job, digest, main, texts
 
 GERMAN_STOP_WORDS = ["der", "die", "und", "in", "zu", "den", "das", "nicht"]
 """As many as Gopher's English ones, for documents that datatrove's filters would otherwise drop for their language."""

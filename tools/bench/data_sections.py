@@ -11,9 +11,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import bench_data_text
-from bench_data_run import WORKERS, Setting, run_job, run_stage
-from bench_data_text import Text
+from tools.bench import data_text
+from tools.bench.data_processes import WORKERS, Setting, run_job, run_stage
+from tools.bench.data_text import Text
 
 END = "<|endoftext|>"
 VOCABULARY = 32_768
@@ -53,13 +53,13 @@ class Section:
 @cache
 def documents(setting: Setting) -> list[str]:
     """What all texts are made of."""
-    return bench_data_text.source(setting.inputs)
+    return data_text.source(setting.inputs)
 
 
 @cache
 def text(setting: Setting, megabytes: float) -> Text:
     """JSON lines of that size."""
-    return bench_data_text.write(documents(setting), round(megabytes * 1e6), setting.folder / f"text-{megabytes:g}")
+    return data_text.write(documents(setting), round(megabytes * 1e6), setting.folder / f"text-{megabytes:g}")
 
 
 def shard_megabytes(megabytes: float) -> str:
@@ -195,7 +195,7 @@ def loader(setting: Setting, tokens: int, sequence: int, seconds: float) -> Sect
 
     def measure(_: Path, *, peer: str, variant: str) -> Result:
         job: dict[str, Any] = {"output": str(prepared(peer)), "sequence": sequence, "core": core, "seconds": seconds}
-        made_with = {"vocab_size": VOCABULARY, "end_id": 0}  # as bench_data_ours.MADE_WITH
+        made_with = {"vocab_size": VOCABULARY, "end_id": 0}  # as data_ours.MADE_WITH
         return Result(run_job(setting, peer, "loader", variant=variant, **job, **made_with)[1]["rate"])
 
     rows = {
@@ -248,7 +248,7 @@ def memory(setting: Setting, sizes: list[float]) -> dict[str, list[float]]:
         for stage, peaks in table.items():
             noted = folder / f"peaks-{stage}"
             noted.mkdir(parents=True)
-            prefix = (sys.executable, str(Path(__file__).with_name("bench_data_ours.py")), "rank", str(noted))
+            prefix = (sys.executable, str(Path(__file__).with_name("data_ours.py")), "rank", str(noted))
             run_stage(setting, stage, read, *paths, *bounded, prefix=prefix, ranks=1 if stage == "train_tokenizer" else WORKERS)
             peaks.append(max(int(peak.read_text(encoding="ascii")) for peak in noted.iterdir()))
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Our own jobs of tools/bench_data that no stage does, in the form of bench_data_peers.py; and a rank whose memory is noted."""
+"""Our own jobs of tools/bench_data that no stage does, in the form of data_peers.py; and a rank whose memory is noted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from bench_data_peers import Job, digest, main, rate
+
+from tools.bench.data_peers import Job, digest, main, rate
 
 BATCH = 1024
 """Samples that a loader is asked for at a time."""

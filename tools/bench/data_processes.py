@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-peers"
 """The peers' environment, beside .venv: their needs contradict ours and each other's."""
 
@@ -69,9 +69,11 @@ def run_job(setting: Setting, peer: str, task: str, **job: Any) -> tuple[float, 
     """Run a job of a peer, or a job of ours that is no stage; returns its seconds and what it printed."""
     if reason := dict(setting.missing).get(peer):
         raise FailedError(f"not installed: {reason}")
-    script = {"ours": "bench_data_ours.py", "datatrove": "bench_data_datatrove.py"}.get(peer, "bench_data_peers.py")
+    script = {"ours": "data_ours.py", "datatrove": "data_datatrove.py"}.get(peer, "data_peers.py")
     python = sys.executable if peer == "ours" else str(PYTHON)
-    seconds, printed = _timed([python, str(ROOT / "tools" / script), json.dumps({"peer": peer, "task": task, **job})], setting.folder)
+    seconds, printed = _timed(
+        [python, str(Path(__file__).with_name(script)), json.dumps({"peer": peer, "task": task, **job})], setting.folder
+    )
     return seconds, json.loads(printed.splitlines()[-1])
 
 

@@ -1,0 +1,1 @@
+"""The models and layouts that tools/numerics and tools/parity compare."""
