@@ -1,1 +1,1 @@
-"""The models and layouts that tools/numerics and tools/parity compare."""
+"""The test cases of tools/numerics and tools/parity."""
