@@ -64,8 +64,29 @@ def report_disk_full(folder: Path) -> Iterator[None]:
         raise UserError.of("output folder", folder, f"cannot be written: {error.strerror}", fix) from error
 
 
-def publish_folder(partial: Path, final: Path) -> None:
-    """Rename a complete folder to its final name and remove the folder it replaces. Readers see either the old folder or the new one."""
+def partial_folder(final: Path) -> Path:
+    """The hidden folder in which atomic_folder collects the content of `final`."""
+    return final.with_name(f".{final.name}.partial")
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder whose content appears as `final` if the block succeeds, replacing an older folder; it is removed otherwise.
+
+    Readers see either the old folder or the new one. The leftovers of an interrupted run are removed first.
+    """
+    partial = partial_folder(final)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _publish_folder(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish_folder(partial: Path, final: Path) -> None:
+    """Rename a complete folder to its final name and remove the folder that it replaces."""
     retired = final.with_name(f".{final.name}.retired")
     if final.exists():
         shutil.rmtree(retired, ignore_errors=True)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError, Violation
-from pipeline.files import digest, publish_folder
+from pipeline.files import atomic_folder, digest, partial_folder
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> Path:
@@ -42,24 +43,19 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
         UserError: a rank could not write (disk full, quota); the partial checkpoint is removed.
     """
     final = native.folder_of(run_dir, index.train_state.step)
-    partial = final.with_name(f".{final.name}.partial")
-    rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, _write(partial / native.file_name(rank), [f for f in fragments if f.owned]))
-    failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with atomic_folder(final) if rank == 0 else nullcontext(partial_folder(final)) as folder:
+        dist.barrier()
+        answers: list[Any] = [None] * world_size
+        dist.all_gather_object(answers, _write(folder / native.file_name(rank), [f for f in fragments if f.owned]))
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        if failures:
+            raise UserError.of("run_dir", folder, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError.of("run_dir", partial, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
+            files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
+            kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
+            native.write_index(folder, replace(index, files=files, kinds=kinds))
     if rank == 0:
-        files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
-        kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
-        native.write_index(partial, replace(index, files=files, kinds=kinds))
-        publish_folder(partial, final)
         for old in native.complete(run_dir)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
@@ -129,20 +125,16 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
         UserError: a file could not be written; the partial checkpoint is removed.
     """
     final = native.folder_of(run_dir, index.train_state.step)
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an interrupted run
-    partial.mkdir(parents=True)
     files: dict[str, dict[str, Any]] = {}
     kinds: list[str] = []
-    for number, group in enumerate(_groups(fragments, file_bytes)):
-        kinds = list(group[0].tensors)
-        answer = _write(partial / native.file_name(number), group)
-        if isinstance(answer, str):
-            shutil.rmtree(partial, ignore_errors=True)
-            raise UserError.of("run_dir", partial, answer, "free some space or quota and run again")
-        files[native.file_name(number)] = answer
-    native.write_index(partial, replace(index, files=files, kinds=kinds))
-    publish_folder(partial, final)
+    with atomic_folder(final) as folder:
+        for number, group in enumerate(_groups(fragments, file_bytes)):
+            kinds = list(group[0].tensors)
+            answer = _write(folder / native.file_name(number), group)
+            if isinstance(answer, str):
+                raise UserError.of("run_dir", folder, answer, "free some space or quota and run again")
+            files[native.file_name(number)] = answer
+        native.write_index(folder, replace(index, files=files, kinds=kinds))
     return final
 
 

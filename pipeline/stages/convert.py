@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 from pipeline import artifact
@@ -14,7 +13,7 @@ from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError, collect_errors
-from pipeline.files import digest, publish_folder
+from pipeline.files import atomic_folder, digest
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
 from pipeline.parallel.parallelize import DTYPES
@@ -65,20 +64,17 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
         lambda: registry.adapter(model),
     )
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
-    partial.mkdir(parents=True)
-    dtype = DTYPES[stage.dtype]
-    parameters = huggingface_export.write_weights(partial, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
-    named = checkpoint.config.get("data", {}).get("decoder_start")
-    padding = tokenizer.first_of([named] if named else DECODER_STARTS)
-    huggingface_export.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
-    huggingface_export.copy_tokenizer(
-        Path(config.tokenizer.path), partial, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
-    )
-    files = {file.name: artifact.entry(file) for file in sorted(partial.iterdir())}
-    artifact.write(partial, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
-    publish_folder(partial, output)
+    dtype, tokenizer_folder = DTYPES[stage.dtype], Path(config.tokenizer.path)
+    with atomic_folder(output) as folder:
+        parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
+        named = checkpoint.config.get("data", {}).get("decoder_start")
+        padding = tokenizer.first_of([named] if named else DECODER_STARTS)
+        huggingface_export.write_configs(folder, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
+        huggingface_export.copy_tokenizer(
+            tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
+        )
+        files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
+        artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
 
 

@@ -15,7 +15,7 @@ from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, collect_errors
-from pipeline.files import digest, publish_folder
+from pipeline.files import atomic_folder, digest
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 
@@ -74,12 +74,9 @@ def _check_run(run_dir: Path) -> None:
 
 def _keep_beside(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
     """What else pretraining and a later export want of the stock model."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name in ("config.json", *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
-    files = {file.name: artifact.entry(file) for file in sorted(partial.iterdir())}
-    artifact.write(partial, artifact.Manifest("convert", settings, files, totals))
-    publish_folder(partial, folder)
+    with atomic_folder(folder) as new:
+        for name in ("config.json", *TOKENIZER_FILES):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, new / name)
+        files = {file.name: artifact.entry(file) for file in sorted(new.iterdir())}
+        artifact.write(new, artifact.Manifest("convert", settings, files, totals))

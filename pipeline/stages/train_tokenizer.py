@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from pipeline.data.tokenize import tokenizer_import, tokenizer_report, tokenizer
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
 from pipeline.errors import UserError, collect_errors
-from pipeline.files import digest, make_folder, publish_folder, report_disk_full
+from pipeline.files import atomic_folder, digest, make_folder, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.progress import Progress
 
@@ -146,17 +145,13 @@ def _publish(
     """Write the folder under another name and rename it: a tokenizer.json alone would pass for a tokenizer brought along."""
     end_of_document = config.tokenizer.end_of_document
     make_folder(folder.parent)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with report_disk_full(folder):
-        partial.mkdir()
-        written = tokenizer_training.save(model, partial, end_of_document)
+    with report_disk_full(folder), atomic_folder(folder) as new:
+        written = tokenizer_training.save(model, new, end_of_document)
         if report:
             cost = f"{config.model.family}, {config.model.layers} layers, hidden {config.model.hidden}"
             about = {**settings, "operations are of": f"{cost}, sequences of {config.training.sequence_length} tokens"}
-            written += tokenizer_report.write(partial, report, about)
+            written += tokenizer_report.write(new, report, about)
         files = {path.name: artifact.entry(path) for path in written}
         counts = {"vocab_size": model.get_vocab_size(), "end_of_document": model.token_to_id(end_of_document)}
-        artifact.write(partial, artifact.Manifest("train_tokenizer", settings, files, {**counts, **totals}))
-    publish_folder(partial, folder)
+        artifact.write(new, artifact.Manifest("train_tokenizer", settings, files, {**counts, **totals}))
     log.info("train_tokenizer: wrote %s (%s entries)", folder, f"{model.get_vocab_size():,}")
