@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
 from pipeline.progress import Progress
 

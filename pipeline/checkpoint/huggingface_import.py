@@ -17,7 +17,7 @@ from pipeline.checkpoint.fragment import Fragment
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
 from pipeline.models.adapter import Adapter
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
 from pipeline.parallel.pieces import Piece
 from pipeline.progress import Progress

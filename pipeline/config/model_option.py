@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pipeline.config.paths import CONF_DIR
-from pipeline.models.families import FAMILIES, ModelConfig
+from pipeline.models.config import ModelConfig
+from pipeline.models.families import FAMILIES
 
 
 def overrides(model: ModelConfig) -> list[str]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig, WarmupConfig
 from pipeline.knobs import knob
+
+if TYPE_CHECKING:
+    from pipeline.models.config import ModelConfig
+else:
+    ModelConfig = Any  # OmegaConf has no protocols
 
 
 @dataclass
@@ -153,8 +158,8 @@ class RunConfig:
     """Everything one run is made of."""
 
     run_dir: str = knob("runs/default", "folder of the run: config.yaml, manifest.json, metrics.jsonl, checkpoints/")
-    stage: Any = field(default_factory=StageConfig)
-    model: Any = MISSING
+    stage: StageConfig = field(default_factory=StageConfig)
+    model: ModelConfig = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     clean: CleanConfig = field(default_factory=CleanConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)

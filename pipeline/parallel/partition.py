@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.plan import role
 from pipeline.parallel.pieces import Piece, slice_weight
 

@@ -8,7 +8,7 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 
 #: Dense bf16 tensor-core peak of one device, FLOP/s, by a substring of its name; from manufacturers' data sheets.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "GB200": 2500e12}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.models import registry
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training.gradients import is_primary_copy
