@@ -7,15 +7,11 @@ the paper).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from pipeline.data.load.permutation import random_words
-from pipeline.errors import UserError
-from pipeline.files import digest
 
 SENTINELS = 3
 
@@ -91,29 +87,3 @@ class Infill:
         if suffix_first:
             return np.concatenate([sentinels["prefix"], sentinels["suffix"], suffix, sentinels["middle"], prefix, middle])
         return np.concatenate([sentinels["prefix"], prefix, sentinels["suffix"], suffix, sentinels["middle"], middle])
-
-
-def sentinel_ids(folder: Path, fingerprint: str, names: dict[str, str]) -> list[int]:
-    """Look up the ids of sentinel tokens.
-
-    Args:
-        folder: of the tokenizer.
-        fingerprint: checksum of the tokenizer.json that created the token shards.
-        names: configuration key -> token.
-
-    Returns:
-        The token ids, in the order of `names`.
-
-    Raises:
-        UserError: the folder holds no tokenizer or a different one, or a token is not one of its special tokens.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file() or digest(path) != fingerprint:
-        rule = "holds no tokenizer.json" if not path.is_file() else "is not the tokenizer that data.tokens was created with"
-        raise UserError.of("tokenizer.path", folder, rule, "point tokenizer.path to the folder that stage=tokenize used")
-    added = {token["content"]: token["id"] for token in json.loads(path.read_text(encoding="utf-8"))["added_tokens"]}
-    for key, name in names.items():
-        if name not in added:
-            fix = f"use a tokenizer that has it; the special tokens of this one are {', '.join(sorted(added)[:20])}"
-            raise UserError.of(key, name, f"is not a special token of {path}", fix)
-    return [added[name] for name in names.values()]

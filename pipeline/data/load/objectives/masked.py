@@ -13,8 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import sentences
-from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, whole_sequence_violations
-from pipeline.data.load.objectives.special import SpecialTokens
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens, whole_sequence_violations
 from pipeline.data.load.permutation import random_words
 from pipeline.errors import UserError, Violation
 from pipeline.models.config import MaskedModelConfig
@@ -84,7 +83,7 @@ class Masked(TokenShardObjective):
     @classmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
-        masking, special = config.data.masking, SpecialTokens(config, samples)
+        masking, special = config.data.masking, special_tokens(config, samples)
         mask, first, between = special.find(
             {
                 "data.masking.mask": (masking.mask, ("[MASK]", "<mask>")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.loader import Samples, Source
+from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.errors import Violation
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
@@ -122,6 +124,11 @@ class TokenShardObjective(Objective):
     def fingerprint(self, config: RunConfig, consumed: int) -> str:
         """See Objective."""
         return blend.fingerprint(config, self.samples, consumed, self.sample_settings(config))
+
+
+def special_tokens(config: RunConfig, samples: Source) -> SpecialTokens:
+    """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
+    return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])
 
 
 def whole_sequence_violations(config: RunConfig) -> Iterator[Violation]:
