@@ -109,7 +109,7 @@ def _context(config: RunConfig) -> Iterator[Violation]:
         for name in ("heads", "kv_heads"):
             heads = getattr(model, name)
             if heads % (parallel.tensor * context):
-                rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor}: ulysses distributes complete heads over the context ranks"
+                rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor} (ulysses splits the heads)"
                 yield Violation("parallel.context", context, rule, "use fewer context ranks, or set parallel.context_kind=ring")
 
 
@@ -126,7 +126,9 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
     if parallel.schedule == "1f1b" and per_rank != 1:
         yield Violation(key, per_rank, "1f1b has exactly 1 stage per rank", "leave it unset, or set parallel.schedule=interleaved")
     if parallel.schedule == "interleaved" and per_rank < 2:
-        yield Violation(key, per_rank, "interleaved requires at least 2 stages per rank", "set it to 2 or more, or set parallel.schedule=1f1b")
+        yield Violation(
+            key, per_rank, "interleaved requires at least 2 stages per rank", "set it to 2 or more, or set parallel.schedule=1f1b"
+        )
     if parallel.schedule == "zbv":
         yield from _zbv(config, per_rank)
 
@@ -143,7 +145,9 @@ def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
         rule = "zbv splits the backward pass and would recompute the activations twice"
         yield Violation("training.activation_checkpointing", recompute, rule, "set it to none, or choose another schedule")
     if config.training.compile == "on":
-        yield Violation("training.compile", "on", "zbv splits the backward pass, which compiled blocks do not support", "set it to auto or off")
+        yield Violation(
+            "training.compile", "on", "zbv splits the backward pass, which compiled blocks do not support", "set it to auto or off"
+        )
 
 
 def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
@@ -155,7 +159,9 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
         rule = "must be divisible by " + " x ".join(
             f"parallel.{axis}={getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1 or axis in ("tensor", "pipeline")
         )
-        yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {model_ranks}, or reduce the parallel sizes")
+        yield Violation(
+            "world size", world_size, rule, f"set the number of ranks to a multiple of {model_ranks}, or reduce the parallel sizes"
+        )
         return
     data = world_size // model_ranks * parallel.expert
     for key, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size):
@@ -188,10 +194,14 @@ def _training(config: RunConfig) -> Iterator[Violation]:
     training, optimizer = config.training, config.optimizer
     if training.activation_checkpointing == "selective" and config.parallel.zero_stage == 3:
         rule = "ZeRO 3 gathers weights inside each block; recomputation gathers different ones, so saved outputs cannot be matched"
-        yield Violation("training.activation_checkpointing", "selective", rule, "set it to full or none, or choose another parallel.zero_stage")
+        yield Violation(
+            "training.activation_checkpointing", "selective", rule, "set it to full or none, or choose another parallel.zero_stage"
+        )
     if training.sequence_length > config.model.max_positions:
         rule = f"must not exceed model.max_positions={config.model.max_positions}"
-        yield Violation("training.sequence_length", training.sequence_length, rule, "reduce the sequence length, or increase model.max_positions")
+        yield Violation(
+            "training.sequence_length", training.sequence_length, rule, "reduce the sequence length, or increase model.max_positions"
+        )
     if optimizer.warmup_steps + optimizer.decay_steps > training.steps:
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={training.steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")
