@@ -111,7 +111,7 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
     if not (scripts / "site.sh").is_file():
         found.append(Violation("working directory", directory, "contains no slurm/site.sh", "run the command at the repository root"))
     elif not (scripts / f"{stage}.sbatch").is_file():
-        known = ", ".join(sorted(p.stem for p in scripts.glob("*.sbatch")))
+        stages = ", ".join(sorted(p.stem for p in scripts.glob("*.sbatch")))
         found.append(Violation("stage", stage, f"has no slurm/{stage}.sbatch", f"choose one of {stages}, or create that file"))
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "qos", "memory")}
     texts |= {f"sbatch[{i}]": option for i, option in enumerate(cluster.sbatch)}
@@ -137,7 +137,7 @@ def submit(text: str) -> int:
         UserError: sbatch is not installed, timed out, or rejected the job; the message contains the output of sbatch.
     """
     command = ["sbatch", "--parsable"]
-    fix = "run it on a login node of the cluster (tools/devcluster start starts a local one and prints SLURM_CONF)"
+    fix = "run it on a login node of the cluster (tools/devcluster start launches a local cluster and prints SLURM_CONF)"
     try:
         result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except FileNotFoundError as error:
