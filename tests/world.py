@@ -26,7 +26,7 @@ class World:
             rank.start()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run `function(*arguments)` on all ranks and return the results by rank. An exception on a rank fails the test with its traceback."""
+        """Run `function(*arguments)` on all ranks and return the results by rank. An exception on any rank fails the test."""
         for pipe, _ in self._pipes:
             pipe.send((function, arguments))
         answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, (pipe, _) in enumerate(self._pipes)]

@@ -193,11 +193,11 @@ def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Pat
         assert f"job {entry['job']}: {entry['run_dir']}" in printed
         command("scontrol", "release", str(entry["job"]))
     losses = []
-    for point, (rate, entry) in enumerate(zip(rates, record, strict=True)):
-        assert entry["run_dir"] == f"{sweep}/{point}"
+    for index, (rate, entry) in enumerate(zip(rates, record, strict=True)):
+        assert entry["run_dir"] == f"{sweep}/{index}"
         facts = ended(entry["job"])
         assert (facts["JobState"], facts["NumNodes"], facts["NumTasks"]) == ("COMPLETED", "2", "2"), Path(entry["log"]).read_text()
-        steps = training_steps(sweep / str(point))
+        steps = training_steps(sweep / str(index))
         assert max(line["lr"] for line in steps) == pytest.approx(rate)
         losses.append(steps[-1]["loss"])
     assert len(set(losses)) == 3
