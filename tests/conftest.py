@@ -1,4 +1,4 @@
-"""Artifacts that several test files read. Made once, by the stages themselves; tests do not write into them."""
+"""Session fixtures: artifacts created once by the stages and shared by test files, which treat them as read-only."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def shards(corpus) -> Path:
-    """Text shards of the corpus: several of training text, one of validation text."""
+    """Text shards of the corpus: several of the train split, one of the validation split."""
     folder = corpus.parent / "shards"
     pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={folder}", *SHARDS)
     return folder
@@ -25,7 +25,7 @@ def shards(corpus) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(shards) -> Path:
-    """A tokenizer of 300 entries, learned from the shards."""
+    """A tokenizer with 300 entries, trained on the shards."""
     folder = shards.parent / "tokenizer"
     pipeline(
         "stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", "tokenizer.vocab_size=300", "tokenizer.report=false"
@@ -43,7 +43,7 @@ def tokens(shards, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Four gloo ranks for all tests that need them."""
+    """Four gloo ranks, shared by all multi-rank tests."""
     from tests.world import World
 
     ranks = World(4, tmp_path_factory.mktemp("world"))

@@ -1,4 +1,4 @@
-"""A gloo world that is started once and runs many tests: functions go to every rank, results come back."""
+"""A gloo process group that is started once and runs functions of many tests on all ranks."""
 
 import multiprocessing as mp
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class World:
-    """Ranks as processes, each waiting for the next function."""
+    """Rank processes that wait for functions to run."""
 
     def __init__(self, size: int, folder: Path) -> None:
         context = mp.get_context("spawn")
@@ -26,7 +26,7 @@ class World:
             rank.start()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
+        """Run `function(*arguments)` on all ranks and return the results by rank. An exception on any rank fails the test."""
         for pipe, _ in self._pipes:
             pipe.send((function, arguments))
         answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, (pipe, _) in enumerate(self._pipes)]
@@ -35,7 +35,7 @@ class World:
         return [answer for _, answer in answers]
 
     def stop(self) -> None:
-        """End the ranks."""
+        """Terminate the rank processes."""
         for rank in self._ranks:
             rank.kill()
 
@@ -53,7 +53,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
 
 
 def configured(*overrides: str) -> Any:
-    """The checked configuration of a command line."""
+    """Compose the configuration of a command line."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -66,6 +66,6 @@ def configured(*overrides: str) -> Any:
 
 
 def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the loader makes of (sequences, sequence + 1) tokens: inputs, and the next tokens as targets."""
+    """Split (sequences, sequence + 1) tokens into inputs and next-token targets, as the data loader does."""
     batch = {"targets": tokens[:, 1:]}
     return tokens[:, :-1], batch if documents is None else {**batch, "documents": documents}

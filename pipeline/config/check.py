@@ -83,7 +83,7 @@ def _context(config: RunConfig) -> Iterator[Violation]:
         for name in ("heads", "kv_heads"):
             heads = getattr(model, name)
             if heads % (parallel.tensor * context):
-                rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor}: ulysses distributes complete heads"
+                rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor} (ulysses splits the heads)"
                 yield Violation("parallel.context", context, rule, "use fewer context ranks, or set parallel.context_kind=ring")
 
 

@@ -73,7 +73,7 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
     return device
 
 
-def init_fake_distributed(rank: int, world_size: int) -> torch.device:
+def init_fake(rank: int, world_size: int) -> torch.device:
     """Initialize a fake process group, whose collectives return immediately, and return the meta device."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""convert: a native checkpoint -> a Hugging Face folder, or back. One process, no GPU, no process group."""
+"""convert: native checkpoint -> Hugging Face folder, or the reverse. Runs in a single process without GPU or process group."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Import from `stage.input` where it is set, else export. The model is the input's; `model=` need not be repeated."""
+    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is not required."""
     if ranks.rank > 0:
-        return  # the work is one process's, however many were started
+        return  # single-process stage: additional ranks do nothing
     stage = config.stage
     assert isinstance(stage, Convert)
     if stage.input is None:
@@ -35,10 +35,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 
 def export_model(config: RunConfig, stage: Convert) -> None:
-    """Write the configured checkpoint as a Hugging Face folder.
+    """Export the configured checkpoint to a Hugging Face folder.
 
     Raises:
-        UserError: there is no checkpoint, it and the tokenizer contradict each other, or no stock class is such a model.
+        UserError: the checkpoint is missing, the tokenizer does not match it, or no transformers class implements the model.
     """
     output = Path(stage.output or Path(config.run_dir) / "hf")
     path, tokenizer = collect_errors(
@@ -79,13 +79,18 @@ def export_model(config: RunConfig, stage: Convert) -> None:
 
 
 def _check_output(output: Path) -> None:
-    """Replace nothing that convert did not write."""
+    """Refuse to replace files that convert did not write."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError.of("stage.output", output, "holds what convert did not write", "name another folder, or remove this one")
+        raise UserError.of(
+            "stage.output",
+            output,
+            "contains files that stage=convert did not write",
+            "set stage.output to another folder, or remove this one",
+        )
 
 
 def _check_vocabulary(path: str, entries: int, rows: int) -> None:
-    """Every id of the tokenizer must have a row in the embedding."""
+    """Refuse a tokenizer with more ids than rows of the embedding."""
     if entries > rows:
-        rule = f"has {entries} entries, more than the checkpoint's model.vocab_size={rows}"
-        raise UserError.of("tokenizer.path", path, rule, "name the tokenizer that the model was trained with")
+        rule = f"has {entries} entries, which exceeds model.vocab_size={rows} of the checkpoint"
+        raise UserError.of("tokenizer.path", path, rule, "set it to the tokenizer of the training run")

@@ -143,9 +143,9 @@ def test_datasets_that_cannot_be_read(tokenizer, indexed, tmp_path):
     for told in ("cut.idx: is cut short", "short.idx: does not cover", "other.idx: is no index", "missing.idx: has no missing.bin"):
         assert told in printed
     assert "holds the token 60000" in refused("large")
-    assert "holds no document to train on" in refused("validation-only")
-    assert "is not the only one" in refused("whole", "whole")
-    assert "names no dataset" in refused()
+    assert "contains no training documents" in refused("validation-only")
+    assert "as another dataset does" in refused("whole", "whole")
+    assert "contains no dataset" in refused()
     assert not list(tmp_path.glob("t/*.tar"))
 
 

@@ -192,7 +192,7 @@ def test_the_stage_quarantines_unreadable_input(tmp_path):
     (tmp_path / "good.jsonl").write_bytes(GOOD * 200)
     (tmp_path / "bad one.jsonl.gz").write_bytes(gzip.compress(GOOD * 3)[:-1])
     printed = pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
-    assert "1 not readable" in printed
+    assert "1 unreadable documents" in printed
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
     assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 203
 

@@ -273,7 +273,7 @@ def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
     printed = pipeline(*settings, f"data.shards={tmp_path}/s", ranks=2)
-    assert "1 not readable" in printed
+    assert "1 unreadable documents" in printed
     (bad,) = [json.loads(line) for line in (tmp_path / "s" / "quarantine.jsonl").read_text().splitlines()]
     assert (bad["file"], bad["position"]) == ("x.jsonl", "line 100")
     assert "text" in bad["reason"]
@@ -283,7 +283,7 @@ def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
     refused = pipeline(*settings, f"data.shards={tmp_path}/t", ranks=2, expect=2)
     assert "data.quarantine_limit=0.01: 2 of 101 documents could not be read: x.jsonl line 100" in refused
     assert not list((tmp_path / "t").glob("*.tar"))
-    assert "2 not readable" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
+    assert "2 unreadable documents" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
 
 
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
@@ -375,12 +375,12 @@ def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, t
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
     for task in ("3", "1"):
-        assert "this task's share is done" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
+        assert "this task has read its parts" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
         assert not (tmp_path / "s" / "manifest.json").exists()
     pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
     assert same_files(cleaned, tmp_path / "s")
     gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
-    assert "not numbered evenly" in pipeline(*settings, env=gaps, expect=2)
+    assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
 
 
 def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
