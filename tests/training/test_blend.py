@@ -1,4 +1,4 @@
-"""Blends, phases and warm-ups in training: interrupted and continued, and the same numbers in every layout."""
+"""Training with blends, phases and warm-ups: resume after an interruption, and equal metrics in every layout."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def folder(tokens, tmp_path_factory):
 
 
 def phases(first: int, late: str) -> str:
-    """One phase until so many samples, then one of these weights."""
+    """One phase for the first `first` samples, then one with the weights `late`."""
     return f"data.phases=[{{until_tokens:{32 * first},weights:{{en:3,de:1}}}},{{weights:{{{late}}}}}]"
 
 
@@ -90,7 +90,7 @@ def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(folde
 
 
 def _train(overrides):
-    """Losses and gradient norms of the steps of a warm-up, on tokens that depend on the step alone."""
+    """Losses and gradient norms of the steps of a warm-up, on tokens that depend only on the step."""
     from pipeline.config import check, warmup
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
