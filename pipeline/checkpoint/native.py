@@ -75,7 +75,7 @@ def describe(piece: Piece, start: int, count: int) -> dict[str, Any]:
 def piece_of(name: str, geometry: dict[str, Any]) -> tuple[Piece, int, int]:
     """Return (piece, start, count) of a fragment from its geometry."""
     start, count = geometry["run"]
-    return Piece(name, tuple(geometry["shape"]), tuple(Slice(*cut) for cut in geometry["cuts"])), start, count
+    return Piece(name, tuple(geometry["shape"]), tuple(Slice(*values) for values in geometry["cuts"])), start, count
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
