@@ -50,12 +50,12 @@ def numbers(overrides):
     config = configured(*TINY, *overrides)
     check.check(config, dist.get_world_size())
     trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
-    where, shares = trainer.mesh.layout.batch_shard(trainer.mesh.where), trainer.mesh.layout.batch_shards
+    shard, shares = trainer.mesh.layout.batch_shard(trainer.mesh.coordinates), trainer.mesh.layout.batch_shards
     found = []
     for seed in range(3):
         tokens, batch = a_batch(seed)
-        mine = {name: tensor.chunk(shares)[where] for name, tensor in batch.items()}
-        loss, result = trainer.train(tokens.chunk(shares)[where], mine)
+        mine = {name: tensor.chunk(shares)[shard] for name, tensor in batch.items()}
+        loss, result = trainer.train(tokens.chunk(shares)[shard], mine)
         found.append((float(loss), float(result.gradient_norm)))
     return found
 

@@ -104,7 +104,7 @@ def run(config, trainer):
     numbers = []
     for batch in batches(config):
         loss, result = trainer.train(
-            *causal(batch.chunk(trainer.mesh.layout.batch_shards)[trainer.mesh.layout.batch_shard(trainer.mesh.where)])
+            *causal(batch.chunk(trainer.mesh.layout.batch_shards)[trainer.mesh.layout.batch_shard(trainer.mesh.coordinates)])
         )
         more = [float(result.more[key]) for key in ("router_entropy", "router_load_max", "router_dropped", "aux_loss")]
         numbers.append((float(loss), float(result.gradient_norm), *more))

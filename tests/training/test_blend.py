@@ -107,7 +107,7 @@ def _train(overrides):
             config.model.vocab_size, (warmup.batch_size(config.training, step), 33), generator=torch.Generator().manual_seed(step)
         )
         length = warmup.sequence_length(config.training, step)
-        share = rows.chunk(layout.data)[trainer.mesh.where.data]
+        share = rows.chunk(layout.data)[trainer.mesh.coordinates.data]
         share = share.unfold(1, length + 1, length).flatten(0, 1)
         documents = torch.zeros(len(share), length, dtype=torch.int32)
         loss, result = trainer.train(*causal(share, documents))

@@ -86,7 +86,7 @@ def _in_layout(overrides):
     trainer = Trainer(config, mesh)
     numbers, validated = [], []
     for step in range(STEPS):
-        tokens, documents = (t.chunk(mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.where)] for t in _batch(config, step))
+        tokens, documents = (t.chunk(mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.coordinates)] for t in _batch(config, step))
         validated.append(float(trainer.evaluate(*causal(tokens, documents))))
         loss, result = trainer.train(*causal(tokens, documents))
         numbers.append((float(loss), float(result.gradient_norm)))

@@ -46,7 +46,7 @@ def train(config, trainer, steps):
     for step in steps:
         shape = (config.training.global_batch_size, config.training.sequence_length + 1)
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data]))
+        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.coordinates.data]))
         numbers.append((float(loss), float(result.gradient_norm), float(result.lr), float(result.skipped)))
     return numbers
 
@@ -178,7 +178,7 @@ def _masked(overrides):
         shape = (16, config.training.sequence_length + 1)
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         documents = (torch.arange(8, dtype=torch.int32) // 3).expand(16, 8).contiguous()
-        mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data] for t in (batch, documents))
+        mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.coordinates.data] for t in (batch, documents))
         loss, _ = trainer.train(*causal(mine, theirs if mask == "true" else None))
         losses.append(float(loss))
     return losses

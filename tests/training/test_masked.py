@@ -46,11 +46,11 @@ def batch_of(config, step):
 
 def train(config, trainer, steps):
     """Loss and gradient norm of each step."""
-    layout, where = trainer.mesh.layout, trainer.mesh.where
+    layout, coordinates = trainer.mesh.layout, trainer.mesh.coordinates
     numbers = []
     for step in steps:
         tokens, batch = batch_of(config, step)
-        mine = [tensor.chunk(layout.batch_shards)[layout.batch_shard(where)] for tensor in (tokens, *batch.values())]
+        mine = [tensor.chunk(layout.batch_shards)[layout.batch_shard(coordinates)] for tensor in (tokens, *batch.values())]
         held_out = float(trainer.evaluate(mine[0], dict(zip(batch, mine[1:], strict=True))))
         loss, result = trainer.train(mine[0], dict(zip(batch, mine[1:], strict=True)))
         assert held_out == pytest.approx(float(loss), rel=1e-5), "evaluation and training compute the same mean"
