@@ -46,7 +46,7 @@ class Mesh:
     tied_embedding: ProcessGroup | None
 
     @property
-    def where(self) -> Coordinates:
+    def coordinates(self) -> Coordinates:
         """This rank's coordinates: its index on every mesh axis."""
         return self.layout.coordinates(self.rank)
 

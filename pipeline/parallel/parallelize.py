@@ -85,10 +85,10 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
 def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     """Return the rank's stages with its piece of every weight, on the meta device. Needs no process group."""
-    where = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
     with torch.device("meta"):
-        stages = {index: extract_stage(registry.build(config.model), layout, index) for index in layout.stages(where.pipeline)}
-        return LocalModel(stages, partition_weights(stages, config.model, layout, where))
+        stages = {index: extract_stage(registry.build(config.model), layout, index) for index in layout.stages(coordinates.pipeline)}
+        return LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
 
 
 def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> None:

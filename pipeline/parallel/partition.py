@@ -42,7 +42,7 @@ def replace_weights(stages: Iterable[nn.Module], create: Callable[[str, nn.Param
                 setattr(module, leaf, replaced[parameter])
 
 
-def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Layout, where: Coordinates) -> dict[nn.Parameter, Piece]:
+def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Layout, coordinates: Coordinates) -> dict[nn.Parameter, Piece]:
     """Replace every weight, on the meta device, by this rank's piece of it.
 
     A weight that has two names in the model, or that every stage holds, becomes one parameter per rank.
@@ -51,13 +51,13 @@ def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Lay
         stages: stage index -> its part of the model, with the names of the full model.
         config: the model configuration.
         layout: the layout of the job.
-        where: coordinates of this rank.
+        coordinates: coordinates of this rank.
 
     Returns:
         The new parameters, each with its piece of the full weight.
     """
     plan, aliases, everywhere = registry.plan(config), registry.aliases(config), registry.everywhere(config)
-    axes = {"tensor": (layout.tensor, where.tensor), "expert": (layout.expert, where.expert)}
+    axes = {"tensor": (layout.tensor, coordinates.tensor), "expert": (layout.expert, coordinates.expert)}
     pieces: dict[nn.Parameter, Piece] = {}
     local: dict[str, nn.Parameter] = {}
 

@@ -32,7 +32,7 @@ class BatchLoader:
 
     def __init__(self, objective: Objective, config: RunConfig, mesh: Mesh) -> None:
         self._objective, self._config, self._device = objective, config, mesh.device
-        self._rank, self._ranks = mesh.layout.batch_shard(mesh.where), mesh.layout.batch_shards
+        self._rank, self._ranks = mesh.layout.batch_shard(mesh.coordinates), mesh.layout.batch_shards
         self.stalls = 0
 
     def training(self, first: int, steps: range) -> Iterator[DeviceBatch]:

@@ -76,5 +76,5 @@ def is_primary_copy(piece: Piece, mesh: Mesh) -> bool:
     True for a piece that is sharded over an axis. Of a weight that is replicated over an axis, rank 0 of the axis holds the primary copy;
     of a weight that several pipeline stages hold, the first stage does.
     """
-    index = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
-    return not piece.copy and all(piece.is_sliced_along(axis) or place == 0 for axis, place in index.items())
+    index = {"tensor": mesh.coordinates.tensor, "expert": mesh.coordinates.expert}
+    return not piece.copy and all(piece.is_sliced_along(axis) or coordinate == 0 for axis, coordinate in index.items())

@@ -78,6 +78,6 @@ class Trainer:
         """Average the losses of all shares of the batch, which the ranks of the last stage hold, over all ranks."""
         if self.mesh.layout.world_size == 1:
             return loss
-        total = loss.clone() if self.mesh.where.tensor == 0 else torch.zeros_like(loss)
+        total = loss.clone() if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss)
         dist.all_reduce(total)
         return total / (self.mesh.layout.batch_shards * self.mesh.layout.context)

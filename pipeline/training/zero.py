@@ -45,7 +45,7 @@ class _Mpu:
         return self._mesh.tensor
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return self._mesh.where.tensor
+        return self._mesh.coordinates.tensor
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return self._mesh.layout.tensor

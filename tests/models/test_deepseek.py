@@ -160,11 +160,11 @@ def train(config, trainer):
     """Losses and gradient norms of four steps, and the routers' biases after them."""
     from pipeline.layers.moe import moe_layers
 
-    layout, where = trainer.mesh.layout, trainer.mesh.where
+    layout, coordinates = trainer.mesh.layout, trainer.mesh.coordinates
     numbers = []
     for step in range(4):
         text = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(where)]))
+        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(coordinates)]))
         numbers.append((float(loss), float(result.gradient_norm)))
     biases = {}
     for part in trainer.model.stage_modules():
