@@ -129,9 +129,9 @@ def test_shards_are_the_ustar_files_that_tarfile_writes(shards):
                 plain = tarfile.TarInfo(member.name)  # owner, group, time: all zero
                 plain.size = member.size
                 rewritten.addfile(plain, archive.extractfile(member))
-        whole = again.getvalue()
-        assert whole.startswith(path.read_bytes())
-        assert not whole[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
+        expected = again.getvalue()
+        assert expected.startswith(path.read_bytes())
+        assert not expected[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
 
 
 def test_many_documents_can_share_a_member(library, cleaned, tmp_path):
@@ -299,7 +299,7 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    pipeline(*settings, f"data.shards={tmp_path}/whole")
+    pipeline(*settings, f"data.shards={tmp_path}/complete")
     folder = tmp_path / "limited"
     for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
         limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
@@ -308,7 +308,7 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
         assert "Traceback" not in printed
         assert [path.name for path in folder.iterdir()] == [".unfinished"]
     pipeline(*settings, f"data.shards={folder}")
-    assert same_files(tmp_path / "whole", folder)
+    assert same_files(tmp_path / "complete", folder)
 
 
 def start(*arguments: object, ranks: int = 0) -> subprocess.Popen:
