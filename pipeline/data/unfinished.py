@@ -98,7 +98,7 @@ def work(
 
 @contextmanager
 def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Lock the folder against other jobs while the block runs. It is a kernel lock (flock): it is released when the process exits or is killed.
+    """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
 
     Args:
         key: configuration key of the folder.
