@@ -98,7 +98,7 @@ def work(
 
 @contextmanager
 def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Lock the folder against other jobs while the block runs. It is a kernel lock (flock): it is released when the process ends or dies.
+    """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
 
     Args:
         key: configuration key of the folder.
@@ -110,7 +110,7 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
     """
     make_folder(folder)
     path = folder / ".lock"
-    name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'of no scheduler')}"
+    name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'without a scheduler')}"
     handle, first = _locked(path, fcntl.LOCK_EX), True
     if array and handle is None:
         handle, first = _joined(path, name)

@@ -45,8 +45,8 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     lines, offsets = paragraphs.hashes(own, settings.paragraph_characters)
     repeated = np.split(paragraphs.find_repeated(comm, mine, lines, offsets), offsets[1:-1])
     shortened = [paragraphs.without(text, flags, settings.paragraph_characters) for text, flags in zip(own, repeated, strict=bool(own))]
-    whole = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
-    return {**dataclasses.asdict(clusters), "drop": clusters.drop.tolist(), "shortened": [whole[n] for n in range(len(texts))]}
+    all_shortened = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
+    return {**dataclasses.asdict(clusters), "drop": clusters.drop.tolist(), "shortened": [all_shortened[n] for n in range(len(texts))]}
 
 
 def check_exchange(comm: mpi.Comm) -> None:

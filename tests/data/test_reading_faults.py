@@ -159,8 +159,8 @@ def test_unreadable_folder_entries_are_reported(tmp_path):
     (folder / "x.jsonl" / "tief er" / "größe.txt").write_text("gut")
     (folder / "broken.txt").symlink_to("nowhere")
     (folder / "loop").symlink_to(folder)
-    (folder / "notes.md").write_text("not asked for")
-    (folder / ".hidden.txt").write_text("not asked for")
+    (folder / "notes.md").write_text("not a document")
+    (folder / ".hidden.txt").write_text("not a document")
     Path(os.fsdecode(os.fsencode(folder) + b"/gr\xfcn.txt")).write_text("Latin-1 name")
     with socket.socket(socket.AF_UNIX) as pipe:
         pipe.bind(os.path.relpath(folder / "socket.txt"))

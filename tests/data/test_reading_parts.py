@@ -20,10 +20,10 @@ LINE_OR_FAULT = st.one_of(
 def test_byte_ranges_of_a_file_contain_each_document_once(tmp_path_factory, lines, size):
     path = tmp_path_factory.mktemp("ranges") / "x.jsonl"
     path.write_bytes("".join(lines).encode())
-    whole, cut = (all_of(spans_of(path, step)) for step in (1 << 30, size))
-    assert [d for d in cut if isinstance(d, Document)] == [d for d in whole if isinstance(d, Document)]
-    assert [d.text for d in whole if isinstance(d, Document)] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
-    assert len(cut) == len(whole)
+    full, split = (all_of(spans_of(path, step)) for step in (1 << 30, size))
+    assert [d for d in split if isinstance(d, Document)] == [d for d in full if isinstance(d, Document)]
+    assert [d.text for d in full if isinstance(d, Document)] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
+    assert len(split) == len(full)
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Documents to text shards, at the command line."""
+"""Text shards from documents, at the command line."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from tests.helpers import RAW, ROOT, pipeline, prose, same_files, words, write_c
 
 
 def samples(folder: Path, split: str = "*") -> list[dict]:
-    """Every document of the shards, as webdataset reads them."""
+    """Read every document of the shards with webdataset."""
     paths = [str(path) for path in sorted(folder.glob(f"{split}-*.tar"))]
     return list(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode()) if paths else []
 
@@ -37,13 +37,13 @@ def read_json(path: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    """Prose in three files, with copies, near copies, things to mend and to drop."""
+    """Prose in three files, with copies, near copies, and documents to repair and to drop."""
     folder = tmp_path_factory.mktemp("library") / "documents"
     folder.mkdir()
     for part in range(3):
         lines = [json_line(prose(100 * part + n), number=n) for n in range(60)]
-        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of the first file's
-        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # nearly the same in each
+        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of documents in the first file
+        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # near copies in each file
         lines += [json_line("too short"), json_line("click here " * 200), json_line("MÃ¤rchen. " + prose(900 + part))]
         (folder / f"part {part}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
@@ -54,7 +54,7 @@ LIBRARY = ("stage=shard", "data.part_megabytes=0.03", "data.shard_megabytes=0.05
 
 @pytest.fixture(scope="module")
 def cleaned(library) -> Path:
-    """The library's shards with the default steps, by one process."""
+    """The shards of the library with the default steps, written by one process."""
     pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={library.parent}/cleaned")
     return library.parent / "cleaned"
 
@@ -66,7 +66,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
         assert same_files(cleaned, tmp_path / str(ranks)), ranks
 
 
-def test_cleaning_and_deduplication_leave_what_they_should(cleaned):
+def test_cleaning_and_deduplication_keep_the_expected_documents(cleaned):
     texts = sorted(sample["txt"] for sample in samples(cleaned))
     expected = {prose(100 * part + n) for part in range(3) for n in range(60)} | {"Märchen. " + prose(900 + part) for part in range(3)}
     near = [text for text in texts if "Printed for the" in text]
@@ -77,7 +77,7 @@ def test_cleaning_and_deduplication_leave_what_they_should(cleaned):
     assert {sample["json"]["lang"] for sample in samples(cleaned)} == {"en"}
 
 
-def test_the_report_tells_where_every_document_went(library, cleaned):
+def test_the_report_accounts_for_every_document(library, cleaned):
     report = read_json(cleaned / "report.json")
     read = report["input"]["documents"]
     assert read == sum(path.read_text(encoding="utf-8").count("\n") for path in library.iterdir())
@@ -98,7 +98,7 @@ def test_the_report_tells_where_every_document_went(library, cleaned):
     assert "http" not in page, "the page must not load anything"
 
 
-def test_raw_documents_arrive_as_they_are(corpus, shards):
+def test_raw_documents_are_unchanged(corpus, shards):
     manifest = read_json(shards / "manifest.json")
     for split in ("train", "validation"):
         found = samples(shards, split)
@@ -109,12 +109,12 @@ def test_raw_documents_arrive_as_they_are(corpus, shards):
         assert {entry["corpus"] for entry in entries} == {"default"}
     lines = [json.loads(line)["text"] for path in corpus.iterdir() for line in path.read_text(encoding="utf-8").splitlines()]
     assert sorted(sample["txt"] for sample in samples(shards)) == sorted(lines)
-    # Shuffled: neither the order of the files nor their lengths survive.
+    # Shuffled: the documents are not in the order of the files.
     order = [sample["json"]["id"] for sample in samples(shards, "train")]
     assert order != sorted(order)
 
 
-def test_shards_are_of_the_wanted_size_whatever_cleaning_left(cleaned, shards):
+def test_shards_have_the_configured_size_after_cleaning(cleaned, shards):
     for folder in (cleaned, shards):
         files = read_json(folder / "manifest.json")["files"]
         sizes = [entry["text_bytes"] for name, entry in files.items() if name.startswith("train-")]
@@ -129,9 +129,9 @@ def test_shards_are_the_ustar_files_that_tarfile_writes(shards):
                 plain = tarfile.TarInfo(member.name)  # owner, group, time: all zero
                 plain.size = member.size
                 rewritten.addfile(plain, archive.extractfile(member))
-        whole = again.getvalue()
-        assert whole.startswith(path.read_bytes())
-        assert not whole[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
+        expected = again.getvalue()
+        assert expected.startswith(path.read_bytes())
+        assert not expected[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
 
 
 def test_many_documents_can_share_a_member(library, cleaned, tmp_path):
@@ -180,7 +180,7 @@ def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_pat
     assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
 
 
-def test_another_seed_is_another_order_and_another_split(corpus, shards, tmp_path):
+def test_another_seed_changes_the_order_and_the_split(corpus, shards, tmp_path):
     settings = ("stage=shard", *RAW, f"data.input=[{corpus}]", "data.validation_fraction=0.1", "data.seed=1")
     pipeline(*settings, f"data.shards={tmp_path}/s")
     first, second = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
@@ -198,7 +198,7 @@ def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_pa
 
 
 @pytest.mark.parametrize("documents", [1, 2, 3])
-def test_few_documents_still_make_both_splits(tmp_path, documents):
+def test_few_documents_fill_both_splits(tmp_path, documents):
     for number in range(documents):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     for fraction, validation in ((0.001, min(1, documents - 1)), (0, 0)):
@@ -213,7 +213,7 @@ GROUP = st.dictionaries(st.integers(0, (1 << 12) - 1), st.integers(1, 5000), max
 
 @given(st.lists(st.tuples(GROUP, GROUP), min_size=1, max_size=3), st.booleans(), st.floats(0.001, 1.0))
 def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes):
-    """Groups of documents with a place and a size, planned, and then chosen as shards choose them."""
+    """Plan groups of documents with a shuffle key and a size, then select documents as the shard writer does."""
     names = tuple(f"c{number}" for number in range(len(corpora)))
     order = Order(names, seed=0, validation_fraction=0.1 * validation_wanted, bins=1 << 12)
     groups = [group if split == 0 or validation_wanted else {} for pair in corpora for split, group in enumerate(pair)]
@@ -221,7 +221,7 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
     for number, group in enumerate(groups):
         sizes = np.zeros(order.bins, dtype=np.int64)
         numbers = {bin_: len(documents) + i for i, bin_ in enumerate(sorted(group))}
-        documents.update({numbers[bin_]: (order.first_place(number, bin_) + 5, group[bin_]) for bin_ in group})
+        documents.update({numbers[bin_]: (order.first_key(number, bin_) + 5, group[bin_]) for bin_ in group})
         np.add.at(sizes, list(group), list(group.values()))
         first = min(((documents[n][0], n) for n in numbers.values()), default=None)
         tallies.append(Tally(len(group), sizes, first))
@@ -229,8 +229,8 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
     written = [
         number
         for shard in plan
-        for number, (place, _) in documents.items()
-        if shard.first <= place < shard.stop and number != shard.without and shard.only in (None, number)
+        for number, (key, _) in documents.items()
+        if shard.first <= key < shard.stop and number != shard.without and shard.only in (None, number)
     ]
     assert sorted(written) == sorted(documents)
     for corpus, (train, validation) in zip(names, zip(tallies[::2], tallies[1::2], strict=True), strict=True):
@@ -258,7 +258,7 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
     assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
 
 
-def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
+def test_an_invalid_input_or_output_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
     assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
     assert not (tmp_path / "s").exists()
@@ -266,10 +266,10 @@ def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
     below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
     assert "cannot be written: Not a directory" in below_a_file
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
-    assert "of 1 documents with any text, cleaning and deduplication left none" in printed
+    assert "cleaning and deduplication dropped all 1 non-empty documents" in printed
 
 
-def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
+def test_few_bad_documents_are_quarantined_and_many_end_the_job(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
     printed = pipeline(*settings, f"data.shards={tmp_path}/s", ranks=2)
@@ -287,7 +287,7 @@ def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
 
 
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
-    """As under a launcher whose PMI does not fit: every process would think that it is alone."""
+    """As under a launcher with a mismatched PMI: every process would see a world of one rank."""
     (tmp_path / "x.txt").write_text("x")
     place = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", expect=2, env=place)
@@ -296,19 +296,19 @@ def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
 
 
 def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
-    """A file-size limit stands for the full disk: it fails the same writes, and needs no root."""
+    """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    pipeline(*settings, f"data.shards={tmp_path}/whole")
+    pipeline(*settings, f"data.shards={tmp_path}/complete")
     folder = tmp_path / "limited"
-    for kilobytes in (50, 200):  # too little for the spill; enough for it, but not for the shard
+    for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
         limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
         printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited)
         assert f"{folder}: cannot be written" in printed
         assert "Traceback" not in printed
         assert [path.name for path in folder.iterdir()] == [".unfinished"]
     pipeline(*settings, f"data.shards={folder}")
-    assert same_files(tmp_path / "whole", folder)
+    assert same_files(tmp_path / "complete", folder)
 
 
 def start(*arguments: object, ranks: int = 0) -> subprocess.Popen:
@@ -322,24 +322,28 @@ def wait_for(folder: Path, mark: str, process: subprocess.Popen) -> None:
         time.sleep(0.001)
 
 
-def test_killed_runs_leave_nothing_final_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    for mark in (".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"):  # reading, about to write, writing
+    for mark in (
+        ".unfinished/part-000001.json",
+        ".unfinished/plan.json",
+        "train-00001.tar",
+    ):  # reading, before writing, writing
         process = start(*settings)
         wait_for(folder, mark, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
         assert not (folder / "manifest.json").exists()
-    noted = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
-    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in noted}
+    recorded = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
+    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in recorded}
     assert done
     pipeline(*settings, ranks=2)
     assert same_files(cleaned, folder)
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
 
 
-def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
     process = start(*settings, ranks=2)
@@ -383,7 +387,7 @@ def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, t
     assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
 
 
-def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
+def test_shards_of_an_earlier_run_are_removed(tmp_path):
     write_corpus(tmp_path / "c")
     folder = tmp_path / "s"
     pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}", "data.shard_megabytes=0.05")

@@ -27,7 +27,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         if first is not None:
             yield first
             yield from found
-        elif span.whole:
+        elif span.covers_file:
             yield Bad(span.source.label, "", "contains no document")
     except DamageError as error:
         yield Bad(span.source.label, f"byte {error.position}", f"is damaged or truncated: {error}")

@@ -64,7 +64,7 @@ class Span:
     end: int | None = None
 
     @property
-    def whole(self) -> bool:
+    def covers_file(self) -> bool:
         """Whether it covers the entire file."""
         return self.start == 0 and self.end is None
 

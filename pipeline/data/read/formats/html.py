@@ -64,7 +64,7 @@ def _decoded(raw: bytes, charset: str | None) -> str:
 
 
 def _depth(content: str) -> int:
-    """The nesting depth of the elements that may hold the main content. Extraction takes quadratic time: hours on a hostile page."""
+    """The nesting depth of the elements that may hold the main content. Extraction takes quadratic time: hours on an adversarial page."""
     depth = deepest = 0
     for tag in _NESTING.finditer(content):
         depth = max(0, depth - 1) if tag[1] else depth + 1
