@@ -1,4 +1,4 @@
-"""The benchmark's table, with nothing asserted of its times."""
+"""The table of tools/bench_train, without assertions on times."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
 
 
-def test_all_contenders_do_the_same_work():
+def test_all_implementations_do_the_same_work():
     done = bench("--dtype=fp32", "--only=ours", "--only=plain", "--only=trainer")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -28,7 +28,7 @@ def test_all_contenders_do_the_same_work():
     assert sum(line.startswith("ours: ") and line.endswith(("met", "MISSED")) for line in lines) == 4
 
 
-def test_what_cannot_run_is_refused():
+def test_illegal_options_are_refused():
     unknown = bench("--model=llama-tony")
     assert unknown.returncode == 2
     assert "llama-tiny" in unknown.stderr

@@ -1,4 +1,4 @@
-"""The audit of every layout against a plain loop: a part of its table, and that it fails when a gradient is wrong."""
+"""tools/numerics: a part of its table passes, and a wrong gradient fails."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT
 
-#: One row a schedule, every ZeRO stage, sequence parallelism on and off, recomputation.
+#: Every schedule, every ZeRO stage, sequence parallelism on and off, activation recomputation.
 LAYOUTS = (
     "tensor 2 pipeline 2 data 2 zero 1 1f1b activation_checkpointing=full",
     "tensor 2 pipeline 2 data 2 zero 0 interleaved",
@@ -26,7 +26,7 @@ def numerics(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("family, layouts", [("gpt", LAYOUTS[:2]), ("llama", LAYOUTS)], ids=["gpt", "llama"])
-def test_layouts_equal_one_plain_process(family, layouts):
+def test_layouts_equal_the_reference(family, layouts):
     done = numerics("--family", family, *(word for layout in layouts for word in ("--layout", layout)))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(f"{family} ")]
@@ -34,20 +34,20 @@ def test_layouts_equal_one_plain_process(family, layouts):
 
 
 def test_further_families_in_a_mixed_layout():
-    """Those whose layouts no other test trains."""
+    """Families whose layouts no other test trains."""
     families = ("gpt1", "opt", "bloom", "mistral", "roberta")
     done = numerics(*(f"--family={family}" for family in families), "--layout=tensor 2 pipeline 2 data 2 zero 1 1f1b")
     assert done.returncode == 0, done.stdout + done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines() if "tensor 2" in line} == set(families)
 
 
-def test_a_gradient_scaled_by_a_hundredth_fails_the_audit():
+def test_a_gradient_scaled_by_1_percent_fails():
     done = numerics("--family", "llama", "--layout", "tensor 2 pipeline 2 data 2 zero 0 1f1b", "--spoil")
     assert done.returncode == 1
     assert "FAILED, worst gradient blocks.0.mlp_norm.weight" in done.stdout
 
 
-def test_the_whole_table_has_at_least_six_layouts_a_family_and_sixteen_of_the_first():
+def test_every_family_has_at_least_six_layouts_and_gpt_and_llama_sixteen():
     rows = [line.split(maxsplit=1) for line in numerics("--list").stdout.splitlines()]
     assert {family for family, _ in rows} >= FAMILIES.keys()
     for family in FAMILIES:
