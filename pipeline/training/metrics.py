@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,7 +59,7 @@ class Metrics:
         self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
         self._skipped_before = resumed.step - resumed.updates
         self._pending: _Pending | None = None
-        self._last_log = (resumed.samples, time.monotonic())
+        self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = config.training.steps, {}  # type: int, dict[str, Any]
         if rank == 0:
             path = Path(config.run_dir) / FILE
@@ -135,10 +136,12 @@ class Metrics:
         if skipped:
             log.warning("step %d was skipped: the gradient is not finite (%d skipped so far)", step, self._skipped_before)
         if step % self._config.tracking.log_every == 0 or step == self._steps:
-            before, since = self._last_log
-            mean = (pending.state.samples - before) * self._tokens_per_sample / max(time.monotonic() - since, 1e-9)
-            self._last_log = (pending.state.samples, time.monotonic())
-            log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s", step, self._steps, loss, norm, lr, f"{mean:,.0f}")
+            before, logged_step, since = self._last_log
+            elapsed = max(time.monotonic() - since, 1e-9)
+            mean = (pending.state.samples - before) * self._tokens_per_sample / elapsed
+            left = timedelta(seconds=round(elapsed / (step - logged_step) * (self._steps - step)))
+            self._last_log = (pending.state.samples, step, time.monotonic())
+            log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s, %s left", step, self._steps, loss, norm, lr, f"{mean:,.0f}", left)
 
     def _emit(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
