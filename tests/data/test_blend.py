@@ -121,7 +121,7 @@ def test_validation_takes_every_corpus_straight_through(corpora, tokens):
 REFUSED = [
     (["++data.blend={en:{},fr:{}}"], ["data.blend.fr.corpus=fr", "choose one of de, en"]),
     (["++data.blend={en:{},x:{tokens:/nowhere}}"], ["data.blend.x.tokens=/nowhere", "stage=tokenize"]),
-    (["++data.blend={en:{weight:0},de:{weight:0}}"], ["data.blend=", "no corpus any weight"]),
+    (["++data.blend={en:{weight:0},de:{weight:0}}"], ["data.blend=", "no corpus a weight above 0"]),
     (["++data.blend={en:{weight:-1},de:{}}"], ["data.blend.en.weight=-1", "at least 0"]),
     (["++data.blend={en:{weight:nan},de:{}}"], ["data.blend.en.weight=nan", "finite"]),
     (["data.phases=[{weights:{en:1}}]"], ["data.phases=1 phases", "data.blend, which is empty"]),
