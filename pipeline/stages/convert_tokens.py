@@ -68,7 +68,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
 
     def convert(name: str) -> Files:
         source, first, stop, about = plan[name]
-        return {name: megatron.read(source, first, stop, folder / name, encoder, about)}
+        return {name: megatron.write_shard(source, first, stop, folder / name, encoder, about)}
 
     def totals(files: Files) -> dict[str, Any]:
         made = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document}
@@ -86,7 +86,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
     _all(comm, folder, ("data.tokens", "tokenize"), settings, sizes, convert, totals)
 
 
-Piece = tuple[megatron.Indexed, int, int, dict[str, Any]]
+Piece = tuple[megatron.IndexedDataset, int, int, dict[str, Any]]
 """What becomes a shard: a dataset, its first document, the one after the last, and the shard's split and corpus."""
 
 
@@ -99,7 +99,7 @@ def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, Piece], Te
     if not stage.input:
         raise UserError.of("stage.input", "[]", "names no dataset", "name datasets without .bin and .idx: 'stage.input=[data/train-text]'")
     *sources, encoder = together(
-        *(lambda name=name: megatron.Indexed(Path(name)) for name in stage.input),
+        *(lambda name=name: megatron.IndexedDataset(Path(name)) for name in stage.input),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )
     plan: dict[str, Piece] = {}
@@ -111,7 +111,7 @@ def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, Piece], Te
         if f"{stem}-00000.tar" in plan:
             rule = f"is not the only one that becomes the {split} split of the corpus {corpus}"
             raise UserError.of("stage.input", source.prefix, rule, "give the datasets names of their own, or merge them")
-        pieces = source.pieces(max(1, round(config.data.shard_megabytes * 1e6 / encoder.dtype.itemsize)))
+        pieces = source.partition(max(1, round(config.data.shard_megabytes * 1e6 / encoder.dtype.itemsize)))
         for number, (first, stop) in enumerate(pieces):
             plan[f"{stem}-{number:05d}.tar"] = source, first, stop, {"split": split, "corpus": corpus}
     if not any(about["split"] == "train" for *_, about in plan.values()):

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares in every stretch, numbers that count up, and nothing that a later change could reorder."""
+"""The blend schedule: exact shares in any range of samples, consecutive numbers per corpus, and a fixed order."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_a_corpus_without_weight_and_a_later_phase_move_nobody(given_weights, da
 
 
 def test_the_order_is_the_one_that_earlier_runs_had():
-    """A resumed run must go on in the order it began with: these numbers must never change."""
+    """A resumed run continues in its original order, so these numbers must not change."""
     corpora, numbers = BlendSchedule([Phase([0.5, 0.2, 0.3], 8), Phase([0, 1, 3])]).locate(np.arange(16))
     assert corpora.tolist() == [0, 2, 0, 1, 0, 2, 0, 1, 2, 2, 1, 2, 2, 2, 1, 2]
     assert numbers.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 2, 3, 2, 4, 5, 6, 3, 7]

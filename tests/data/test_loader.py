@@ -1,4 +1,4 @@
-"""The loader: order by arithmetic, windows over shards, and what it says of a damaged folder."""
+"""The loader: permutation, windows across shards, and the errors for a damaged folder."""
 
 import json
 import shutil
@@ -59,12 +59,12 @@ def test_permutation_spreads_evenly_and_depends_on_seed_and_epoch():
 
 
 def test_the_order_is_the_one_that_earlier_runs_had():
-    """A resumed run must go on in the order it began with: these numbers must never change."""
+    """A resumed run continues in its original order, so these numbers must not change."""
     assert permute(np.arange(12), 12, 7, 3).tolist() == [10, 5, 7, 0, 9, 3, 8, 2, 1, 6, 11, 4]
 
 
 def stream(folder, split):
-    """The split's tokens as one array, read the plain way."""
+    """The tokens of a split as one array, read without the loader."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
     shards = [(folder / name, files[name]) for name in sorted(files) if name.startswith(split)]
     return np.concatenate([np.fromfile(path, f["dtype"], count=f["tokens"], offset=f["offset"]) for path, f in shards])
@@ -102,7 +102,7 @@ def test_a_sample_depends_on_its_number_alone(tokens, monkeypatch):
     together = dataset.samples(numbers)
     assert np.array_equal(together[::30], one_by_one)
     assert np.array_equal(dataset.samples(numbers), together)
-    # Threads that close each other's files all the time still read their own.
+    # Concurrent threads evict each other's files from the cache and still read correct tokens.
     monkeypatch.setattr(streams, "OPEN_SHARDS", 1)
     crowded = TokenDataset(tokens, "train", 33, seed=4)
     with ThreadPoolExecutor(8) as pool:
@@ -247,7 +247,7 @@ def test_a_folder_of_an_earlier_version_is_refused(tokens, tmp_path):
 
 
 def test_a_trillion_tokens_are_opened_without_looking_at_them(tmp_path):
-    """Sparse files of 8 GB: what is allocated does not depend on the number of tokens or samples."""
+    """Sparse files of 8 GB: memory does not depend on the number of tokens or samples."""
     each, files = 4_000_000_000, {}
     for number in range(250):
         name = f"train-{number:05d}.tar"

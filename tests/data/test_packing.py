@@ -1,4 +1,4 @@
-"""What is made of documents within samples: best-fit packing, fill-in-the-middle, and their bounds."""
+"""Documents within samples: best-fit packing, fill-in-the-middle, and document boundaries."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -37,7 +37,7 @@ def test_bounds_and_positions_agree_with_the_document_ids(rows):
     assert bounds.dtype == np.int32
     assert bounds[0] == 0
     assert bounds[-1] == tokens.size
-    whole = document_ids(tokens, 0) + np.arange(len(rows))[:, None] * tokens.shape[1]  # ids that no two sequences share
+    whole = document_ids(tokens, 0) + np.arange(len(rows))[:, None] * tokens.shape[1]  # ids that are unique across sequences
     flat = whole.ravel()
     assert bounds[1:-1].tolist() == (np.flatnonzero(np.diff(flat)) + 1).tolist()
     expected = [t - flat.tolist().index(flat[t]) for t in range(len(flat))]
@@ -49,14 +49,14 @@ def test_packing_keeps_every_piece_whole_and_every_sequence_within_its_room(docu
     lengths = np.array(documents, dtype=np.int64)
     starts, pieces = split_long(np.cumsum(lengths) - lengths, lengths, capacity)
     covered = [t for start, length in zip(starts, pieces, strict=True) for t in range(start, start + length)]
-    assert covered == list(range(sum(documents))), "the pieces are the documents"
-    assert len(pieces) == sum(-(-length // capacity) for length in documents), "only what is too long is cut"
+    assert covered == list(range(sum(documents))), "the chunks cover the documents"
+    assert len(pieces) == sum(-(-length // capacity) for length in documents), "only documents that are too long are split"
     chosen = best_fit(pieces, capacity)
     filled = np.bincount(chosen, weights=pieces)
     assert (filled <= capacity).all()
     assert (filled > 0).all()
     if len(filled) > 1:
-        assert np.sort(filled)[:2].sum() > capacity, "two sequences would have been one"
+        assert np.sort(filled)[:2].sum() > capacity, "no two sequences fit into one"
 
 
 def test_best_fit_takes_the_tightest_room():
@@ -96,7 +96,7 @@ def test_padding_is_no_target(tokens):
     first = objective.samples.samples(np.arange(len(found["tokens"])))[:, 0]
     asked = found["targets"][found["targets"] != IGNORE]
     assert 0 < (found["targets"] == IGNORE).mean() < 0.5
-    assert np.array_equal(np.sort(np.concatenate([asked, first])), np.sort(text)), "all of the text, once"
+    assert np.array_equal(np.sort(np.concatenate([asked, first])), np.sort(text)), "the full text, once"
     assert ((found["tokens"] == end) & (found["targets"] == IGNORE)).sum() == (found["targets"] == IGNORE).sum()
 
 
@@ -105,10 +105,10 @@ def infill(rate=1.0, spm_rate=0.5, seed=3):
 
 
 def restored(document):
-    """The document that was put together anew."""
+    """The original order of a transformed document, without sentinels."""
     prefix, suffix, middle = (document.index(mark) for mark in (PREFIX, SUFFIX, MIDDLE))
     assert prefix == 0
-    if suffix == 1:  # suffix first; what follows the middle's mark is prefix and middle
+    if suffix == 1:  # SPM order: prefix and middle follow the middle sentinel
         return document[middle + 1 :] + document[suffix + 1 : middle]
     return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
 
@@ -134,7 +134,7 @@ def test_infill_moves_tokens_and_loses_none_but_at_the_end(row, number, rate, sp
 
 
 def split(row):
-    """Documents without their end tokens."""
+    """The documents of a row, without their end-of-document tokens."""
     found = [[]]
     for token in row:
         if token == 0:
