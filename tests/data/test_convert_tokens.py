@@ -70,7 +70,7 @@ def test_we_read_what_megatron_core_writes(tokens, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [0, 3])
-def test_there_and_back(tokens, tokenizer, indexed, tmp_path, ranks):
+def test_round_trip(tokens, tokenizer, indexed, tmp_path, ranks):
     inputs = f"stage.input=[{indexed}/train-default,{indexed}/validation-default]"
     settings = (inputs, f"tokenizer.path={tokenizer}", "data.shard_megabytes=0.02")
     convert(tmp_path / "back", "shards", *settings, ranks=ranks)
@@ -101,7 +101,7 @@ def test_parquet_on_any_number_of_ranks(tokens, tmp_path):
     assert "was made with stage.to=parquet" in convert(tokens, "megatron", f"stage.output={tmp_path}/0", expect=2)
 
 
-def test_a_rerun_does_what_is_missing_and_other_peoples_files_are_safe(tokens, indexed, tmp_path):
+def test_a_rerun_converts_only_missing_parts_and_keeps_foreign_files(tokens, indexed, tmp_path):
     folder = tmp_path / "indexed"
     folder.mkdir()
     (folder / "mine.bin").write_text("mine")
@@ -150,9 +150,9 @@ def test_datasets_that_cannot_be_read(tokenizer, indexed, tmp_path):
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 100))
-def test_pieces_are_all_documents_once(sizes, size):
+def test_partition_covers_all_documents_once(sizes, size):
     dataset = object.__new__(megatron.IndexedDataset)
     dataset.starts = np.cumsum([0, *sizes])
-    pieces = dataset.partition(size)
-    assert [number for first, stop in pieces for number in range(first, stop)] == list(range(len(sizes)))
-    assert json.loads(json.dumps(pieces)) == [list(piece) for piece in pieces]
+    ranges = dataset.partition(size)
+    assert [number for first, stop in ranges for number in range(first, stop)] == list(range(len(sizes)))
+    assert json.loads(json.dumps(ranges)) == [list(part) for part in ranges]

@@ -130,7 +130,7 @@ def test_every_engine_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path)
         assert same_files(tokens, folder), engine
 
 
-def test_corpora_are_counted_apart_and_files_that_are_no_shards_are_left_alone(shards, tokenizer, tokens, tmp_path):
+def test_corpora_are_counted_separately_and_other_files_are_ignored(shards, tokenizer, tokens, tmp_path):
     manifest = json.loads((shards / MANIFEST).read_text())
     folder, other = tmp_path / "shards", "train-de-00000.tar"
     folder.mkdir()
@@ -154,14 +154,14 @@ def test_corpora_are_counted_apart_and_files_that_are_no_shards_are_left_alone(s
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9))
-def test_every_shard_has_one_rank_and_no_rank_has_much_more_than_its_part(sizes, ranks):
+def test_every_shard_has_one_rank_and_the_load_is_balanced(sizes, ranks):
     shares = [share(sizes, rank, ranks) for rank in range(ranks)]
     assert sorted(name for names in shares for name in names) == sorted(sizes)
     loads = [sum(sizes[name] for name in names) for names in shares]
     assert max(loads) <= sum(loads) / ranks + max(sizes.values(), default=0)
 
 
-def test_missing_artifacts_name_the_stage_that_makes_them(shards, tokenizer, tmp_path):
+def test_missing_artifacts_name_the_stage_that_writes_them(shards, tokenizer, tmp_path):
     nothing = f"{tmp_path}/nothing"
     assert "run stage=shard" in pipeline("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
     assert "run stage=shard" in pipeline("stage=tokenize", f"data.shards={nothing}", f"tokenizer.path={tokenizer}", expect=2)

@@ -113,7 +113,7 @@ def test_digits_within_the_splits_of_bpe(split):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_whitespace_runs_have_entries_of_their_own(kind):
+def test_whitespace_runs_have_entries(kind):
     wanted = TokenizerConfig(kind=kind, whitespace="runs")
     tokenizer = tokenizer_training.train(lambda: TEXTS, wanted, 700)
     assert tokenizer.get_vocab_size() <= 700
@@ -151,14 +151,14 @@ def test_training_a_tokenizer_twice(shards, tokenizer, tmp_path):
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
-def test_a_small_text_yields_a_smaller_vocabulary_and_says_so(shards, tmp_path):
+def test_a_small_text_yields_a_smaller_vocabulary_with_a_warning(shards, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.train_megabytes=0.001", QUIET)
     totals = json.loads((tmp_path / "t" / MANIFEST).read_text())["totals"]
     assert 257 <= totals["vocab_size"] < 8192
     assert f"yield only {totals['vocab_size']} of 8192 entries" in printed
 
 
-def test_several_sizes_in_one_run_are_those_of_single_runs(shards, tokenizer, tmp_path):
+def test_several_sizes_in_one_run_equal_single_runs(shards, tokenizer, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.vocab_sizes=[300,320]", f"tokenizer.compare=[{tokenizer}]")
     assert (tmp_path / "t/300/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
     train(shards, tmp_path / "alone", "tokenizer.vocab_size=320", QUIET)
@@ -212,7 +212,7 @@ def test_the_sample_is_balanced_by_language(tmp_path):
     assert sum(map(len, found.values())) == text.totals["validation"]["documents"]
 
 
-def test_the_report_counts_what_it_says(tokenizer):
+def test_report_metrics(tokenizer):
     texts = {"a": ["Wald und Schnee", "tree"], "b": ["漢字 漢字"]}
     reference = load(tokenizer)
     row = tokenizer_report.measure("name", reference, texts, lambda vocab_size: 2.0 * vocab_size)
