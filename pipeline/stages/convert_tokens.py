@@ -70,7 +70,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
 
     def convert(name: str) -> Files:
         source, first, stop, metadata = plan[name]
-        return {name: megatron.read(source, first, stop, folder / name, encoder, metadata)}
+        return {name: megatron.write_shard(source, first, stop, folder / name, encoder, metadata)}
 
     def totals(files: Files) -> dict[str, Any]:
         vocabulary = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document}
@@ -88,7 +88,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
     _convert_parts(comm, folder, ("data.tokens", "tokenize"), settings, sizes, convert, totals)
 
 
-ShardSource = tuple[megatron.Indexed, int, int, dict[str, Any]]
+ShardSource = tuple[megatron.IndexedDataset, int, int, dict[str, Any]]
 """The documents of a shard: dataset, index of the first document, index after the last one, and {"split", "corpus"} of the shard."""
 
 
@@ -103,7 +103,7 @@ def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, ShardSourc
             "stage.input", "[]", "contains no dataset", "set it to datasets without .bin and .idx: 'stage.input=[data/train-text]'"
         )
     *sources, encoder = collect_errors(
-        *(lambda name=name: megatron.Indexed(Path(name)) for name in stage.input),
+        *(lambda name=name: megatron.IndexedDataset(Path(name)) for name in stage.input),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )
     plan: dict[str, ShardSource] = {}
@@ -115,7 +115,7 @@ def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, ShardSourc
         if f"{stem}-00000.tar" in plan:
             rule = f"maps to the {split} split of the corpus {corpus}, as another dataset does"
             raise UserError.of("stage.input", source.prefix, rule, "rename one of the datasets, or merge them")
-        ranges = source.pieces(max(1, round(config.data.shard_megabytes * 1e6 / encoder.dtype.itemsize)))
+        ranges = source.partition(max(1, round(config.data.shard_megabytes * 1e6 / encoder.dtype.itemsize)))
         for number, (first, stop) in enumerate(ranges):
             plan[f"{stem}-{number:05d}.tar"] = source, first, stop, {"split": split, "corpus": corpus}
     if not any(metadata["split"] == "train" for *_, metadata in plan.values()):

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares in every stretch, numbers that count up, and nothing that a later change could reorder."""
+"""The blend schedule: exact shares in any range of samples, consecutive numbers per corpus, and a fixed order."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_units_are_the_weights_and_sum_up(given_weights):
 
 
 @given(weights, st.integers(0, 10**11), st.integers(1, 3000))
-def test_every_stretch_has_each_corpus_as_often_as_its_weight_says(given_weights, first, count):
+def test_any_range_of_samples_matches_the_weights(given_weights, first, count):
     schedule = BlendSchedule([Phase(given_weights)])
     corpora, _ = schedule.locate(np.arange(first, first + count))
     shares = np.array(units(given_weights)) / UNITS
@@ -31,7 +31,7 @@ def test_every_stretch_has_each_corpus_as_often_as_its_weight_says(given_weights
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 10**6)), min_size=1, max_size=4), st.integers(2, 5), st.data())
-def test_the_samples_of_a_corpus_count_up_over_all_phases(steps, corpora, data):
+def test_sample_numbers_within_a_corpus_are_consecutive_over_all_phases(steps, corpora, data):
     rows = st.lists(st.floats(0, 1), min_size=corpora, max_size=corpora).filter(any)
     ends = np.cumsum([length for length, _ in steps]).tolist()
     schedule = BlendSchedule([*(Phase(data.draw(rows), end) for end in ends), Phase(data.draw(rows))])
@@ -46,7 +46,7 @@ def test_the_samples_of_a_corpus_count_up_over_all_phases(steps, corpora, data):
 
 
 @given(weights, st.data())
-def test_a_corpus_without_weight_and_a_later_phase_move_nobody(given_weights, data):
+def test_a_zero_weight_corpus_and_a_later_phase_do_not_change_the_order(given_weights, data):
     samples = np.arange(1000)
     corpora, numbers = BlendSchedule([Phase(given_weights)]).locate(samples)
     where = data.draw(st.integers(0, len(given_weights)))
@@ -58,8 +58,8 @@ def test_a_corpus_without_weight_and_a_later_phase_move_nobody(given_weights, da
     assert np.array_equal(np.bincount(grown[700:], minlength=len(added)) > 0, np.ones(len(added), dtype=bool))
 
 
-def test_the_order_is_the_one_that_earlier_runs_had():
-    """A resumed run must go on in the order it began with: these numbers must never change."""
+def test_the_order_does_not_change_between_versions():
+    """A resumed run continues in its original order, so these numbers must not change."""
     corpora, numbers = BlendSchedule([Phase([0.5, 0.2, 0.3], 8), Phase([0, 1, 3])]).locate(np.arange(16))
     assert corpora.tolist() == [0, 2, 0, 1, 0, 2, 0, 1, 2, 2, 1, 2, 2, 2, 1, 2]
     assert numbers.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 2, 3, 2, 4, 5, 6, 3, 7]

@@ -1,4 +1,4 @@
-"""Token shards to other tools' formats and back."""
+"""Conversion of token shards to the formats of other tools, and back."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ from tests.helpers import pipeline, same_files
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:
-    """Every document of a split, end tokens included, in order."""
+    """Every document of a split in order, end-of-document tokens included."""
     files = artifact.read(folder, key="data.tokens", stage="tokenize").files
     found: list[list[int]] = []
     for name, entry in sorted(files.items()):
@@ -52,7 +52,7 @@ def test_megatron_core_reads_what_we_write(tokens, indexed):
 
 
 def test_we_read_what_megatron_core_writes(tokens, tokenizer, tmp_path):
-    """A document of two sequences, one without its end token, an empty one, int32."""
+    """An int32 dataset with a document of two sequences, one without an end-of-document token, and an empty one."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     end = artifact.read(tokens, key="data.tokens", stage="tokenize").totals["end_of_document"]
@@ -70,7 +70,7 @@ def test_we_read_what_megatron_core_writes(tokens, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [0, 3])
-def test_there_and_back(tokens, tokenizer, indexed, tmp_path, ranks):
+def test_round_trip(tokens, tokenizer, indexed, tmp_path, ranks):
     inputs = f"stage.input=[{indexed}/train-default,{indexed}/validation-default]"
     settings = (inputs, f"tokenizer.path={tokenizer}", "data.shard_megabytes=0.02")
     convert(tmp_path / "back", "shards", *settings, ranks=ranks)
@@ -101,7 +101,7 @@ def test_parquet_on_any_number_of_ranks(tokens, tmp_path):
     assert "was created with stage.to=parquet" in convert(tokens, "megatron", f"stage.output={tmp_path}/0", expect=2)
 
 
-def test_a_rerun_does_what_is_missing_and_other_peoples_files_are_safe(tokens, indexed, tmp_path):
+def test_a_rerun_converts_only_missing_parts_and_keeps_foreign_files(tokens, indexed, tmp_path):
     folder = tmp_path / "indexed"
     folder.mkdir()
     (folder / "mine.bin").write_text("mine")
@@ -140,9 +140,9 @@ def test_datasets_that_cannot_be_read(tokenizer, indexed, tmp_path):
     dataset("validation-only", index, content)
     printed = refused("cut", "short", "other", "missing", ranks=2)
     assert printed.count("4 problems") == 1
-    for told in ("cut.idx: is cut short", "short.idx: does not cover", "other.idx: is no index", "missing.idx: has no missing.bin"):
+    for told in ("cut.idx: is truncated", "short.idx: does not cover", "other.idx: is not an index", "missing.idx: requires missing.bin"):
         assert told in printed
-    assert "holds the token 60000" in refused("large")
+    assert "contains the token 60000" in refused("large")
     assert "contains no training documents" in refused("validation-only")
     assert "as another dataset does" in refused("whole", "whole")
     assert "contains no dataset" in refused()
@@ -150,9 +150,9 @@ def test_datasets_that_cannot_be_read(tokenizer, indexed, tmp_path):
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 100))
-def test_pieces_are_all_documents_once(sizes, size):
-    dataset = object.__new__(megatron.Indexed)
+def test_partition_covers_all_documents_once(sizes, size):
+    dataset = object.__new__(megatron.IndexedDataset)
     dataset.starts = np.cumsum([0, *sizes])
-    pieces = dataset.pieces(size)
-    assert [number for first, stop in pieces for number in range(first, stop)] == list(range(len(sizes)))
-    assert json.loads(json.dumps(pieces)) == [list(piece) for piece in pieces]
+    ranges = dataset.partition(size)
+    assert [number for first, stop in ranges for number in range(first, stop)] == list(range(len(sizes)))
+    assert json.loads(json.dumps(ranges)) == [list(part) for part in ranges]

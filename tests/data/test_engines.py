@@ -1,4 +1,4 @@
-"""Every engine against the reference: the same ids for every text, and a clear end where they are not."""
+"""Tokenization engines: the ids of the reference for every text, and an error if they differ."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ KINDS = {
     "groups of digits": TokenizerConfig(digits="groups_of_three"),
     "runs": TokenizerConfig(whitespace="runs", special_tokens=["<|user|>", "<|tool_call|>"]),
 }
-#: A fuzz corpus: what splits words, what many bytes make one character of, what is very long, what spells special tokens.
+#: Alphabets of a fuzz corpus: word boundaries, multi-byte characters and combining sequences. FUZZ adds long texts and special tokens.
 ALPHABETS = [
     "aé ",
     "0123456789.,",
@@ -57,8 +57,8 @@ def engine(reference) -> engines.Fastokens:
 
 
 def test_fuzz(reference, engine):
-    assert engines.difference(engine, reference, FUZZ) is None
-    assert engines.difference(engine, reference, engines.HARD_TEXTS) is None
+    assert engines.first_mismatch(engine, reference, FUZZ) is None
+    assert engines.first_mismatch(engine, reference, engines.HARD_TEXTS) is None
     ids, lengths = engine.encode(FUZZ)
     assert len(lengths) == len(FUZZ)
     assert reference.end_of_document not in ids
@@ -67,12 +67,12 @@ def test_fuzz(reference, engine):
 @given(st.lists(st.text(max_size=60), max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_any_text(reference, engine, texts):
-    assert engines.difference(engine, reference, texts) is None
+    assert engines.first_mismatch(engine, reference, texts) is None
 
 
 @pytest.fixture
 def other(tokenizer, tmp_path) -> TextEncoder:
-    """A tokenizer whose file has changed since the reference read it: the engine finds no merges there."""
+    """A tokenizer whose file was changed after the reference loaded it: the engine loads no merges."""
     content = json.loads((tokenizer / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     encoder = TextEncoder(tmp_path, EOD)
@@ -81,25 +81,25 @@ def other(tokenizer, tmp_path) -> TextEncoder:
     return encoder
 
 
-def test_other_ids_before_the_work(other, caplog):
+def test_different_ids_at_the_start(other, caplog):
     text = words(1, 50)
-    with pytest.raises(UserError, match=r"tokenizer.engine=fastokens: gives other ids .*\n.*tokenizer.engine=huggingface"):
+    with pytest.raises(UserError, match=r"tokenizer.engine=fastokens: returns different ids .*\n.*tokenizer.engine=huggingface"):
         engines.choose("fastokens", other, lambda: [text])
     assert engines.choose("auto", other, lambda: [text]) is other
-    assert "fastokens has other ids than Hugging Face tokenizers" in caplog.text
+    assert "fastokens returns different ids than Hugging Face tokenizers" in caplog.text
     assert engines.choose("huggingface", other, list) is other
 
 
-def test_other_ids_during_the_work_stop_it(other):
-    watched = engines.Watched(engines.Fastokens(other.path), other)
+def test_different_ids_during_tokenization_raise(other):
+    verified = engines.VerifiedEngine(engines.Fastokens(other.path), other)
     document = words(1, 5000)
-    watched.encode([document])
-    with pytest.raises(UserError, match="gives other ids"):
-        watched.encode([document] * (1 + engines.CHECK_EVERY // len(document)))
+    verified.encode([document])
+    with pytest.raises(UserError, match="returns different ids"):
+        verified.encode([document] * (1 + engines.CHECK_EVERY // len(document)))
 
 
-def test_the_difference_is_the_text_that_differs(other):
-    assert engines.difference(engines.Fastokens(other.path), other, ["", "zz", "Tännchen Wald", "q"]) == "Tännchen Wald"
+def test_first_mismatch_returns_the_text_that_differs(other):
+    assert engines.first_mismatch(engines.Fastokens(other.path), other, ["", "zz", "Tännchen Wald", "q"]) == "Tännchen Wald"
 
 
 def test_what_fastokens_does_not_support(shards, tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""The loader: order by arithmetic, windows over shards, and what it says of a damaged folder."""
+"""The loader: permutation, windows across shards, and the errors for a damaged folder."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def test_permutation_is_one_to_one(size, seed, epoch):
 
 
 @given(st.integers(5000, 2**61), st.integers(0, 2**63), st.integers(0, 2**32))
-def test_permutation_of_a_large_corpus_stays_inside_and_apart(size, seed, epoch):
+def test_permutation_of_a_large_corpus_is_one_to_one(size, seed, epoch):
     values = np.unique(np.linspace(0, size - 1, 1000).astype(np.int64).clip(0, size - 1))
     images = permute(values, size, seed, epoch)
     assert images.min() >= 0
@@ -58,13 +58,13 @@ def test_permutation_spreads_evenly_and_depends_on_seed_and_epoch():
     assert len(orders) == 100
 
 
-def test_the_order_is_the_one_that_earlier_runs_had():
-    """A resumed run must go on in the order it began with: these numbers must never change."""
+def test_the_order_does_not_change_between_versions():
+    """A resumed run continues in its original order, so these numbers must not change."""
     assert permute(np.arange(12), 12, 7, 3).tolist() == [10, 5, 7, 0, 9, 3, 8, 2, 1, 6, 11, 4]
 
 
 def stream(folder, split):
-    """The split's tokens as one array, read the plain way."""
+    """The tokens of a split as one array, read without the loader."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
     shards = [(folder / name, files[name]) for name in sorted(files) if name.startswith(split)]
     return np.concatenate([np.fromfile(path, f["dtype"], count=f["tokens"], offset=f["offset"]) for path, f in shards])
@@ -86,7 +86,7 @@ def test_samples_are_windows_of_the_stream_in_permuted_order(tokens, length, see
         assert np.array_equal(row, text[window * length : window * length + length + 1])
 
 
-def test_a_window_may_reach_over_several_shards(tokens):
+def test_a_window_may_span_several_shards(tokens):
     files = json.loads((tokens / MANIFEST).read_text())["files"]
     longest = max(f["tokens"] for name, f in files.items() if name.startswith("train"))
     text = stream(tokens, "train")
@@ -95,14 +95,14 @@ def test_a_window_may_reach_over_several_shards(tokens):
     assert np.array_equal(dataset.samples(np.array([0]))[0], text)
 
 
-def test_a_sample_depends_on_its_number_alone(tokens, monkeypatch):
+def test_a_sample_depends_only_on_its_index(tokens, monkeypatch):
     dataset = TokenDataset(tokens, "train", 33, seed=4)
     numbers = np.random.default_rng(0).integers(0, 5 * dataset.windows, 300)
     one_by_one = np.concatenate([TokenDataset(tokens, "train", 33, seed=4).samples(numbers[i : i + 1]) for i in range(0, 300, 30)])
     together = dataset.samples(numbers)
     assert np.array_equal(together[::30], one_by_one)
     assert np.array_equal(dataset.samples(numbers), together)
-    # Threads that close each other's files all the time still read their own.
+    # Concurrent threads evict each other's files from the cache and still read correct tokens.
     monkeypatch.setattr(streams, "OPEN_SHARDS", 1)
     crowded = TokenDataset(tokens, "train", 33, seed=4)
     with ThreadPoolExecutor(8) as pool:
@@ -118,7 +118,7 @@ def test_every_epoch_holds_every_window_once_in_its_own_order(tokens):
     assert not np.array_equal(epochs[0], TokenDataset(tokens, "train", 50, seed=1).samples(np.arange(dataset.windows)))
 
 
-def test_validation_goes_straight_through(tokens):
+def test_validation_is_read_in_order(tokens):
     text = stream(tokens, "validation")
     dataset = TokenDataset(tokens, "validation", 40, seed=9)
     batch = dataset.samples(np.arange(dataset.windows))
@@ -195,7 +195,7 @@ def test_a_corrupt_shard_is_found_while_others_are_read(tokens, tmp_path):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any), st.sampled_from(["uint16", "uint32"]), st.data())
-def test_runs_are_slices_of_the_stream_however_it_is_cut_into_shards(tmp_path_factory, counts, dtype, data):
+def test_ranges_are_slices_of_the_stream_for_any_shard_sizes(tmp_path_factory, counts, dtype, data):
     offsets = data.draw(st.permutations(range(8)))
     folder, shards, total = tmp_path_factory.mktemp("cut"), [], sum(counts)
     text = (np.arange(total) * 7919 + 65000).astype(dtype)
@@ -246,8 +246,8 @@ def test_a_folder_of_an_earlier_version_is_refused(tokens, tmp_path):
         TokenDataset(tmp_path / "tokens", "train", 8, seed=0)
 
 
-def test_a_trillion_tokens_are_opened_without_looking_at_them(tmp_path):
-    """Sparse files of 8 GB: what is allocated does not depend on the number of tokens or samples."""
+def test_a_trillion_tokens_are_opened_in_constant_memory(tmp_path):
+    """Sparse files of 8 GB: memory does not depend on the number of tokens or samples."""
     each, files = 4_000_000_000, {}
     for number in range(250):
         name = f"train-{number:05d}.tar"

@@ -1,4 +1,4 @@
-"""What is made of documents within samples: best-fit packing, fill-in-the-middle, and their bounds."""
+"""Documents within samples: best-fit packing, fill-in-the-middle, and document boundaries."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -37,7 +37,7 @@ def test_bounds_and_positions_agree_with_the_document_ids(rows):
     assert bounds.dtype == np.int32
     assert bounds[0] == 0
     assert bounds[-1] == tokens.size
-    whole = document_ids(tokens, 0) + np.arange(len(rows))[:, None] * tokens.shape[1]  # ids that no two sequences share
+    whole = document_ids(tokens, 0) + np.arange(len(rows))[:, None] * tokens.shape[1]  # ids that are unique across sequences
     flat = whole.ravel()
     assert bounds[1:-1].tolist() == (np.flatnonzero(np.diff(flat)) + 1).tolist()
     expected = [t - flat.tolist().index(flat[t]) for t in range(len(flat))]
@@ -45,27 +45,27 @@ def test_bounds_and_positions_agree_with_the_document_ids(rows):
 
 
 @given(st.lists(st.integers(1, 50), max_size=80), st.integers(1, 40))
-def test_packing_keeps_every_piece_whole_and_every_sequence_within_its_room(documents, capacity):
+def test_packing_splits_only_long_documents_and_respects_the_capacity(documents, capacity):
     lengths = np.array(documents, dtype=np.int64)
     starts, pieces = split_long(np.cumsum(lengths) - lengths, lengths, capacity)
     covered = [t for start, length in zip(starts, pieces, strict=True) for t in range(start, start + length)]
-    assert covered == list(range(sum(documents))), "the pieces are the documents"
-    assert len(pieces) == sum(-(-length // capacity) for length in documents), "only what is too long is cut"
+    assert covered == list(range(sum(documents))), "the chunks cover the documents"
+    assert len(pieces) == sum(-(-length // capacity) for length in documents), "only documents that are too long are split"
     chosen = best_fit(pieces, capacity)
     filled = np.bincount(chosen, weights=pieces)
     assert (filled <= capacity).all()
     assert (filled > 0).all()
     if len(filled) > 1:
-        assert np.sort(filled)[:2].sum() > capacity, "two sequences would have been one"
+        assert np.sort(filled)[:2].sum() > capacity, "no two sequences fit into one"
 
 
-def test_best_fit_takes_the_tightest_room():
+def test_best_fit_chooses_the_least_sufficient_space():
     assert best_fit(np.array([3, 6, 7, 4, 3]), 10).tolist() == [0, 1, 0, 1, 2]
 
 
 @settings(max_examples=10)
 @given(length=st.integers(20, 700), seed=st.integers(0, 100))
-def test_packed_samples_are_whole_documents(tokens, length, seed):
+def test_packed_samples_are_complete_documents(tokens, length, seed):
     manifest = artifact.read(tokens, key="data.tokens", stage="tokenize")
     corpus, end = Corpus.of(tokens, manifest, "train"), manifest.totals["end_of_document"]
     packed = TokenStream(corpus.shards)
@@ -88,7 +88,7 @@ def test_packed_samples_are_whole_documents(tokens, length, seed):
     assert sequences.padding == np.float64(padding / samples.size) or abs(sequences.padding - padding / samples.size) < 1e-9
 
 
-def test_padding_is_no_target(tokens):
+def test_padding_is_not_a_target(tokens):
     config = configured("stage=pretrain", f"data.tokens={tokens}", "data.packing=best_fit", "training.sequence_length=200")
     objective = registry.open_training(config)
     found = objective.arrays(np.arange(objective.samples.counts[0]))
@@ -96,7 +96,7 @@ def test_padding_is_no_target(tokens):
     first = objective.samples.samples(np.arange(len(found["tokens"])))[:, 0]
     asked = found["targets"][found["targets"] != IGNORE]
     assert 0 < (found["targets"] == IGNORE).mean() < 0.5
-    assert np.array_equal(np.sort(np.concatenate([asked, first])), np.sort(text)), "all of the text, once"
+    assert np.array_equal(np.sort(np.concatenate([asked, first])), np.sort(text)), "the full text, once"
     assert ((found["tokens"] == end) & (found["targets"] == IGNORE)).sum() == (found["targets"] == IGNORE).sum()
 
 
@@ -105,10 +105,10 @@ def infill(rate=1.0, spm_rate=0.5, seed=3):
 
 
 def restored(document):
-    """The document that was put together anew."""
+    """The original order of a transformed document, without sentinels."""
     prefix, suffix, middle = (document.index(mark) for mark in (PREFIX, SUFFIX, MIDDLE))
     assert prefix == 0
-    if suffix == 1:  # suffix first; what follows the middle's mark is prefix and middle
+    if suffix == 1:  # SPM order: prefix and middle follow the middle sentinel
         return document[middle + 1 :] + document[suffix + 1 : middle]
     return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
 
@@ -117,7 +117,7 @@ rows = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
 
 @given(rows, st.integers(0, 10**12), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.5, 1.0]))
-def test_infill_moves_tokens_and_loses_none_but_at_the_end(row, number, rate, spm_rate):
+def test_infill_reorders_tokens_and_drops_them_only_at_the_end(row, number, rate, spm_rate):
     source = np.array([row], dtype=np.uint16)
     changed = infill(rate, spm_rate).apply(source, np.array([number]))
     assert changed.shape == source.shape
@@ -134,7 +134,7 @@ def test_infill_moves_tokens_and_loses_none_but_at_the_end(row, number, rate, sp
 
 
 def split(row):
-    """Documents without their end tokens."""
+    """The documents of a row, without their end-of-document tokens."""
     found = [[]]
     for token in row:
         if token == 0:
@@ -144,7 +144,7 @@ def split(row):
     return found
 
 
-def test_infill_depends_on_the_sample_alone_and_keeps_its_rates():
+def test_infill_depends_only_on_the_sample_and_has_the_configured_rates():
     source = np.tile(np.array([*range(1, 40), 0] * 5, dtype=np.uint16), (400, 1))
     numbers = np.arange(400)
     changed = infill(0.4, 0.25).apply(source, numbers)

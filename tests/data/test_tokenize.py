@@ -1,4 +1,4 @@
-"""Token shards, at the command line."""
+"""stage=tokenize from the command line: the content of token shards, determinism, reruns and errors."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from pipeline.data.tokenize.tokens import share
 from tests.helpers import RAW, pipeline, same_files
 
 EOD = "<|endoftext|>"
-QUOTED = 'tokenizer.end_of_document="</s>"'  # < is Hydra's own character
+QUOTED = 'tokenizer.end_of_document="</s>"'  # Hydra requires quotes around <
 
 
 def texts_of(folder: Path, name: str) -> list[str]:
@@ -26,7 +26,7 @@ def texts_of(folder: Path, name: str) -> list[str]:
 
 
 def shard_of(folder: Path, name: str) -> tuple[dict, np.ndarray, np.ndarray]:
-    """(metadata, lengths, tokens) of a token shard as stock tools read it."""
+    """(metadata, lengths, tokens) of a token shard, read with tarfile and numpy."""
     with tarfile.open(folder / name) as archive:
         parts = {member.name.partition(".")[2]: archive.extractfile(member).read() for member in archive}
     assert set(parts) == {"json", "lengths.npy", "tokens.npy"}
@@ -46,7 +46,7 @@ def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer
         assert ids.tolist() == [token for document in expected for token in document]
         assert lengths.tolist() == [len(document) for document in expected]
         assert ids.dtype == np.dtype("<u2")
-        # By the offset in the manifest the tokens are read without any knowledge of tar.
+        # The offset in the manifest addresses the tokens without parsing the tar.
         raw = np.fromfile(tokens / name, dtype=noted["dtype"], count=noted["tokens"], offset=noted["offset"])
         assert np.array_equal(raw, ids)
         assert np.fromfile(tokens / name, "<u4", len(texts), offset=noted["lengths_offset"]).tolist() == lengths.tolist()
@@ -82,8 +82,8 @@ def test_text_that_spells_the_end_token_stays_text(tokenizer, tmp_path):
     assert sorted(written) == sorted(texts)
 
 
-def brought_along(folder: Path, special: bool = True) -> Path:
-    """Someone else's tokenizer: bytes only, ids beyond 65,535, and habits that suit an encoder model."""
+def foreign_tokenizer(folder: Path, special: bool = True) -> Path:
+    """A tokenizer of another tool: single bytes only, ids above 65,535, with a post-processor, truncation and padding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({**{char: 70_000 + n for n, char in enumerate(alphabet)}}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,8 +100,8 @@ def brought_along(folder: Path, special: bool = True) -> Path:
     return folder
 
 
-def test_a_tokenizer_brought_along_adds_cuts_and_pads_nothing(shards, tmp_path):
-    folder = brought_along(tmp_path / "brought")
+def test_special_tokens_truncation_and_padding_of_a_foreign_tokenizer_do_not_apply(shards, tmp_path):
+    folder = foreign_tokenizer(tmp_path / "foreign")
     pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={folder}", f"data.tokens={tmp_path}/t", QUOTED)
     manifest = json.loads((tmp_path / "t" / MANIFEST).read_text())
     assert manifest["totals"]["dtype"] == "uint32"
@@ -117,9 +117,9 @@ def test_an_end_token_that_cannot_be_one_is_refused(shards, tokenizer, tmp_path)
     unknown = pipeline(*settings, f"tokenizer.path={tokenizer}", QUOTED, expect=2)
     assert "tokenizer.end_of_document=</s>" in unknown
     assert f"one of its special tokens: {EOD}" in unknown
-    ordinary = brought_along(tmp_path / "brought", special=False)
+    ordinary = foreign_tokenizer(tmp_path / "foreign", special=False)
     forged = pipeline(*settings, f"tokenizer.path={ordinary}", QUOTED, expect=2)
-    assert "documents that spell it would end there" in forged
+    assert "a document whose text contains it would end there" in forged
     assert not (tmp_path / "t").exists()
 
 
@@ -130,7 +130,7 @@ def test_every_engine_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path)
         assert same_files(tokens, folder), engine
 
 
-def test_corpora_are_counted_apart_and_files_that_are_no_shards_are_left_alone(shards, tokenizer, tokens, tmp_path):
+def test_corpora_are_counted_separately_and_other_files_are_ignored(shards, tokenizer, tokens, tmp_path):
     manifest = json.loads((shards / MANIFEST).read_text())
     folder, other = tmp_path / "shards", "train-de-00000.tar"
     folder.mkdir()
@@ -154,21 +154,21 @@ def test_corpora_are_counted_apart_and_files_that_are_no_shards_are_left_alone(s
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9))
-def test_every_shard_has_one_rank_and_no_rank_has_much_more_than_its_part(sizes, ranks):
+def test_every_shard_has_one_rank_and_the_load_is_balanced(sizes, ranks):
     shares = [share(sizes, rank, ranks) for rank in range(ranks)]
     assert sorted(name for names in shares for name in names) == sorted(sizes)
     loads = [sum(sizes[name] for name in names) for names in shares]
     assert max(loads) <= sum(loads) / ranks + max(sizes.values(), default=0)
 
 
-def test_missing_artifacts_name_the_stage_that_makes_them(shards, tokenizer, tmp_path):
+def test_missing_artifacts_name_the_stage_that_writes_them(shards, tokenizer, tmp_path):
     nothing = f"{tmp_path}/nothing"
     assert "run stage=shard" in pipeline("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
     assert "run stage=shard" in pipeline("stage=tokenize", f"data.shards={nothing}", f"tokenizer.path={tokenizer}", expect=2)
     settings = ("stage=tokenize", f"data.shards={shards}", f"data.tokens={tmp_path}/t")
     printed = pipeline(*settings, f"tokenizer.path={nothing}", expect=2, ranks=2)
     assert "run stage=train_tokenizer" in printed
-    assert printed.count("1 problem") == 1  # not once a rank
+    assert printed.count("1 problem") == 1  # not once per rank
 
 
 def test_a_corrupt_text_shard_is_named_and_the_rerun_does_only_what_is_missing(shards, tokenizer, tokens, tmp_path):

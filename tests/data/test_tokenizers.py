@@ -1,4 +1,4 @@
-"""The tokenizer stage: kinds, policies, sizes, balance, report, import."""
+"""stage=train_tokenizer: kinds, split policies, sizes, language balance, report and import."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from tests.helpers import RAW, pipeline, same_files, words
 EOD = "<|endoftext|>"
 QUIET = "tokenizer.report=false"
 TEXTS = [words(n, 400) for n in range(30)]
-#: What every lossless kind must give back.
+#: Texts that every lossless kind must decode unchanged.
 HARD = [
     "Ein  Tännchen — 漢字 🎄\n\tüber 1234  ",
     " x",
@@ -50,7 +50,7 @@ def test_stock_transformers_load_the_tokenizer(tokenizer):
 
 
 @pytest.mark.parametrize("kind, unknown", [("bpe", EOD), ("unigram", "<unk>"), ("wordpiece", "[UNK]")])
-def test_every_kind_is_one_tokenizer_for_transformers_and_for_us(kind, unknown, tmp_path):
+def test_every_kind_has_the_same_ids_in_transformers_and_text_encoder(kind, unknown, tmp_path):
     wanted = TokenizerConfig(kind=kind, special_tokens=["<|user|>"])
     tokenizer_training.save(tokenizer_training.train(lambda: TEXTS, wanted, 600), tmp_path, EOD)
     stock, ours = AutoTokenizer.from_pretrained(tmp_path), TextEncoder(tmp_path, EOD)
@@ -78,8 +78,8 @@ def test_every_kind_is_one_tokenizer_for_transformers_and_for_us(kind, unknown, 
     ],
     ids=["BERT", "RoBERTa", "T5", "GPT", "GPT with BERT's pieces"],
 )
-def test_stock_users_get_the_special_tokens_that_pretraining_had(kind, end, special, single, pair, segments, tmp_path):
-    """A single text, a pair, and which of the two a token is of. Our own encoding stays bare."""
+def test_stock_transformers_add_the_special_tokens_of_pretraining(kind, end, special, single, pair, segments, tmp_path):
+    """Templates of a single text and a pair, and token_type_ids. TextEncoder adds no special tokens."""
     wanted = TokenizerConfig(kind=kind, end_of_document=end, special_tokens=special)
     texts = [*TEXTS, "a b " * 100]
     tokenizer_training.save(tokenizer_training.train(lambda: texts, wanted, 600), tmp_path, end)
@@ -113,7 +113,7 @@ def test_digits_within_the_splits_of_bpe(split):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_whitespace_runs_have_entries_of_their_own(kind):
+def test_whitespace_runs_have_entries(kind):
     wanted = TokenizerConfig(kind=kind, whitespace="runs")
     tokenizer = tokenizer_training.train(lambda: TEXTS, wanted, 700)
     assert tokenizer.get_vocab_size() <= 700
@@ -132,7 +132,7 @@ def test_the_tokenizer_is_learned_from_the_training_split_only_and_again_the_sam
     changed = tmp_path / "shards"
     changed.mkdir()
     manifest = json.loads((shards / MANIFEST).read_text())
-    for name in manifest["files"]:  # without its validation split, the folder must teach the same
+    for name in manifest["files"]:  # without its validation split, the folder must yield the same tokenizer
         if name.startswith("train-"):
             (changed / name).write_bytes((shards / name).read_bytes())
         else:
@@ -151,14 +151,14 @@ def test_training_a_tokenizer_twice(shards, tokenizer, tmp_path):
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
-def test_a_small_text_yields_a_smaller_vocabulary_and_says_so(shards, tmp_path):
+def test_a_small_text_yields_a_smaller_vocabulary_with_a_warning(shards, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.train_megabytes=0.001", QUIET)
     totals = json.loads((tmp_path / "t" / MANIFEST).read_text())["totals"]
     assert 257 <= totals["vocab_size"] < 8192
     assert f"yield only {totals['vocab_size']} of 8192 vocabulary entries" in printed
 
 
-def test_several_sizes_in_one_run_are_those_of_single_runs(shards, tokenizer, tmp_path):
+def test_several_sizes_in_one_run_equal_single_runs(shards, tokenizer, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.vocab_sizes=[300,320]", f"tokenizer.compare=[{tokenizer}]")
     assert (tmp_path / "t/300/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
     train(shards, tmp_path / "alone", "tokenizer.vocab_size=320", QUIET)
@@ -174,7 +174,7 @@ def test_several_sizes_in_one_run_are_those_of_single_runs(shards, tokenizer, tm
 
 
 def corpus_of_languages(folder: Path, **counts: int) -> Path:
-    """Text shards with as many documents of each language as asked for."""
+    """Text shards with a given number of documents of each language."""
     folder.mkdir()
     chance = random.Random(3)
     lines = [json.dumps({"text": words(n, 50), "lang": language}) for language, count in counts.items() for n in range(count)]
@@ -212,7 +212,7 @@ def test_the_sample_is_balanced_by_language(tmp_path):
     assert sum(map(len, found.values())) == text.totals["validation"]["documents"]
 
 
-def test_the_report_counts_what_it_says(tokenizer):
+def test_report_metrics(tokenizer):
     texts = {"a": ["Wald und Schnee", "tree"], "b": ["漢字 漢字"]}
     reference = load(tokenizer)
     row = tokenizer_report.measure("name", reference, texts, lambda vocab_size: 2.0 * vocab_size)
@@ -247,7 +247,7 @@ def test_the_report_page_escapes_what_it_shows(tmp_path, tokenizer):
 
 
 def tiktoken_file(path: Path, tokenizer: Path) -> Path:
-    """The byte-level BPE of the fixture as tiktoken keeps it."""
+    """The byte-level BPE of the fixture in tiktoken's format."""
     import base64
 
     content = json.loads((tokenizer / "tokenizer.json").read_text())
@@ -335,17 +335,17 @@ def test_files_that_cannot_be_imported(tmp_path):
         (["tokenizer.kind=bpq"], "one of bpe, unigram, wordpiece"),
     ],
 )
-def test_impossible_wishes(settings, told, tmp_path):
+def test_impossible_settings_are_refused(settings, told, tmp_path):
     assert told in pipeline("stage=train_tokenizer", f"tokenizer.path={tmp_path}/t", *settings, expect=2)
 
 
-def test_a_tokenizer_to_compare_with_must_be_there(shards, tmp_path):
+def test_a_tokenizer_to_compare_with_must_exist(shards, tmp_path):
     told = train(shards, tmp_path / "t", f"tokenizer.compare=[{tmp_path}/a,{tmp_path}/b]", expect=2)
     assert "2 problems" in told
     assert f"tokenizer.compare={tmp_path}/b: holds no tokenizer.json" in told
 
 
-def test_cut_takes_the_last_merges():
+def test_truncate_vocab_removes_the_last_merges():
     whole = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(whitespace="runs"), 400)
     small = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(whitespace="runs"), 350)
     assert json.loads(tokenizer_training.truncate_vocab(whole, 350).to_str()) == json.loads(small.to_str())

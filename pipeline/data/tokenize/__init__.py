@@ -1,1 +1,1 @@
-"""Tokenizers, token shards, and the formats of others."""
+"""Tokenizers, token shards, and conversion to and from the formats of other tools."""

@@ -1,8 +1,8 @@
-"""The fast way from text to ids, and the check that its ids are those of the reference.
+"""Tokenization engines, and the verification of a fast engine against the reference.
 
-Hugging Face `tokenizers` is the reference (TextEncoder). fastokens is some forty times as fast on one core and knows fewer kinds of
-tokenizers. A token that is off by one would spoil a training run without any error, so every rank of every job compares the two: before the
-work on a sample of its own text and on strings that are hard to split, and during the work on an excerpt now and then.
+Hugging Face `tokenizers` is the reference (TextEncoder). fastokens is about forty times as fast on one core and supports fewer tokenizers.
+A wrong token id would degrade a training run without any error, so every rank of every job compares the ids of the two engines: at the
+start, on a sample of its own text and on texts that are hard to split; then on an excerpt after every CHECK_EVERY characters.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pipeline.errors import UserError
 log = logging.getLogger("pipeline")
 
 EXCERPT = 4096
-"""Characters of a document that are compared."""
+"""Maximum number of characters of a document that are compared."""
 
 CHECK_EVERY = 8 << 20
-"""Characters of text between two comparisons during the work. The reference takes about a fiftieth of the engine's time for them."""
+"""Characters of text between two comparisons. The comparisons take about a fiftieth of the engine's time."""
 
 _RUNS = [char * length for char in "a é\n\t0漢🎄-\0" for length in (2, 3, 17, 1000)]
 HARD_TEXTS = [
@@ -39,26 +39,26 @@ HARD_TEXTS = [
     "https://example.org/a?b=c&d=%20#e foo_bar->baz(); {\"k\": [1,2]} <a href='x'>y</a>",
     *_RUNS,
 ]
-"""Texts on which splitting into words or bytes goes wrong where it goes wrong at all."""
+"""Texts that are likely to reveal errors in the split into words or bytes."""
 
 
 class Engine(Protocol):
-    """Text to ids."""
+    """Interface of tokenization engines: text to token ids."""
 
     name: str
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text, without any token that the tokenizer would add around it."""
+        """The ids of each text, without the special tokens of the post-processor."""
 
 
 class Fastokens:
-    """The engine of the package fastokens.
+    """The engine of the fastokens package.
 
     Args:
-        path: tokenizer.json.
+        path: of tokenizer.json.
 
     Raises:
-        Exception: of no precise type, when it cannot do what the tokenizer asks for.
+        Exception: fastokens does not support the tokenizer; it raises no more specific type.
     """
 
     name = "fastokens"
@@ -71,64 +71,68 @@ class Fastokens:
         self._tokenizer.no_padding()
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text; text that spells a special token stays text."""
+        """The ids of each text. Text that spells a special token is encoded as ordinary text."""
         ids, offsets = self._tokenizer.encode_batch_flat(list(texts), split_special_tokens=True)
         return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
 
 
-class Watched:
-    """An engine that is held against the reference again and again while it works."""
+class VerifiedEngine:
+    """An engine whose ids are compared with the reference's on an excerpt after every CHECK_EVERY characters."""
 
     def __init__(self, engine: Engine, reference: TextEncoder) -> None:
         self.name = engine.name
         self._engine, self._reference, self._unchecked = engine, reference, 0
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The engine's ids.
+        """The ids of each text.
 
         Raises:
-            UserError: they are not the reference's.
+            UserError: the ids of an excerpt differ from the reference's.
         """
         self._unchecked += sum(map(len, texts))
         if self._unchecked >= CHECK_EVERY:
             self._unchecked = 0
             excerpt = texts[len(texts) // 2][:EXCERPT]
-            if difference(self._engine, self._reference, [excerpt]) is not None:
-                raise _other_ids(self.name, excerpt)
+            if first_mismatch(self._engine, self._reference, [excerpt]) is not None:
+                raise _mismatch_error(self.name, excerpt)
         return self._engine.encode(texts)
 
 
 def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]]) -> Engine:
-    """The engine to work with.
+    """Choose the engine.
 
     Args:
-        wanted: auto, fastokens or huggingface, as `tokenizer.engine` says.
-        sample: gives excerpts of the text to come; called when there is something to compare.
+        wanted: auto, fastokens or huggingface: the value of `tokenizer.engine`.
+        reference: the Hugging Face encoder.
+        sample: returns excerpts of the text to tokenize; called only if fastokens supports the tokenizer.
 
     Raises:
-        UserError: fastokens was asked for and refuses the tokenizer, or has other ids than the reference.
+        UserError: fastokens is requested, but does not support the tokenizer or returns different ids than the reference.
     """
     if wanted == "huggingface":
         return reference
     try:
         engine = Fastokens(reference.path)
-    except Exception as error:  # fastokens raises nothing more precise
+    except Exception as error:  # fastokens raises no more specific type
         if wanted == "fastokens":
             fix = "set tokenizer.engine=auto or huggingface"
             raise UserError.of("tokenizer.engine", wanted, f"does not support {reference.path}: {error}", fix) from error
-        log.info("tokenize: fastokens does not support this tokenizer (%s); Hugging Face tokenizers, which are slower, do", error)
+        log.info("tokenize: fastokens does not support this tokenizer (%s); using Hugging Face tokenizers, which is slower", error)
         return reference
-    different = difference(engine, reference, [*HARD_TEXTS, *_spelled(reference.special_tokens), *sample()])
-    if different is None:
-        return Watched(engine, reference)
+    mismatch = first_mismatch(engine, reference, [*HARD_TEXTS, *_special_token_texts(reference.special_tokens), *sample()])
+    if mismatch is None:
+        return VerifiedEngine(engine, reference)
     if wanted == "fastokens":
-        raise _other_ids(wanted, different)
-    log.warning("tokenize: fastokens has other ids than Hugging Face tokenizers, which are slower and used now, for %s", _shown(different))
+        raise _mismatch_error(wanted, mismatch)
+    log.warning(
+        "tokenize: fastokens returns different ids than Hugging Face tokenizers for %s; using the latter, which is slower",
+        _excerpt(mismatch),
+    )
     return reference
 
 
-def difference(engine: Engine, reference: Engine, texts: list[str]) -> str | None:
-    """The first text that the engines turn into different ids."""
+def first_mismatch(engine: Engine, reference: Engine, texts: list[str]) -> str | None:
+    """The first text for which the two engines return different ids; None if all ids are equal."""
     (ids, lengths), (expected, expected_lengths) = engine.encode(texts), reference.encode(texts)
     if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
         return None
@@ -136,18 +140,20 @@ def difference(engine: Engine, reference: Engine, texts: list[str]) -> str | Non
     for text, end, length, expected_end, expected_length in zip(texts, ends, lengths, expected_ends, expected_lengths, strict=True):
         if not np.array_equal(ids[end - length : end], expected[expected_end - expected_length : expected_end]):
             return text
-    raise AssertionError("different arrays differ somewhere")
+    raise AssertionError("the arrays differ, but no text does")
 
 
-def _spelled(special_tokens: list[str]) -> list[str]:
-    """Text that spells special tokens: alone, within words, twice, in part."""
+def _special_token_texts(special_tokens: list[str]) -> list[str]:
+    """Texts that spell special tokens: alone, within words, repeated, truncated, and between whitespace."""
     return [form for token in special_tokens[:16] for form in (token, f"a {token}b", token + token, token[:-1], f" {token}\n")]
 
 
-def _other_ids(name: str, text: str) -> UserError:
-    rule = f"gives other ids than Hugging Face tokenizers for {_shown(text)}"
-    return UserError.of("tokenizer.engine", name, rule, "set tokenizer.engine=huggingface, and tell the authors of the engine")
+def _mismatch_error(name: str, text: str) -> UserError:
+    rule = f"returns different ids than Hugging Face tokenizers for {_excerpt(text)}"
+    return UserError.of(
+        "tokenizer.engine", name, rule, "set tokenizer.engine=huggingface, and report the text to the authors of the engine"
+    )
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:80]}...")

@@ -1,9 +1,9 @@
-"""Megatron-LM's indexed datasets, `NAME.bin` with the tokens and `NAME.idx` with where each sequence lies.
+"""Megatron-LM's indexed datasets: `NAME.bin` contains the tokens, `NAME.idx` the length and offset of each sequence.
 
-The index, version 1, little-endian: the bytes MMIDIDX and two zeros, uint64 version, uint8 code of the tokens' type, uint64 sequences,
-uint64 documents + 1; int32 length of every sequence, int64 byte in the .bin at which it begins, int64 first sequence of every document, and
-the number of sequences once more.
-As read and written by megatron.core.datasets.indexed_dataset.
+The index, version 1, little-endian: the bytes MMIDIDX and two zero bytes, uint64 version, uint8 dtype code, uint64 sequences,
+uint64 documents + 1; int32 length of every sequence, int64 byte offset of every sequence in the .bin, int64 first sequence of every
+document, followed by the number of sequences.
+This is the format of megatron.core.datasets.indexed_dataset.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pipeline.files import atomic_file
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_CODES = {"uint16": 8, "uint32": 4}  # there is no code for uint32, and no vocabulary needs its last bit
+_CODES = {"uint16": 8, "uint32": 4}  # there is no code for uint32; no vocabulary needs its most significant bit
 
 BLOCK_TOKENS = 1 << 22
-"""Tokens that are in memory at a time."""
+"""Maximum number of tokens in memory, unless a single document is longer."""
 
 
 def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], prefix: Path) -> dict[str, dict[str, Any]]:
-    """Token shards as one indexed dataset, a sequence a document, end tokens included.
+    """Write token shards as one indexed dataset with one sequence per document, end-of-document tokens included.
 
     Args:
-        folder: the token shards'.
-        manifest: its manifest.
-        shards: some of them, in their order.
+        folder: of the token shards.
+        manifest: of the folder.
+        shards: names of the shards to write, in order.
         prefix: path of both files, without .bin and .idx.
 
     Returns:
-        File name -> the manifest's entry.
+        File name -> its manifest entry.
     """
     entries = [manifest.files[name] for name in shards]
     dtype = np.dtype(manifest.totals["dtype"])
@@ -50,11 +50,11 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
         for name, entry in zip(shards, entries, strict=True):
             with open(folder / name, "rb") as shard:
                 shard.seek(entry["offset"])
-                left = entry["tokens"] * dtype.itemsize
-                while left:
-                    block = shard.read(min(left, 1 << 24))
-                    assert block, "the shard's checksum was right"
-                    left -= len(block)
+                remaining = entry["tokens"] * dtype.itemsize
+                while remaining:
+                    block = shard.read(min(remaining, 1 << 24))
+                    assert block, "the shard is shorter than its manifest entry"
+                    remaining -= len(block)
                     handle.write(block)
     documents = sum(entry["documents"] for entry in entries)
     with atomic_file(index) as handle:
@@ -71,58 +71,56 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
     return {path.name: artifact.entry(path, **counts) for path in (binary, index)}
 
 
-class Indexed:
+class IndexedDataset:
     """An indexed dataset on disk.
 
     Attributes:
         prefix: path of both files, without .bin and .idx.
-        starts: int64 (documents + 1,), the token at which each document begins, and their number.
-        tokens: (tokens,) all of them, mapped.
+        starts: int64 (documents + 1,), the first token of each document, and the number of tokens.
+        tokens: (tokens,) all tokens, memory-mapped.
     """
 
     def __init__(self, prefix: Path) -> None:
         """Read the index.
 
         Raises:
-            UserError: a file is missing, or the index is none, or does not fit the .bin.
+            UserError: a file is missing, or the index is invalid or does not match the .bin.
         """
         self.prefix = prefix
         binary, index = prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
         for path in (binary, index):
             if not path.is_file():
-                raise self._refusal(f"has no {path.name} beside it", "name a dataset's path without .bin and .idx")
+                raise self._error(f"requires {path.name} in the same folder", "set the path of a dataset without .bin and .idx")
         size = index.stat().st_size
         magic, version, code, sequences, documents = _HEADER.unpack(index.read_bytes()[: _HEADER.size].ljust(_HEADER.size, b"\0"))
         if magic != _MAGIC or version != _VERSION or code not in _TYPES:
-            raise self._refusal("is no index of version 1 with whole numbers", "name a dataset that Megatron's preprocessing wrote")
+            raise self._error("is not an index of version 1 with an integer dtype", "use a dataset that Megatron's preprocessing wrote")
         if size < _HEADER.size + 12 * sequences + 8 * documents or not documents:
-            raise self._refusal(f"is cut short: {size} bytes for {sequences} sequences", "copy it again")
+            raise self._error(f"is truncated: {size} bytes for {sequences} sequences", "copy it again")
         dtype = np.dtype(_TYPES[code])
         lengths = np.memmap(index, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.empty(0, "<i4")
         pointers = np.memmap(index, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else np.empty(0, "<i8")
         firsts = np.memmap(index, "<i8", "r", _HEADER.size + 12 * sequences, (documents,))
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         if not np.array_equal(pointers, ends[:-1] * dtype.itemsize) or binary.stat().st_size != ends[-1] * dtype.itemsize:
-            raise self._refusal(
-                "does not cover the .bin from its start to its end", "merge or write the dataset anew with Megatron's tools"
-            )
+            raise self._error("does not cover the full .bin", "merge or write the dataset again with Megatron's tools")
         if firsts[0] != 0 or firsts[-1] != sequences or np.any(np.diff(firsts) < 0):
-            raise self._refusal("has documents out of order", "write the dataset anew with Megatron's tools")
+            raise self._error("has documents out of order", "write the dataset again with Megatron's tools")
         self.starts = ends[firsts]
         self.tokens = np.memmap(binary, dtype, "r") if ends[-1] else np.empty(0, dtype)
 
-    def _refusal(self, rule: str, fix: str) -> UserError:
+    def _error(self, rule: str, fix: str) -> UserError:
         return UserError.of("stage.input", f"{self.prefix}.idx", rule, fix)
 
-    def pieces(self, size: int) -> list[tuple[int, int]]:
-        """The (first, stop) documents of shards of about `size` tokens."""
+    def partition(self, size: int) -> list[tuple[int, int]]:
+        """Partition the documents into ranges (first, stop) of about `size` tokens."""
         count = max(1, round(int(self.starts[-1]) / size))
-        cuts = np.searchsorted(self.starts, np.arange(1, count) * (int(self.starts[-1]) / count))
-        bounds = np.unique([0, *cuts, len(self.starts) - 1]).tolist()
+        splits = np.searchsorted(self.starts, np.arange(1, count) * (int(self.starts[-1]) / count))
+        bounds = np.unique([0, *splits, len(self.starts) - 1]).tolist()
         return list(pairwise(bounds))
 
     def documents(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, lengths) of a range of documents, some at a time."""
+        """Yield (tokens, lengths) of a range of documents, in blocks of about BLOCK_TOKENS tokens."""
         while first < stop:
             end = int(np.searchsorted(self.starts, self.starts[first] + BLOCK_TOKENS, side="right")) - 1
             end = min(max(end, first + 1), stop)
@@ -130,37 +128,39 @@ class Indexed:
             first = end
 
 
-def read(source: Indexed, first: int, stop: int, path: Path, encoder: TextEncoder, about: dict[str, Any]) -> dict[str, Any]:
-    """Write documents of an indexed dataset as a token shard; those without an end token get one, empty ones are left out.
+def write_shard(source: IndexedDataset, first: int, stop: int, path: Path, encoder: TextEncoder, about: dict[str, Any]) -> dict[str, Any]:
+    """Write a range of documents of an indexed dataset as a token shard.
+
+    Empty documents are skipped. An end-of-document token is appended to documents that do not end with one.
 
     Args:
         source: the dataset.
         first: first document.
-        stop: the one after the last.
+        stop: one past the last document.
         path: the token shard to write.
-        encoder: the tokenizer that made the tokens.
+        encoder: the tokenizer that created the tokens.
         about: split and corpus.
 
     Returns:
-        The manifest's entry. Its bytes of text are those of the tokens' text, decoded.
+        The manifest entry. Its text_bytes are the bytes of the decoded tokens.
 
     Raises:
-        UserError: a token is not one of the tokenizer's.
+        UserError: a token is not in the tokenizer's vocabulary.
     """
     tokenizer, text_bytes = load(encoder.path.parent), 0
     with atomic_file(path) as handle:
         writer = tokens.Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
         for ids, lengths in source.documents(first, stop):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
-                rule = f"holds the token {int(ids.max())}, {encoder.path} has {encoder.vocab_size} entries"
-                raise UserError.of("tokenizer.path", f"{source.prefix}.bin", rule, "name the tokenizer that made it")
+                rule = f"contains the token {int(ids.max())}, {encoder.path} has {encoder.vocab_size} entries"
+                raise UserError.of("tokenizer.path", f"{source.prefix}.bin", rule, "set the tokenizer that created it")
             lengths = lengths[lengths > 0]
             ends = np.cumsum(lengths)
-            open_ones = ids[ends - 1] != encoder.end_of_document
-            ids, lengths = np.insert(ids, ends[open_ones], encoder.end_of_document), lengths + open_ones
+            unterminated = ids[ends - 1] != encoder.end_of_document
+            ids, lengths = np.insert(ids, ends[unterminated], encoder.end_of_document), lengths + unterminated
             writer.add(ids, lengths)
             documents = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
             text_bytes += sum(len(text.encode()) for text in tokenizer.decode_batch([document[:-1].tolist() for document in documents]))
-        made = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
-        counts = writer.close(text_bytes=text_bytes, **about, **made)
+        made_with = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
+        counts = writer.close(text_bytes=text_bytes, **about, **made_with)
     return artifact.entry(path, **counts, text_bytes=text_bytes, **about)

@@ -1,4 +1,4 @@
-"""Token shards as Parquet, a row a document."""
+"""Token shards as Parquet files with one row per document."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pipeline.data.tokenize import tokens
 from pipeline.files import atomic_file
 
 GROUP_TOKENS = 1 << 22
-"""Tokens of a row group, about; a document is in one."""
+"""Approximate number of tokens per row group; a document is not split over row groups."""
 
 
 def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path) -> dict[str, dict[str, Any]]:
-    """One token shard as a Parquet file with the columns tokens (end token included), length and corpus.
+    """Write one token shard as a Parquet file with the columns tokens (end-of-document token included), length and corpus.
 
     Args:
-        folder: the token shards'.
-        manifest: its manifest.
-        name: the shard.
+        folder: of the token shards.
+        manifest: of the folder.
+        name: of the shard.
         path: the file to write.
 
     Returns:
-        File name -> the manifest's entry.
+        File name -> its manifest entry.
     """
     entry = manifest.files[name]
     ids, ends = tokens.ids(folder / name, entry), np.cumsum(tokens.lengths(folder / name, entry), dtype=np.int64)

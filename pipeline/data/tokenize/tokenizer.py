@@ -1,4 +1,4 @@
-"""A tokenizer that was trained here or brought along, with Hugging Face `tokenizers`: what it is, and text to ids."""
+"""Loading of a Hugging Face tokenizer.json, from stage=train_tokenizer or another tool, and encoding of text."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from pipeline.errors import UserError
 from pipeline.files import digest
 
 Encoded = tuple[np.ndarray, np.ndarray]
-"""Token ids of several texts: the ids one text after another, uint32 (tokens,), and how many each text has, int64 (texts,)."""
+"""Token ids of several texts: the concatenated ids, uint32 (tokens,), and the number of ids of each text, int64 (texts,)."""
 
 
 def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, for text that holds no special tokens: what spells one stays text.
+    """Load the tokenizer of a Hugging Face folder. Text that spells a special token is encoded as ordinary text.
 
     Args:
-        folder: holds a tokenizer.json.
-        key: the configuration key that names the folder.
+        folder: contains tokenizer.json.
+        key: the configuration key of the folder, for messages.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: the file is missing or cannot be read.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        fix = f"run stage=train_tokenizer with tokenizer.path={folder} first, or name a Hugging Face tokenizer folder"
+        fix = f"run stage=train_tokenizer with tokenizer.path={folder} first, or set an existing Hugging Face tokenizer folder"
         if folder.is_file():
             fix = f"import the file into a folder: stage=train_tokenizer tokenizer.source={folder} tokenizer.path=FOLDER"
         raise UserError.of(key, folder, "holds no tokenizer.json", fix)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises nothing more precise
-        raise UserError.of(key, path, f"cannot be read: {error}", "fetch or train it again") from error
-    # What a brought tokenizer adds, cuts or pads for its own model has no place in pretraining data.
+    except Exception as error:  # `tokenizers` raises no more specific type
+        raise UserError.of(key, path, f"cannot be read: {error}", "download or train it again") from error
+    # Pretraining data requires the ids of the full text, whatever truncation and padding the tokenizer defines for its own model.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -44,21 +44,21 @@ def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
-    """The ids of each text, without any token that the tokenizer would add around it."""
+    """The ids of each text, without the special tokens of the post-processor."""
     encodings = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
     lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
     return np.fromiter(chain.from_iterable(encodings), np.uint32, lengths.sum()), lengths
 
 
 class TextEncoder:
-    """Text to ids, by a tokenizer that was trained here or brought along as a Hugging Face folder.
+    """Encodes text with the tokenizer of a Hugging Face folder.
 
-    Text that spells a special token stays text: no document can forge the end of another.
+    Text that spells a special token is encoded as ordinary text, so that a document cannot contain an end-of-document token.
 
-    Its ids are the reference that other engines are held against (pipeline/data/tokenize/engines.py).
+    Its ids are the reference for other engines (pipeline/data/tokenize/engines.py).
 
     Attributes:
-        path: its tokenizer.json.
+        path: of tokenizer.json.
         vocab_size: one more than the largest id.
         end_of_document: id of the token that is written after every document.
         special_tokens: the texts of all special tokens.
@@ -71,7 +71,7 @@ class TextEncoder:
         """Load the tokenizer.
 
         Raises:
-            UserError: there is none, it cannot be read, or `end_of_document` is not one of its special tokens.
+            UserError: the tokenizer is missing or cannot be read, or `end_of_document` is not one of its special tokens.
         """
         self.path = path = folder / "tokenizer.json"
         self._tokenizer = load(folder)
@@ -79,23 +79,23 @@ class TextEncoder:
         self.special_tokens = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         if end_of_document not in vocabulary:
             fix = f"choose one of its special tokens: {', '.join(self.special_tokens[:10]) or 'it has none'}"
-            raise UserError.of("tokenizer.end_of_document", end_of_document, f"is no token of {path}", fix)
+            raise UserError.of("tokenizer.end_of_document", end_of_document, f"is not a token of {path}", fix)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = vocabulary[end_of_document]
         self.fingerprint = digest(path)
         if self.end_of_document in self.encode([end_of_document])[0].tolist():
-            rule = f"is an ordinary token of {path}: documents that spell it would end there"
+            rule = f"is an ordinary token of {path}: a document whose text contains it would end there"
             raise UserError.of("tokenizer.end_of_document", end_of_document, rule, "choose one of its special tokens")
 
     def first_of(self, tokens: Iterable[str]) -> int | None:
-        """The id of the first of these special tokens that the tokenizer has."""
+        """The id of the first of `tokens` that is a special token of the tokenizer; None if none is."""
         return next((self._tokenizer.token_to_id(token) for token in tokens if token in self.special_tokens), None)
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest little-endian unsigned integer that holds every id."""
+        """The smallest little-endian unsigned integer type that can represent every id: uint16 or uint32."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text, without any token that the tokenizer would add around it."""
+        """The ids of each text, without the special tokens of the post-processor."""
         return encode(self._tokenizer, texts)

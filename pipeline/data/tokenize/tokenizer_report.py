@@ -1,4 +1,4 @@
-"""How well tokenizers fit a text: lengths by language, use of the vocabulary, what training on it costs."""
+"""Tokenizer metrics on held-out text: compression by language, vocabulary coverage, and the FLOPs to train on the text."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pipeline.data.tokenize.tokenizer import encode
 
 Row = dict[str, Any]
 
-#: Column -> what it says.
+#: Column -> its definition.
 COLUMNS = {
     "bytes_per_token": "UTF-8 bytes of text per token",
-    "fertility": "tokens per word, a word being what stands between whitespace",
-    "parity": "tokens per byte over those of the tokenizer's best language: 1 for the best, 2 for one that needs twice as many tokens"
-    " for as many bytes (after Petrov et al. 2023, who compare translations of the same sentences)",
-    "unknown": "tokens that stand for text which the tokenizer cannot express",
-    "coverage": "share of the vocabulary's entries that occur",
-    "flops_per_gigabyte": "operations to train the configured model, with this vocabulary, on a gigabyte of such text",
+    "fertility": "tokens per word; words are separated by whitespace",
+    "parity": "tokens per byte, relative to the tokenizer's best language: 1 for the best, 2 for a language with twice as many tokens"
+    " per byte (after Petrov et al. 2023, who compare translations of the same sentences)",
+    "unknown": "number of unknown tokens, for text that the tokenizer cannot represent",
+    "coverage": "fraction of the vocabulary's entries that occur",
+    "flops_per_gigabyte": "FLOPs to train the configured model, with this vocabulary, on a gigabyte (10**9 bytes) of this text",
 }
 
 
 def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_per_token: Callable[[int], float]) -> Row:
-    """One tokenizer on a text.
+    """Compute the metrics of one tokenizer.
 
     Args:
-        name: how the report calls it.
-        tokenizer: as data.tokenizer.load gives it.
+        name: of the tokenizer in the report.
+        tokenizer: from data.tokenize.tokenizer.load.
         texts: language -> documents.
-        flops_per_token: operations to train on a token, by the size of the vocabulary.
+        flops_per_token: vocabulary size -> FLOPs to train on one token.
 
     Returns:
-        {"name", "vocab_size", "tokens", ..., "languages": {language: {...}}}; COLUMNS explains.
+        {"name", "vocab_size", "tokens", ..., "languages": {language: {...}}}; COLUMNS defines the metrics.
     """
     unknown = _unknown(tokenizer)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -46,7 +46,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     for language, documents in texts.items():
         ids = encode(tokenizer, documents)[0]
         used[ids] = True
-        languages[language] = _counted(
+        languages[language] = _metrics(
             sum(len(document.encode("utf-8")) for document in documents),
             sum(len(document.split()) for document in documents),
             len(ids),
@@ -55,25 +55,26 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     best = min(row["tokens"] / row["bytes"] for row in languages.values())
     for row in languages.values():
         row["parity"] = row["tokens"] / row["bytes"] / best
-    total = _counted(*(sum(row[key] for row in languages.values()) for key in ("bytes", "words", "tokens", "unknown")))
+    total = _metrics(*(sum(row[key] for row in languages.values()) for key in ("bytes", "words", "tokens", "unknown")))
     entries = tokenizer.get_vocab_size(with_added_tokens=True)
     cost = {"coverage": int(used.sum()) / entries, "flops_per_gigabyte": 1e9 / total["bytes_per_token"] * flops_per_token(vocab_size)}
     return {"name": name, "vocab_size": vocab_size, **total, **cost, "languages": languages}
 
 
-def _counted(size: int, words: int, tokens: int, unknown: int) -> Row:
+def _metrics(size: int, words: int, tokens: int, unknown: int) -> Row:
+    """The counts and their ratios."""
     ratios = {"fertility": tokens / max(words, 1), "bytes_per_token": size / max(tokens, 1)}
     return {"bytes": size, "words": words, "tokens": tokens, "unknown": unknown, **ratios}
 
 
 def _unknown(tokenizer: Tokenizer) -> int | None:
-    """The id of the token for what cannot be expressed, if there is one."""
+    """The id of the unknown token; None if the tokenizer has none."""
     model = json.loads(tokenizer.to_str())["model"]
     return tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
 
 def text_table(rows: list[Row]) -> str:
-    """The rows for a log: a line a tokenizer, a column a language."""
+    """The rows as a text table for the log, with one line per tokenizer."""
     languages = list(rows[0]["languages"])
     width = max(len("tokenizer"), *(len(row["name"]) for row in rows))
     head = f"{'tokenizer':<{width}} {'entries':>9} {'bytes/token':>11} {'fertility':>9} {'coverage':>8} {'FLOP/GB':>8}"
@@ -90,12 +91,15 @@ def _width(language: str) -> int:
 
 
 def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> list[Path]:
-    """Write report.json and report.html; returns both.
+    """Write report.json and report.html.
 
     Args:
-        folder: where to.
-        rows: what measure() returned, the tokenizer of the folder first.
-        about: what else the report says, in words or numbers.
+        folder: output folder.
+        rows: results of measure(), that of the folder's tokenizer first.
+        about: additional properties to include in the report.
+
+    Returns:
+        The paths of both files.
     """
     content = {**about, "columns": COLUMNS, "tokenizers": rows}
     (folder / "report.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -126,11 +130,11 @@ def _page(rows: list[Row], about: dict[str, Any]) -> str:
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
     title = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = ["".join(f"<td>{html.escape(_shown(value))}</td>" for value in row) for row in rows]
+    lines = ["".join(f"<td>{html.escape(_formatted(value))}</td>" for value in row) for row in rows]
     return f"<table><tr>{title}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if value >= 1e6 else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

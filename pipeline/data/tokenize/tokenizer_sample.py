@@ -1,4 +1,4 @@
-"""What a tokenizer learns from: an even sample of the training text, languages weighted."""
+"""The training text of a tokenizer: a uniform sample of the training split, with optional balancing of languages."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from pathlib import Path
 from pipeline.artifact import Manifest
 from pipeline.data.shard import text_shards
 
-WINDOW = 4
-"""Times the sample's size that is looked at when languages are to be balanced."""
+SCAN_FACTOR = 4
+"""Text that is scanned to balance languages, as a multiple of the sample's size."""
 
 
 class Sample:
-    """Texts out of the leading part of every training shard. Shards are shuffled, so this is an even sample of the corpus.
+    """Texts from the beginning of every training shard. Shards are shuffled, so this is a uniform sample of the corpus.
 
-    With `balance` a (Conneau et al. 2020, XLM-R, section 3), a language that has the share p of the text gets a share in proportion to p**a
-    of the sample: 1 leaves the shares as they are, 0 makes them equal. Text is looked for in WINDOW times the sample's size; a
-    language that has less than its share there gives all of it.
+    With `balance` a (Conneau et al. 2020, XLM-R, section 3), a language with the share p of the text has a share proportional to p**a in
+    the sample: 1 keeps the shares, 0 makes them equal. SCAN_FACTOR times the sample's size is scanned; a language with less text than its
+    share in it contributes all of this text.
 
     Attributes:
-        bytes: text in the sample, about.
-        languages: language (else corpus) -> bytes of its text in the sample, known after a pass.
+        bytes: approximate size of the sample.
+        languages: language (or corpus, if unknown) -> bytes of its text in the sample; available after one iteration.
     """
 
     def __init__(self, shards: Path, text: Manifest, megabytes: float, balance: float) -> None:
-        """Choose; with a balance other than 1 this reads the leading parts once.
+        """Compute the sampling rates. If `balance` is not 1, this reads the scanned text once.
+
+        Args:
+            shards: folder of the text shards.
+            text: manifest of the folder.
+            megabytes: size of the sample, in 10**6 bytes.
+            balance: exponent of the language shares, from 0 to 1.
 
         Raises:
             UserError: a shard is missing or corrupt.
@@ -35,7 +41,7 @@ class Sample:
         self._train = {name: entry["text_bytes"] for name, entry in text.files.items() if entry.get("split") == "train"}
         total = sum(self._train.values())
         self.bytes = round(min(megabytes * 1e6, total))
-        self._window = min(1.0, (1 if balance == 1 else WINDOW) * self.bytes / total)
+        self._scanned = min(1.0, (1 if balance == 1 else SCAN_FACTOR) * self.bytes / total)
         self._kept: dict[str, float] = {}
         self.languages: Counter[str] = Counter()
         if balance != 1:
@@ -47,7 +53,7 @@ class Sample:
             self._kept = {language: wanted[language] / size for language, size in seen.items()}
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, the same with every pass.
+        """Yield the texts; every iteration yields the same ones.
 
         Raises:
             UserError: a shard is missing or corrupt.
@@ -58,21 +64,29 @@ class Sample:
             seen[language] += len(document)
             if self.languages[language] < self._kept.get(language, 1.0) * seen[language]:
                 self.languages[language] += len(document)
-                yield document.decode("utf-8", errors="ignore")  # the last of a shard may be cut within a character
+                yield document.decode("utf-8", errors="ignore")  # the last text of a shard may be truncated within a character
 
     def _leading(self) -> Iterator[tuple[str, bytes]]:
-        """(language, text) of the leading documents of every training shard."""
+        """Yield (language, text) of the documents at the beginning of every training shard."""
         for name, size in self._train.items():
-            left = round(self._window * size)
+            remaining = round(self._scanned * size)
             for document, about in text_shards.readable(self._shards, self._text, name):
-                yield text_shards.language(about), document[:left]
-                left -= len(document)
-                if left <= 0:
+                yield text_shards.language(about), document[:remaining]
+                remaining -= len(document)
+                if remaining <= 0:
                     break
 
 
 def held_out(shards: Path, text: Manifest, megabytes: float) -> dict[str, list[str]]:
-    """Language (else corpus) -> documents of the validation split, of each language about as much as asked for, at most.
+    """Read documents of the validation split, at most about `megabytes` of each language.
+
+    Args:
+        shards: folder of the text shards.
+        text: manifest of the folder.
+        megabytes: maximum per language, in 10**6 bytes.
+
+    Returns:
+        Language (or corpus, if unknown) -> documents.
 
     Raises:
         UserError: a shard is missing or corrupt.

@@ -1,4 +1,4 @@
-"""SentencePiece: Unigram models are learned by its own trainer, and its models become Hugging Face tokenizers."""
+"""SentencePiece: training of Unigram models with its trainer, and conversion of its models to Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from sentencepiece import SentencePieceTrainer, sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 SPACE = "▁"
-"""How pieces write a space, U+2581."""
+"""The character that represents a space in pieces, U+2581."""
 
-NEVER = -1000.0
-"""Score (log-probability) of the entries that no text may become by spelling them: worse than their characters one by one.
+EXCLUDED_SCORE = -1000.0
+"""Score (log-probability) of the entries that text must not be encoded as: lower than the sum of the scores of their characters.
 
-SentencePiece keeps bytes, control symbols and the unknown piece out of its search, `tokenizers` searches everything. This holds as long as
-the model knows the characters of their names.
+SentencePiece excludes bytes, control symbols and the unknown piece from its search; `tokenizers` searches all entries. The score excludes
+an entry only if the vocabulary contains the characters of its name.
 """
 
-ALWAYS = 1000.0
-"""Score of the user-defined symbols, which text becomes wherever it spells them."""
+USER_DEFINED_SCORE = 1000.0
+"""Score of the user-defined symbols: text that contains one is always encoded as it."""
 
 _THREADS = 16
-"""The trainer's sums, and so its pieces, depend on it: not on the machine."""
+"""A constant: the trainer's sums, and so its pieces, depend on the number of threads and must not depend on the machine."""
 
 
 def train_unigram(texts: Iterable[str], special: list[str], split_digits: bool, vocab_size: int) -> Tokenizer:
-    """Learn a unigram language model over pieces (Kudo 2018; Kudo & Richardson 2018). Lossless but for texts that hold U+2581.
+    """Train a unigram language model over pieces (Kudo 2018; Kudo & Richardson 2018). Lossless except for texts that contain U+2581.
 
-    ASCII and the commonest characters that make up 99.95 % of the text get entries, any other becomes its UTF-8 bytes. Text is not
-    normalized, and runs of whitespace may become pieces.
+    ASCII and the most frequent characters that cover 99.95 % of the text are entries; other characters are encoded as their UTF-8 bytes.
+    Text is not normalized, and runs of whitespace may become pieces.
 
     Args:
-        texts: to learn from.
-        special: special tokens, which come first.
-        split_digits: whether no piece holds two digits.
-        vocab_size: entries at most.
+        texts: training text.
+        special: special tokens; they have the first ids.
+        split_digits: encode every digit as a piece by itself.
+        vocab_size: maximum number of entries.
     """
     model = io.BytesIO()
     SentencePieceTrainer.train(
@@ -58,7 +58,7 @@ def train_unigram(texts: Iterable[str], special: list[str], split_digits: bool, 
         bos_id=-1,
         eos_id=-1,
         control_symbols=special,
-        required_chars="".join(sorted({*string.printable.strip(), *"".join(special)} - {" "})),  # see NEVER
+        required_chars="".join(sorted({*string.printable.strip(), *"".join(special)} - {" "})),  # see EXCLUDED_SCORE
         minloglevel=2,
     )
     proto = sentencepiece_model_pb2.ModelProto()
@@ -67,17 +67,17 @@ def train_unigram(texts: Iterable[str], special: list[str], split_digits: bool, 
 
 
 def convert(proto: Any) -> Tokenizer:
-    """A SentencePiece model as a Hugging Face tokenizer. Control symbols become special tokens, user-defined ones ordinary entries.
+    """Convert a SentencePiece model to a Hugging Face tokenizer. Control symbols become special tokens, user-defined ones ordinary entries.
 
     Args:
-        proto: its ModelProto.
+        proto: the ModelProto.
 
     Raises:
-        ValueError: it is neither Unigram nor BPE, or treats spaces in another way than most.
+        ValueError: the model is neither Unigram nor BPE, or does not escape whitespace as a prefix of words.
     """
     trainer, normalizer, kinds = proto.trainer_spec, proto.normalizer_spec, proto.SentencePiece
     if not normalizer.escape_whitespaces or trainer.treat_whitespace_as_suffix or trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
-        raise ValueError("it is neither Unigram nor BPE, or treats spaces in another way than most")
+        raise ValueError("the model is neither Unigram nor BPE, or does not escape whitespace as a prefix of words")
     tokenizer = Tokenizer(_model(proto))
     prefix = normalizer.add_dummy_prefix
     steps: list[Any] = [normalizers.Precompiled(normalizer.precompiled_charsmap)] if normalizer.precompiled_charsmap else []
@@ -85,7 +85,7 @@ def convert(proto: Any) -> Tokenizer:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     steps += [normalizers.Prepend(SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    # Where no piece goes over a space, words can be looked up one by one, which is faster.
+    # If no piece contains a space after its first character, words can be encoded one by one, which is faster.
     if all(SPACE not in piece.piece[1:] for piece in proto.pieces):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(SPACE, "merged_with_next")
     after = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -98,10 +98,12 @@ def convert(proto: Any) -> Tokenizer:
 
 
 def _model(proto: Any) -> models.Model:
-    """The pieces and their scores, or the merges that they imply."""
+    """A Unigram model of the pieces and their scores, or a BPE model of the merges that they imply."""
     spec, pieces, kinds = proto.trainer_spec, proto.pieces, proto.SentencePiece
     if spec.model_type == spec.UNIGRAM:
-        fixed = {kinds.USER_DEFINED: ALWAYS} | dict.fromkeys((kinds.UNKNOWN, kinds.CONTROL, kinds.UNUSED, kinds.BYTE), NEVER)
+        fixed = {kinds.USER_DEFINED: USER_DEFINED_SCORE} | dict.fromkeys(
+            (kinds.UNKNOWN, kinds.CONTROL, kinds.UNUSED, kinds.BYTE), EXCLUDED_SCORE
+        )
         vocab = [(piece.piece, fixed.get(piece.type, piece.score)) for piece in pieces]
         unknown = next(number for number, piece in enumerate(pieces) if piece.type == kinds.UNKNOWN)
         return models.Unigram(vocab, unk_id=unknown, byte_fallback=spec.byte_fallback)

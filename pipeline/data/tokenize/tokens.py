@@ -1,8 +1,9 @@
-"""Token shards: a WebDataset tar on the outside, one numpy array that is addressed by file offset on the inside.
+"""Token shards: WebDataset tar files whose tokens are one uncompressed numpy array, so that they can be read by file offset.
 
-A shard is one sample: `.tokens.npy` (uint16 or uint32, tokens) holds the documents one after another, each closed by the end-of-document
-token, `.lengths.npy` (uint32, documents) the tokens of every document, `.json` says what they are. The tokens come first and go to the file
-as they are made, so that memory does not grow with the shard; the headers before them, of fixed size, follow when their number is known.
+A shard contains one sample of three members: `.tokens.npy` (uint16 or uint32, tokens) is the concatenation of the documents, each followed
+by the end-of-document token; `.lengths.npy` (uint32, documents) is the number of tokens of every document; `.json` contains the metadata.
+The tokens are the first member and are written as they are produced, so that memory does not grow with the shard. The headers before them
+have a fixed size and are written at the end, when the number of tokens is known.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.files import atomic_file
 
 BATCH_BYTES = 1 << 20
-"""Text that is handed to the tokenizer at once; its ids still fit into a core's cache."""
+"""Bytes of text per call of the tokenizer; the ids of this much text fit into the cache of a core."""
 
 _HEADERS = tar.BLOCK + 128
-"""Bytes before the first token: the tar's header and numpy's, which has this length for any array of one dimension."""
+"""Bytes before the first token: the tar header, and the 128-byte .npy header of a one-dimensional array of any length."""
 
 EXCERPT_SHARDS, EXCERPTS = 8, 4
-"""Text shards of which a sample is taken, at most, and documents of each."""
+"""Maximum number of text shards that excerpts are taken from, and of documents per shard."""
 
 SPLITS = ("train", "validation")
 
 
 def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
-    """The shards of one rank, by name. They are dealt out largest first, each to the rank that has the least so far."""
+    """The sorted names of the shards of one rank. Shards are assigned largest first, each to the rank with the smallest load so far."""
     loads = [(0, number) for number in range(ranks)]
     mine = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -49,10 +50,10 @@ def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
 
 
 class Writer:
-    """One token shard on its way to its file: documents are added, close() completes it.
+    """Writes one token shard: add() appends documents, close() completes the file.
 
     Args:
-        handle: the file, empty.
+        handle: an empty file.
         stem: name of the shard's only sample.
         dtype: "<u2" or "<u4".
     """
@@ -67,21 +68,21 @@ class Writer:
         """Append documents.
 
         Args:
-            tokens: (tokens,) all documents with their end tokens.
-            lengths: (documents,) tokens of each.
+            tokens: (tokens,) the concatenated documents with their end-of-document tokens.
+            lengths: (documents,) tokens of each document.
         """
         self._handle.write(tokens.astype(self._dtype, copy=False).data)
         self._lengths.append(lengths.astype("<u4"))
         self._tokens += len(tokens)
 
     def close(self, **about: Any) -> dict[str, Any]:
-        """Write everything but the tokens.
+        """Write the headers, the lengths and the metadata.
 
         Args:
-            about: what else is known; goes into the shard's `.json`.
+            about: additional metadata for the shard's `.json`.
 
         Returns:
-            What the manifest's entry needs to address the shard: dtype, tokens, documents and the offsets of both arrays.
+            The fields of the manifest entry that locate the arrays: dtype, tokens, documents, and the byte offsets of both arrays.
         """
         lengths, handle = np.concatenate(self._lengths), self._handle
         content = _HEADERS - tar.BLOCK + self._tokens * self._dtype.itemsize
@@ -99,24 +100,24 @@ class Writer:
 def write(
     shards: Path, text: artifact.Manifest, name: str, path: Path, encoder: TextEncoder, engine: Engine, progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Tokenize one text shard, which is read once and held against its checksum meanwhile.
+    """Tokenize one text shard. The shard is read once; its checksum is verified during the read.
 
     Args:
         shards: folder of the text shards.
-        text: its manifest.
-        name: the text shard.
+        text: manifest of the folder.
+        name: of the text shard.
         path: the token shard to write.
         encoder: the tokenizer.
-        engine: what turns its text into ids.
-        progress: told the bytes of text as they are done.
+        engine: the tokenization engine.
+        progress: called with the number of bytes of text after each batch.
 
     Returns:
-        The manifest's entry: length, checksum, dtype, counts, and the offsets in the file of the first token and of the first length.
+        The manifest entry: size, checksum, dtype, counts, and the byte offsets of the first token and of the first length.
 
     Raises:
         UserError: the text shard is missing or corrupt; nothing is written.
     """
-    noted, text_bytes = text.files[name], 0
+    source, text_bytes = text.files[name], 0
     with atomic_file(path) as handle:
         writer = Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
         with artifact.open_verified(shards, text, name) as shard:
@@ -126,14 +127,14 @@ def write(
                 done = sum(map(len, batch))
                 text_bytes += done
                 progress(done)
-        about = {"text_bytes": text_bytes, "split": noted["split"], "corpus": noted["corpus"]}
-        made = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
-        counts = writer.close(**about, **made)
+        about = {"text_bytes": text_bytes, "split": source["split"], "corpus": source["corpus"]}
+        made_with = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
+        counts = writer.close(**about, **made_with)
     return artifact.entry(path, **counts, **about)
 
 
 def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> list[str]:
-    """The beginnings of a few documents from text shards that are spread evenly over the named ones.
+    """The beginnings of a few documents, from text shards that are evenly spaced in `names`.
 
     Raises:
         UserError: a shard is missing or corrupt.
@@ -146,11 +147,11 @@ def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> lis
 
 
 def ids(path: Path, entry: dict[str, Any]) -> np.ndarray:
-    """All tokens of a shard, (tokens,), mapped.
+    """All tokens of a shard, (tokens,), memory-mapped.
 
     Args:
-        path: the shard.
-        entry: what the manifest says of it.
+        path: of the shard.
+        entry: its manifest entry.
     """
     dtype = np.dtype(entry["dtype"]).newbyteorder("<")
     if not entry["tokens"]:
@@ -159,12 +160,12 @@ def ids(path: Path, entry: dict[str, Any]) -> np.ndarray:
 
 
 def lengths(path: Path, entry: dict[str, Any]) -> np.ndarray:
-    """The tokens of every document of a shard, (documents,) uint32."""
+    """The number of tokens of every document of a shard, (documents,) uint32."""
     return np.fromfile(path, "<u4", entry["documents"], offset=entry["lengths_offset"])
 
 
 def totals(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Shards, documents, bytes of text and tokens: of each split, and under "corpora" of each split of each corpus."""
+    """Count shards, documents, bytes of text and tokens: per split, and under "corpora" per split of each corpus."""
     shards = [entry for entry in files.values() if "split" in entry]
     corpora = sorted({entry["corpus"] for entry in shards})
     return {
@@ -183,7 +184,7 @@ def _counts(shards: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The documents, about BATCH_BYTES at a time."""
+    """Group documents into batches of about BATCH_BYTES."""
     batch: list[bytes] = []
     size = 0
     for text in texts:
@@ -197,7 +198,7 @@ def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _npy_header(dtype: np.dtype, count: int) -> bytes:
-    """What a .npy file of one dimension begins with."""
+    """The header of a one-dimensional .npy file, padded to a fixed size."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
     assert tar.BLOCK + header.tell() == _HEADERS
