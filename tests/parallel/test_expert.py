@@ -321,7 +321,7 @@ def test_stacked_experts_are_initialized_matrix_by_matrix():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model=llama-tiny", "parallel.expert=2"), "model.family=llama has no experts"),
+        (("model=llama-tiny", "parallel.expert=2"), "requires an MoE model; model.family=llama has no experts"),
         (("model=mixtral-tiny", "parallel.expert=3"), "must divide model.experts=4"),
         (("model=mixtral-tiny", "model.top_k=5"), "is more than model.experts=4"),
         (("model=deepseek-tiny", "model.expert_ffn_hidden=99", "parallel.tensor=2"), "must divide model.expert_ffn_hidden=99"),
