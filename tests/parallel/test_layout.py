@@ -11,9 +11,11 @@ from pipeline.models.plan import SPLITS
 from pipeline.parallel.pieces import slice_weight
 
 SIZES = st.integers(1, 6)
+#: Layouts have up to thousands of ranks, and the machine may be busy.
+UNTIMED = settings(deadline=None)
 
 
-@settings(deadline=None)  # thousands of ranks
+@UNTIMED
 @given(SIZES, SIZES, SIZES, SIZES, SIZES)
 def test_ranks_and_coordinates_are_one_to_one(pipeline, data, tensor, expert, context):
     layout = Layout(pipeline, data, tensor, expert, context)
@@ -23,6 +25,7 @@ def test_ranks_and_coordinates_are_one_to_one(pipeline, data, tensor, expert, co
     assert {layout.batch_shard(c) for c in coordinates} == set(range(layout.batch_shards))
 
 
+@UNTIMED
 @given(st.integers(2, 8), st.sampled_from(["1f1b", "interleaved", "zbv"]), st.integers(2, 4), st.integers(0, 40))
 def test_every_layer_is_in_one_stage_and_every_stage_on_one_rank(pipeline, schedule, turns, more):
     turns = {"1f1b": 1, "zbv": 2}.get(schedule, turns)
@@ -45,6 +48,7 @@ def test_zbv_has_the_first_and_last_stage_on_the_first_rank():
 ROLES = st.sampled_from(sorted(SPLITS))
 
 
+@UNTIMED
 @given(SIZES, SIZES, st.integers(1, 20), ROLES)
 def test_pieces_cover_a_weight_without_overlap(tensor, expert, width, role):
     shapes = {"vocab": (width, width), "expert": (width * expert, width * tensor, width * tensor)}
