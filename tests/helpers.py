@@ -5,24 +5,73 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def pipeline(*arguments: str, ranks: int = 0, expect: int = 0, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
-    """`python -m pipeline ARGUMENTS` to its end, under mpirun when ranks are given; returns what it printed, both streams.
+#: What runs Python in a process forked from one with all imports done; a launcher starts it in place of Python.
+PYTHON = (sys.executable, "-S", str(ROOT / "tests" / "warm.py"))
+
+
+def program(name: str) -> str:
+    """A command of the environment that runs the tests."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def torchrun(ranks: int, *arguments: str, cold: bool = False) -> tuple[str, ...]:
+    """The words before a command that is to run on several ranks of this machine."""
+    start = (program("torchrun"),) if cold else (*PYTHON, "-m", "torch.distributed.run")
+    return *start, f"--nproc_per_node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python", *arguments
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of this process, one thread a process, and the package."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def python(
+    *arguments: object,
+    ranks: int = 0,
+    prefix: tuple[str, ...] = (),
+    cold: bool = False,
+    timeout: float = 300,
+    env: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run `python ARGUMENTS`, under mpirun when ranks are given; returns the exit code and what it printed, both streams.
+
+    Args:
+        prefix: a command that is to run it.
+        cold: start Python as users do. Otherwise the process is forked from one with all imports done (tests/warm.py).
+        timeout: in seconds.
+        env: environment variables besides those of this process.
+    """
+    variables = environment(**(env or {}))
+    prefix += (program("mpirun"), "-n", str(ranks)) if ranks else ()
+    with tempfile.TemporaryFile() as output:
+        if prefix or cold:
+            command = [*prefix, *((sys.executable,) if cold else PYTHON), *map(str, arguments)]
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            code = subprocess.run(command, env=variables, timeout=timeout, **streams).returncode
+        else:
+            code = warm.start(*arguments, environment=variables, output=output.fileno()).wait(timeout)
+        output.seek(0)
+        return code, output.read().decode()
+
+
+def pipeline(*arguments: object, expect: int = 0, **options: Any) -> str:
+    """Run `python -m pipeline ARGUMENTS` with the options of `python`; returns what it printed, both streams.
 
     Args:
         expect: the exit code it must have.
-        prefix: a command that is to run it.
     """
-    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)] if ranks else []
-    command = [*prefix, *launcher, sys.executable, "-m", "pipeline", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{' '.join(command)}\n{done.stdout}"
-    return done.stdout
+    code, printed = python("-m", "pipeline", *arguments, **options)
+    assert code == expect, f"exit code {code}, expected {expect}:\n{' '.join(map(str, arguments))}\n{printed}"
+    return printed
 
 
 def words(seed: int, count: int) -> str:

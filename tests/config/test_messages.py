@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import pipeline
+from tests.helpers import pipeline, torchrun
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
@@ -73,16 +72,14 @@ def test_ranks_say_it_once(tmp_path: Path) -> None:
 
 def test_a_late_rank_0_gets_to_speak(tmp_path: Path) -> None:
     """torchrun ends all ranks when one has failed: that must not be one that says nothing, before rank 0 has spoken."""
-    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
     late = ("sh", "-c", '[ "$RANK" = 1 ] || sleep 1; exec "$@"', "late")
-    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *late), expect=1)
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *late), expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 
 def test_a_mistake_that_rank_0_does_not_find_is_told_all_the_same(tmp_path: Path) -> None:
-    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
     elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")
-    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *elsewhere), expect=1)
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *elsewhere), expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 

@@ -217,7 +217,7 @@ def test_a_full_disk_ends_clearly_and_leaves_no_half_checkpoint(tokens, tmp_path
     """A file-size limit stands for the full disk: it lets metrics.jsonl through and stops the checkpoint."""
     limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "limited")
     common = ("stage=pretrain", *TINY, "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=3")
-    said = pipeline(*common, expect=2, prefix=limited)
+    said = pipeline(*common, expect=2, prefix=limited, cold=True)
     assert "could not be written" in said
     assert "Traceback" not in said
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
