@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,32 @@ def pipeline(*arguments: object, expect: int = 0, **options: Any) -> str:
     """
     code, printed = python("-m", "pipeline", *arguments, **options)
     assert code == expect, f"exit code {code}, expected {expect}:\n{' '.join(map(str, arguments))}\n{printed}"
+    return printed
+
+
+def start_ranks(count: int, *arguments: object, output: int | None = None) -> list[warm.Process]:
+    """Start `python -m pipeline ARGUMENTS` on several ranks, each with the variables that torchrun sets, and no launcher above them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "none"}
+    job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [warm.start("-m", "pipeline", *arguments, environment=environment(**job, **place), output=output) for place in places]
+
+
+def run_ranks(count: int, *arguments: object, timeout: float = 400) -> str:
+    """Run `start_ranks` to the end; returns what all ranks printed, both streams. A rank that fails ends the others."""
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryFile() as output:
+        ranks = start_ranks(count, *arguments, output=output.fileno())
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            codes = [rank.poll() for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+        output.seek(0)
+        printed = output.read().decode()
+    assert codes == [0] * count, f"exit codes {codes}:\n{printed}"
     return printed
 
 

@@ -59,9 +59,10 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            self.send_signal(signal.SIGKILL)
-        self.wait()
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send_signal(signal.SIGKILL)
+            self.wait()
 
     def _readable(self, seconds: float) -> bool:
         return bool(select.select([self._connection], [], [], seconds)[0])

@@ -1,15 +1,11 @@
 """tools/parity: it keeps its tolerance, fails where a weight is spoiled, and has a row for every family."""
 
-import subprocess
-import sys
-
 from pipeline.models.families import FAMILIES
-from tests.helpers import ROOT
+from tests.helpers import ROOT, python
 
 
 def parity(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, ROOT / "tools" / "parity", *arguments], capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout
+    return python(ROOT / "tools" / "parity", *arguments)
 
 
 def test_a_family_is_its_stock_class_both_ways():
