@@ -1,1 +1,1 @@
-"""Tännschen: raw text in, a Hugging Face checkpoint out, as batch jobs on a Slurm cluster."""
+"""Tännschen: pretraining of transformers as batch jobs on a Slurm cluster, from raw text to a Hugging Face checkpoint."""

@@ -1,6 +1,6 @@
-"""The one entry: `python -m pipeline stage=NAME key=value ...` composes, checks and runs one stage.
+"""Entry point: `python -m pipeline stage=NAME key=value ...` composes and validates a configuration and runs one stage.
 
-The same command is one process, one rank of many (torchrun, srun, mpirun), or with -m a Hydra sweep.
+The same command runs as a single process, as one rank of torchrun, srun or mpirun, or with -m as a Hydra sweep.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 def main() -> None:
     """Run the command line."""
-    gc.disable()  # start-up makes objects that stay; looking for garbage among them costs a tenth of it
+    gc.disable()  # start-up allocates long-lived objects; garbage collection would take a tenth of its time
     arguments = sys.argv[1:]
     if not arguments or any(a in ("-h", "--help") for a in arguments):
         from pipeline.config.usage import print_usage
@@ -20,14 +20,14 @@ def main() -> None:
         try:
             print_usage()
             sys.stdout.flush()
-        except BrokenPipeError:  # of `| head`: the reader has seen enough; Python must not try to write the rest
+        except BrokenPipeError:  # the reader (`| head`) closed the pipe; redirect the final flush of Python to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     run_hydra(arguments)
 
 
 def run_hydra(arguments: list[str]) -> None:
-    """Compose the configuration with Hydra and run the stage, once or for every point of a sweep."""
+    """Compose the configuration with Hydra and run the stage, once or for every run of a sweep."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
@@ -35,39 +35,40 @@ def run_hydra(arguments: list[str]) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.config import compose, layout
+    from pipeline.config.paths import CONF_DIR
     from pipeline.errors import UserError
     from pipeline.launch import hydra_launcher, preflight, ranks
 
     compose.register()
     hydra_launcher.register()
-    sys.argv[1:] = arguments = compose.spelled_out(arguments)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions; ours are printed without a traceback
-    application = hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="config")(run_one)
+    sys.argv[1:] = arguments = compose.normalize_overrides(arguments)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them; user errors are printed below without a traceback
+    application = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(run_one)
     try:
         if any(argument.startswith(("-", "hydra")) for argument in arguments):
             application()
-        else:  # the same composition without Hydra's sweeps and flags, for which it composes everything twice
-            with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
+        else:  # without sweeps and Hydra flags: hydra.main would compose the configuration twice
+            with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
                 composed = hydra.compose("config", arguments, return_hydra_config=True)
-            HydraConfig.instance().set_config(composed)  # the dry run asks it for the command line
+            HydraConfig.instance().set_config(composed)  # the dry run reads the command line from it
             with open_dict(composed):
                 del composed["hydra"]
             run_one(composed)
-    except UserError as error:  # of a sweep, whose points are checked together before any runs
-        compose.fail(error, after=ranks.turn_to_speak())
+    except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
+        compose.exit_with_error(error, after=ranks.error_report_delay())
     except (HydraException, OmegaConfBaseException) as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
-        violations, rest = compose.explain(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
+        violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
         if not violations:
             raise
-        config = compose.typed(rest)
+        config = compose.to_run_config(valid)
         violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
-        compose.fail(UserError(violations), after=ranks.turn_to_speak())
-        raise AssertionError("fail() leaves") from error
+        compose.exit_with_error(UserError(violations), after=ranks.error_report_delay())
+        raise AssertionError("exit_with_error() does not return") from error
 
 
 def run_one(composed: object) -> None:
-    """Check one composed configuration and run its stage."""
+    """Validate a composed configuration and run its stage."""
     from omegaconf import DictConfig
 
     from pipeline.config import compose, layout
@@ -79,7 +80,7 @@ def run_one(composed: object) -> None:
     try:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
-        config = compose.typed(composed)
+        config = compose.to_run_config(composed)
         preflight.check(config, layout.job_size(config, here.world_size))
         from pipeline.stages import run
 
@@ -87,7 +88,7 @@ def run_one(composed: object) -> None:
         gc.enable()
         run(config, here)
     except UserError as error:
-        compose.fail(error, after=ranks.turn_to_speak())
+        compose.exit_with_error(error, after=ranks.error_report_delay())
 
 
 if __name__ == "__main__":

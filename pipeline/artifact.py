@@ -1,6 +1,6 @@
-"""Artifacts: a folder of files and a manifest that says which stage made them, from what, with which settings.
+"""Artifacts: the output folders of stages. A manifest records the stage, its settings, its inputs and a checksum per file.
 
-The manifest is written last and atomically, so a folder with a manifest is complete.
+The manifest is written last and atomically: a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import IO, Any
 import xxhash
 
 from pipeline.errors import UserError, Violation
-from pipeline.files import atomic_file, digest, verified, verify
+from pipeline.files import atomic_file, digest, verified_reader, verify
 
 MANIFEST = "manifest.json"
 
 
 @dataclass
 class Manifest:
-    """What a stage made.
+    """The description of the output of a stage.
 
     Attributes:
-        stage: the stage that wrote the folder.
-        settings: dotted configuration key -> value, all that determined the content.
-        files: name in the folder -> {"bytes", "xxh3", ...} for every file the artifact consists of.
-        totals: counts that later stages and people read (documents, bytes, tokens, ...).
+        stage: name of the stage that wrote the folder.
+        settings: dotted configuration key -> value, for every key that determines the content.
+        files: file name -> {"bytes", "xxh3", ...}, for every file of the artifact.
+        totals: counts for later stages and for users (documents, bytes, tokens, ...).
     """
 
     stage: str
@@ -37,45 +37,50 @@ class Manifest:
     totals: dict[str, Any] = field(default_factory=dict)
 
 
-def entry(path: Path, **more: Any) -> dict[str, Any]:
-    """A manifest's entry for a file: its length in bytes, its checksum, and what else is known of it."""
-    return {"bytes": path.stat().st_size, "xxh3": digest(path), **more}
+def entry(path: Path, **metadata: Any) -> dict[str, Any]:
+    """Return the manifest entry of a file: its size in bytes, its checksum, and the given metadata."""
+    return {"bytes": path.stat().st_size, "xxh3": digest(path), **metadata}
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Declare the folder complete."""
+    """Write the manifest atomically, which marks the folder as complete."""
     with atomic_file(folder / MANIFEST, "w") as handle:
         json.dump(dataclasses.asdict(manifest), handle, indent=1, sort_keys=True)
         handle.write("\n")
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """The content of an artifact as a short text, for the settings of what is made from it."""
-    listing = sorted((name, noted["xxh3"]) for name, noted in manifest.files.items())
+    """Return a hash of all file checksums. Artifacts derived from this one record it in their settings."""
+    listing = sorted((name, recorded["xxh3"]) for name, recorded in manifest.files.items())
     return xxhash.xxh3_64_hexdigest(json.dumps(listing).encode())
 
 
 def read(folder: Path, *, key: str, stage: str) -> Manifest:
-    """The manifest of a folder that `stage` should have made and that configuration key `key` names.
+    """Read the manifest of a folder.
+
+    Args:
+        folder: the output folder of `stage`.
+        key: configuration key that names the folder, for error messages.
+        stage: the stage that must have written the folder.
 
     Raises:
-        UserError: the folder is missing or incomplete, or another stage's.
+        UserError: the folder is missing or incomplete, or was written by another stage.
     """
     if not (folder / MANIFEST).is_file():
-        raise UserError.of(key, folder, f"holds no finished {stage} output", f"run stage={stage} with {key}={folder} first")
+        raise UserError.of(key, folder, f"contains no complete output of stage={stage}", f"run stage={stage} with {key}={folder} first")
     manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     if manifest.stage != stage:
         raise UserError.of(
-            key, folder, f"was written by stage={manifest.stage}, not {stage}", f"point {key} to a folder that stage={stage} wrote"
+            key, folder, f"was written by stage={manifest.stage}, not by stage={stage}", f"set {key} to a folder written by stage={stage}"
         )
     return manifest
 
 
-def finished(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) -> Manifest | None:
-    """The manifest of a folder that is already complete with these settings, None if there is work to do.
+def find_complete(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) -> Manifest | None:
+    """Return the manifest of a folder that is already complete with these settings, None if the folder is incomplete.
 
     Raises:
-        UserError: the folder is complete but was made with other settings; every difference is named.
+        UserError: the folder is complete but was created with other settings; lists every difference.
     """
     if not (folder / MANIFEST).is_file():
         return None
@@ -85,8 +90,8 @@ def finished(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) ->
         Violation(
             name,
             settings.get(name),
-            f"{folder} was made with {name}={manifest.settings.get(name)}",
-            f"choose another {key}, or remove the folder",
+            f"{folder} was created with {name}={manifest.settings.get(name)}",
+            f"set {key} to another folder, or remove this one",
         )
         for name in sorted(settings.keys() | manifest.settings.keys())
         if settings.get(name) != manifest.settings.get(name)
@@ -96,26 +101,27 @@ def finished(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) ->
     return manifest
 
 
-def opened(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:
-    """A file of an artifact, to be read once; the block's end holds what was read against its checksum (files.verified).
+def open_verified(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:
+    """Open a file of an artifact for one sequential read; its checksum is verified when the block ends (files.verified_reader).
 
     Raises:
-        UserError: it is missing, truncated or corrupt; it is named.
+        UserError: the file is missing, truncated or corrupt.
     """
-    noted = manifest.files[name]
-    return verified(folder / name, noted["bytes"], noted["xxh3"], _remedy(folder, manifest))
+    recorded = manifest.files[name]
+    return verified_reader(folder / name, recorded["bytes"], recorded["xxh3"], _fix(folder, manifest))
 
 
 def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> None:
-    """Hold the files of an artifact (or the named ones) against their checksums.
+    """Verify the checksums of the named files of an artifact, of all files if names is None.
 
     Raises:
-        UserError: one is missing, truncated or corrupt; it is named.
+        UserError: a file is missing, truncated or corrupt; the message names it.
     """
     for name in manifest.files if names is None else names:
-        noted = manifest.files[name]
-        verify(folder / name, noted["bytes"], noted["xxh3"], _remedy(folder, manifest))
+        recorded = manifest.files[name]
+        verify(folder / name, recorded["bytes"], recorded["xxh3"], _fix(folder, manifest))
 
 
-def _remedy(folder: Path, manifest: Manifest) -> str:
+def _fix(folder: Path, manifest: Manifest) -> str:
+    """Return the advice for a damaged file."""
     return f"remove {folder / MANIFEST} and run stage={manifest.stage} again"

@@ -1,4 +1,4 @@
-"""What a user can mend, said once and without a traceback."""
+"""Errors that a user can fix. They are printed without a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: the configuration key, the value it has, the rule it breaks, and what to do."""
+    """One violated rule: the configuration key, its value, the rule, and the fix."""
 
     key: str
     value: object
@@ -21,10 +21,10 @@ class Violation:
 
 
 class UserError(Exception):
-    """A mistake of the user's, or of a file that the user gave. The entry prints it and exits with 2."""
+    """An invalid configuration or input file. The entry point prints it and exits with code 2."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
-        assert violations, "a user error names at least one violation"
+        assert violations, "a UserError requires at least one violation"
         self.violations = tuple(violations)
         count = len(self.violations)
         head = "1 problem" if count == 1 else f"{count} problems"
@@ -32,15 +32,15 @@ class UserError(Exception):
 
     @classmethod
     def of(cls, key: str, value: object, rule: str, fix: str) -> UserError:
-        """The error of a single violation."""
+        """Create an error with a single violation."""
         return cls([Violation(key, value, rule, fix)])
 
 
-def together(*checks: Callable[[], Any]) -> list[Any]:
-    """The result of every check.
+def collect_errors(*checks: Callable[[], Any]) -> list[Any]:
+    """Run all checks and return their results in order.
 
     Raises:
-        UserError: with the violations of all checks that raised one.
+        UserError: at least one check raised it; contains the violations of all checks.
     """
     results: list[Any] = []
     violations: list[Violation] = []

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and their checksums."""
+"""Atomic file writes and checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.errors import UserError
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
-    """A file handle whose content appears under `path` when the block ends well, and nowhere when it does not."""
+    """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -33,10 +33,10 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder for output, with its parents.
+    """Create an output folder and its parents.
 
     Raises:
-        UserError: that cannot be.
+        UserError: the folder cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,28 +44,49 @@ def make_folder(folder: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UserError.of(
-            "output folder", folder, f"cannot be written: {error.strerror}", "choose a place that you may write to"
+            "output folder", folder, f"cannot be written: {error.strerror}", "choose a folder with write permission"
         ) from error
 
 
 @contextmanager
-def disk_full_named(folder: Path) -> Iterator[None]:
-    """Writing into `folder`: a full disk, quota or file-size limit becomes one message that names it.
+def report_disk_full(folder: Path) -> Iterator[None]:
+    """Convert an OSError of a full disk, an exceeded quota or a file-size limit into a UserError that names `folder`.
 
     Raises:
-        UserError: instead of that OSError.
+        UserError: in place of that OSError.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        fix = "make room and run the same command again; finished parts are kept"
+        fix = "free disk space and run the same command again; completed parts are kept"
         raise UserError.of("output folder", folder, f"cannot be written: {error.strerror}", fix) from error
 
 
-def publish_folder(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, replacing an older one. Readers see the old folder or the new one, never a mixture."""
+def partial_folder(final: Path) -> Path:
+    """The hidden folder in which atomic_folder collects the content of `final`."""
+    return final.with_name(f".{final.name}.partial")
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder whose content appears as `final` if the block succeeds, replacing an older folder; it is removed otherwise.
+
+    Readers see either the old folder or the new one. The leftovers of an interrupted run are removed first.
+    """
+    partial = partial_folder(final)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _publish_folder(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish_folder(partial: Path, final: Path) -> None:
+    """Rename a complete folder to its final name and remove the folder that it replaces."""
     retired = final.with_name(f".{final.name}.retired")
     if final.exists():
         shutil.rmtree(retired, ignore_errors=True)
@@ -76,7 +97,7 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to its file system, so that a rename survives a power cut."""
+    """Flush the directory entries of a folder to disk, so that a rename survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,7 +106,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """The xxh3-128 checksum of a file's bytes, in hexadecimal."""
+    """Return the xxh3-128 checksum of a file in hexadecimal."""
     state = xxhash.xxh3_128()
     with open(path, "rb") as handle:
         while block := handle.read(1 << 22):
@@ -93,50 +114,56 @@ def digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def verify(path: Path, size: int, checksum: str, remedy: str) -> None:
-    """Hold a file against what was noted when it was written.
+def verify(path: Path, size: int, checksum: str, fix: str) -> None:
+    """Verify the size and the checksum of a file.
+
+    Args:
+        path: the file.
+        size: expected size, bytes.
+        checksum: expected xxh3-128 checksum, hexadecimal.
+        fix: advice in the error message.
 
     Raises:
-        UserError: it is missing, has another length, or other bytes; `remedy` is the advice.
+        UserError: the file is missing, or its size or checksum differs.
     """
     if not path.is_file():
-        raise UserError.of("file", path, "is missing", remedy)
+        raise UserError.of("file", path, "is missing", fix)
     if path.stat().st_size != size:
-        raise UserError.of("file", path, f"is truncated or overwritten: {path.stat().st_size} bytes, {size} were written", remedy)
+        raise UserError.of("file", path, f"is truncated or overwritten: {path.stat().st_size} bytes, expected {size}", fix)
     if digest(path) != checksum:
-        raise _corrupt(path, checksum, remedy)
+        raise _corrupt(path, checksum, fix)
 
 
-def _corrupt(path: Path, checksum: str, remedy: str) -> UserError:
-    return UserError.of("file", path, f"is corrupt: its checksum is not {checksum}", remedy)
+def _corrupt(path: Path, checksum: str, fix: str) -> UserError:
+    return UserError.of("file", path, f"is corrupt: its checksum differs from the recorded {checksum}", fix)
 
 
 @contextmanager
-def verified(path: Path, size: int, checksum: str, remedy: str) -> Iterator[IO[bytes]]:
-    """A file to be read once, from its start: what is read is held against what was noted when it was written.
+def verified_reader(path: Path, size: int, checksum: str, fix: str) -> Iterator[IO[bytes]]:
+    """Open a file for one sequential read and verify its checksum while reading.
 
-    The block must not publish what it makes of the bytes: whether they are right is known when it has ended.
+    The checksum is known only when the block ends, so the block must not publish results.
 
     Raises:
-        UserError: as verify() does; also instead of whatever the block raised over corrupt bytes.
+        UserError: see verify(); also replaces an exception that the block raised because of corrupt bytes.
     """
     if not path.is_file() or path.stat().st_size != size:
-        verify(path, size, checksum, remedy)
-    raw = _Hashed(path)
+        verify(path, size, checksum, fix)
+    raw = _HashingReader(path)
     with io.BufferedReader(raw, 1 << 20) as handle:
         try:
             yield handle
         except Exception:
-            verify(path, size, checksum, remedy)
+            verify(path, size, checksum, fix)
             raise
         while handle.read(1 << 20):
             pass
         if raw.state.hexdigest() != checksum:
-            raise _corrupt(path, checksum, remedy)
+            raise _corrupt(path, checksum, fix)
 
 
-class _Hashed(io.RawIOBase):
-    """A file whose bytes are added to a checksum as they are read."""
+class _HashingReader(io.RawIOBase):
+    """A raw file that updates a checksum with the bytes read."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)

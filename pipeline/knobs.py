@@ -1,4 +1,4 @@
-"""Configuration fields that carry their own documentation and legal range."""
+"""Configuration fields with documentation and legal range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.errors import Violation
 
 @dataclass(frozen=True)
 class Knob:
-    """What is known of one configuration field: its meaning, unit and legal range; of a list or dict, the dataclass of its items."""
+    """The documentation of a configuration field: meaning, unit, legal range, and the dataclass of the items of a list or dict."""
 
     meaning: str
     unit: str = ""
@@ -23,14 +23,14 @@ class Knob:
     item: type | None = None
 
     def rule(self) -> str:
-        """The legal range in words, empty when anything of the field's type goes."""
+        """Return the legal range as text, empty if every value of the type is legal."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         bounds = [(self.at_least, "at least"), (self.above, "above"), (self.at_most, "at most")]
         return " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
 
-    def admits(self, value: Any) -> bool:
-        """Whether the value lies in the legal range; None (not set) always does."""
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is in the legal range. None (unset) is always legal."""
         if value is None:
             return True
         if self.choices:
@@ -53,7 +53,7 @@ def knob(
     choices: tuple[str, ...] = (),
     item: type | None = None,
 ) -> Any:
-    """A dataclass field with its meaning, unit and legal range."""
+    """Create a dataclass field with meaning, unit and legal range."""
     metadata = {"knob": Knob(meaning, unit, at_least, above, at_most, choices, item)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
@@ -61,7 +61,7 @@ def knob(
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:
-    """Every (dotted key, knob, value) of a tree of dataclasses (instances), depth first."""
+    """Yield (dotted key, knob, value) for every field of nested dataclass instances, depth first."""
     for item in dataclasses.fields(node):
         key, value = f"{prefix}{item.name}", getattr(node, item.name)
         if dataclasses.is_dataclass(value):
@@ -74,9 +74,9 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:
 
 
 def range_violations(node: Any, prefix: str = "") -> list[Violation]:
-    """The fields of a tree of dataclasses whose value is outside the legal range."""
+    """Return a violation for every field of nested dataclasses whose value is outside its legal range."""
     return [
-        Violation(key, value, f"must be {knob.rule()}", f"set {key} to a value that is {knob.rule()} ({knob.meaning})")
+        Violation(key, value, f"must be {knob.rule()}", f"set {key} ({knob.meaning}) to a legal value")
         for key, knob, value in walk(node, prefix)
-        if not knob.admits(value)
+        if not knob.accepts(value)
     ]

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, plain lines in a log."""
+"""Progress reports: a progress bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ log = logging.getLogger("pipeline")
 
 
 def set_up_logging(rank: int, world_size: int) -> None:
-    """Log lines to standard error: time, rank when there are several, message; rank 0 at INFO, the others warnings only."""
-    who = f" [{rank}]" if world_size > 1 else ""
+    """Configure logging to standard error: time, rank if world_size > 1, message. Rank 0 logs at INFO, other ranks at WARNING."""
+    prefix = f" [{rank}]" if world_size > 1 else ""
     logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING, format=f"%(asctime)s{who} %(message)s", datefmt="%H:%M:%S", force=True
+        level=logging.INFO if rank == 0 else logging.WARNING, format=f"%(asctime)s{prefix} %(message)s", datefmt="%H:%M:%S", force=True
     )
 
 
 class Progress:
-    """Counts units of work: a tqdm bar on a terminal, otherwise a line now and then; silent on ranks above 0.
+    """Reports completed units of work: a tqdm bar on a terminal, otherwise periodic log lines. Only rank 0 reports.
 
     Args:
-        total: units in all, None when unknown.
-        label: what is being done.
-        unit: name of a unit; "B" counts bytes and prints MB.
-        rank: only rank 0 shows anything.
-        every: seconds between lines where there is no terminal.
+        total: total number of units, None if unknown.
+        label: name of the task.
+        unit: name of the unit; "B" counts bytes and prints MB.
+        rank: rank of this process.
+        every: seconds between log lines without a terminal.
     """
 
     def __init__(self, total: int | None, label: str, unit: str, rank: int = 0, every: float = 30.0) -> None:
@@ -41,7 +41,7 @@ class Progress:
             self._bar = tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", dynamic_ncols=True)
 
     def advance(self, amount: int, note: str = "") -> None:
-        """Count finished units; `note` is shown beside the bar."""
+        """Add completed units; `note` is shown next to the bar."""
         self._done += amount
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
@@ -53,11 +53,11 @@ class Progress:
     def _rate(self) -> str:
         scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
         seconds = max(time.monotonic() - self._start, 1e-9)
-        whole = f" of {self._total / scale:,.0f}" if self._total else ""
-        left = ""
+        total = f" of {self._total / scale:,.0f}" if self._total else ""
+        remaining = ""
         if self._total and 0 < self._done < self._total:
-            left = f", {timedelta(seconds=round(seconds * (self._total / self._done - 1)))} left"
-        return f"{self._done / scale:,.0f}{whole} {unit}, {self._done / scale / seconds:,.1f} {unit}/s{left}"
+            remaining = f", {timedelta(seconds=round(seconds * (self._total / self._done - 1)))} left"
+        return f"{self._done / scale:,.0f}{total} {unit}, {self._done / scale / seconds:,.1f} {unit}/s{remaining}"
 
     def __enter__(self) -> Progress:
         return self

@@ -106,7 +106,7 @@ def tokens(once, shards, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Four gloo ranks for all tests that need them."""
+    """Four gloo ranks, shared by all multi-rank tests."""
     from tests.world import World
 
     ranks = World(4, tmp_path_factory.mktemp("world"))

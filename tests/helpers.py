@@ -1,4 +1,4 @@
-"""What several test files need: the command line as users call it, and a small corpus."""
+"""Shared test helpers: running the command line, and generating a small corpus."""
 
 import json
 import os
@@ -103,17 +103,17 @@ def run_ranks(count: int, *arguments: object, timeout: float = 400) -> str:
 
 
 def words(seed: int, count: int) -> str:
-    """Text of its own for every seed."""
-    chance = random.Random(seed)
+    """Generate random words; the text depends only on the seed and the count."""
+    rng = random.Random(seed)
     vocabulary = ["Tännchen", "grün", "Wald", "Schnee", "der", "die", "of", "under", "Nadel", "tree", "winter,", "und", "and", "42", "\n"]
-    return " ".join(chance.choice(vocabulary) for _ in range(count))
+    return " ".join(rng.choice(vocabulary) for _ in range(count))
 
 
 RAW = ("clean=none", "dedup=none")
-"""Settings of stage=shard that keep every document as it is."""
+"""Overrides of stage=shard that disable cleaning and deduplication."""
 
 SHARDS = (*RAW, "data.part_megabytes=0.1", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
-"""Settings of the shards that many tests read."""
+"""Overrides of the shared shards."""
 
 NAMES = ["keeper", "captain", "sailor", "widow", "teacher", "farmer", "stranger", "child", "painter", "doctor"]
 DEEDS = ["watched", "crossed", "remembered", "painted", "described", "feared", "loved", "visited", "forgot", "measured"]
@@ -136,19 +136,19 @@ KINDS = ["old", "silent", "distant", "narrow", "golden", "empty", "crowded", "fr
 
 
 def prose(seed: int, sentences: int = 12) -> str:
-    """English sentences of their own for every seed, which pass the cleaning steps."""
-    chance = random.Random(seed)
-    pick = chance.choice
-    made = [
+    """Generate English sentences that pass the cleaning steps; the text depends only on the seed and the number of sentences."""
+    rng = random.Random(seed)
+    pick = rng.choice
+    generated = [
         f"The {pick(KINDS)} {pick(NAMES)} {pick(DEEDS)} the {pick(THINGS)} of the {pick(KINDS)} {pick(THINGS)} "
-        f"and that {pick(NAMES)} {pick(DEEDS)} {chance.randint(2, 99)} {pick(KINDS)} {pick(THINGS)}s with a {pick(THINGS)}."
+        f"and that {pick(NAMES)} {pick(DEEDS)} {rng.randint(2, 99)} {pick(KINDS)} {pick(THINGS)}s with a {pick(THINGS)}."
         for _ in range(sentences)
     ]
-    return " ".join(made)
+    return " ".join(generated)
 
 
 def write_corpus(folder: Path, documents: int = 200) -> None:
-    """Two files of JSON lines with documents of very different lengths."""
+    """Write two JSON Lines files with documents of different lengths."""
     folder.mkdir(parents=True)
     for part in range(2):
         lines = [
@@ -159,6 +159,6 @@ def write_corpus(folder: Path, documents: int = 200) -> None:
 
 
 def same_files(first: Path, second: Path) -> bool:
-    """Whether two folders hold the same files with the same bytes."""
+    """Whether two folders contain the same files with identical bytes."""
     listing = [{p.relative_to(f): p.read_bytes() for p in sorted(f.rglob("*")) if p.is_file()} for f in (first, second)]
     return listing[0] == listing[1]

@@ -1,4 +1,4 @@
-"""The README's commands compose, its paths and keys exist, and its file tree names what there is."""
+"""The commands in all READMEs compose, their links, paths and keys exist, and the README's file tree is complete."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from hydra import compose, initialize_config_dir
 
 from pipeline import knobs
 from pipeline.config import layout
-from pipeline.config.compose import CONF_DIR, register, spelled_out, typed
+from pipeline.config.compose import normalize_overrides, register, to_run_config
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.launch import preflight
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT, pipeline
 
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / ".github/CONTRIBUTING.md",
+    ROOT / "tools/README.md",
+    *sorted((ROOT / "pipeline").glob("*/README.md")),
+]
+README = DOCUMENTS[0].read_text(encoding="utf-8")
+TEXT = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
 #: Lines of the ```bash blocks, without comments.
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
-#: What starts a stage: those lines, and commands within sentences.
+LINES = list(dict.fromkeys(line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()))
+#: Commands that start a stage: these lines, and commands within sentences.
 COMMANDS = [*LINES, *re.findall(r"`([^`\n]*(?:-m pipeline |\.sbatch )[^`\n]*)`", TEXT)]
 
 
@@ -55,7 +63,14 @@ def started() -> Iterator[tuple[list[str], int]]:
                 yield [f"stage={stage[1]}", *line[position + 1 :]], option(line, "--ntasks", nodes)
 
 
-STARTS = [(overrides, ranks) for overrides, ranks in started() if overrides != ["--help"] and not any("NAME" in o for o in overrides)]
+def is_complete(overrides: list[str]) -> bool:
+    """Whether a command can be composed: it is not `--help`, and has no placeholder."""
+    return overrides != ["--help"] and not any("NAME" in word or "..." in word for word in overrides)
+
+
+STARTS = [
+    (list(overrides), ranks) for overrides, ranks in dict.fromkeys((tuple(o), r) for o, r in started()) if is_complete(list(overrides))
+]
 SWEEPS = [overrides for overrides, _ in STARTS if "-m" in overrides]
 
 
@@ -63,8 +78,8 @@ def checked(overrides: list[str], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", spelled_out(overrides), return_hydra_config=False)
-    config = typed(composed)
+        composed = compose("config", normalize_overrides(overrides), return_hydra_config=False)
+    config = to_run_config(composed)
     preflight.check(config, layout.job_size(config, ranks))
     return config
 
@@ -94,7 +109,7 @@ def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
 
 
 def test_the_mistake_is_answered_as_shown() -> None:
-    shown = re.search(r"^    \$ python -m pipeline (.*)\n((?:    .+\n)+)", TEXT, re.MULTILINE)
+    shown = re.search(r"^    \$ python -m pipeline (.*)\n((?:    .+\n)+)", README, re.MULTILINE)
     assert pipeline(*shown[1].split(), expect=2) == re.sub("^    ", "", shown[2], flags=re.MULTILINE)
 
 
@@ -108,26 +123,24 @@ def test_tools_have_the_options_shown() -> None:
                 assert f'"{argument}"' in (ROOT / tool).read_text(encoding="utf-8"), f"{tool} {argument}"
 
 
-def tree() -> set[str]:
-    """The paths of the file tree, folders with a slash at their end."""
-    block = TEXT.partition("## File tree\n\n")[2].partition("\n\n")[0]
-    found: set[str] = set()
-    parents: list[str] = []
-    for line in block.splitlines():
-        indent, name = re.match(r"    ((?:  )*)(\S+)", line).groups()
-        parents[len(indent) // 2 :] = [name]
-        found.add("".join(parents))
-    return found
+def test_the_file_tree_is_complete() -> None:
+    block = re.search(r"^    pipeline/\n(?:    .*\n)+", README, re.MULTILINE)[0]
+    packages = {f"{path.name}/" for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()}
+    files = {path.name for path in (ROOT / "pipeline").glob("*.py") if path.name != "__init__.py"}
+    assert {name for name in packages | files | {"conf/", "slurm/", "tools/", "tests/"} if name not in block} == set()
 
 
-def test_the_file_tree_names_what_exists() -> None:
-    named = tree()
-    assert {path for path in named if not (ROOT / path).exists()} == set()
-    folders = {f"{p.relative_to(ROOT)}/" for p in (ROOT / "pipeline").iterdir() if (p / "__init__.py").exists()}
-    files = {f"pipeline/{p.name}" for p in (ROOT / "pipeline").glob("*.py") if p.name != "__init__.py"}
-    tools = {f"tools/{p.name}" for p in (ROOT / "tools").iterdir() if p.is_file()}
-    rooms = {f"{name}/" for name in ("pipeline", "slurm", "conf", "tools", "tests")}
-    assert (folders | files | tools | rooms) - named == set()
+def test_the_tools_are_described() -> None:
+    described = (ROOT / "tools/README.md").read_text(encoding="utf-8")
+    tools = {path.name for path in (ROOT / "tools").iterdir() if os.access(path, os.X_OK) and path.is_file()}
+    assert {name for name in tools if f"tools/{name}" not in described and f"`{name}`" not in described} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target}
+    assert {target for target in targets if target and not (document.parent / target).exists()} == set()
 
 
 def test_paths_in_sentences_exist() -> None:

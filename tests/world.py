@@ -1,4 +1,4 @@
-"""A gloo world that is started once and runs many tests: functions go to every rank, results come back."""
+"""A gloo process group that is started once and runs functions of many tests on all ranks."""
 
 import os
 import traceback
@@ -16,7 +16,7 @@ from tests.helpers import environment
 
 
 class World:
-    """Ranks as processes, each waiting for the next function."""
+    """Rank processes that wait for functions to run."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
@@ -38,7 +38,7 @@ class World:
         return [answer for _, answer in answers]
 
     def stop(self) -> None:
-        """End the ranks."""
+        """Terminate the rank processes."""
         for rank in self._ranks:
             rank.kill()
 
@@ -58,18 +58,19 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
 
 
 def configured(*overrides: str) -> Any:
-    """The checked configuration of a command line."""
+    """Compose the configuration of a command line."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     from pipeline.config import compose
+    from pipeline.config.paths import CONF_DIR
 
     compose.register()
-    with initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
-        return compose.typed(hydra_compose("config", list(overrides)))
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return compose.to_run_config(hydra_compose("config", list(overrides)))
 
 
 def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the loader makes of (sequences, sequence + 1) tokens: inputs, and the next tokens as targets."""
+    """Split (sequences, sequence + 1) tokens into inputs and next-token targets, as the data loader does."""
     batch = {"targets": tokens[:, 1:]}
     return tokens[:, :-1], batch if documents is None else {**batch, "documents": documents}

@@ -1,1 +1,1 @@
-"""Checkpoints: save, load into any layout, and the formats they convert to."""
+"""Checkpoints: saving, loading into any layout, conversion to and from Hugging Face."""

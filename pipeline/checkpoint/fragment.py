@@ -14,10 +14,10 @@ class Fragment:
     """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
 
     Attributes:
-        piece: of which full weight, and where in it.
+        piece: slice of the full weight that contains the fragment.
         start: first element in the flattened piece.
         tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
-        owned: whether this rank's copy is the one to save; another rank holds the same elements otherwise.
+        owned: whether this rank saves the fragment; if not, another rank holds the same elements and saves them.
     """
 
     piece: Piece

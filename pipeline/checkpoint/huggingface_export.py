@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder that stock `transformers` loads, one output shard in memory at a time."""
+"""Exports a checkpoint as a Hugging Face folder that stock `transformers` loads, with one output shard in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
 from pipeline.progress import Progress
 
-#: What a tokenizer folder may hold; tokenizer.json is what it must.
+#: Files of a tokenizer folder; only tokenizer.json is required.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,30 +33,30 @@ TOKENIZER_FILES = (
 
 
 class Weights(Protocol):
-    """Full weights by our names; a tied head has none of its own."""
+    """Full weights by native name; a tied head has no entry."""
 
     def names(self) -> Iterable[str]:
-        """Every weight."""
+        """Names of all weights."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its full shape."""
+        """Full shape of a weight."""
 
     def tensor(self, name: str) -> Tensor:
-        """Its full value, fp32."""
+        """Full value of a weight, fp32."""
 
 
 def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int) -> int:
     """Write model.safetensors, or its numbered shards and their index.
 
     Args:
-        folder: where to; exists.
-        weights: the checkpoint.
-        config: sizes of its model.
-        dtype: number format to write.
-        shard_bytes: largest file; a tensor that is larger gets a file of its own.
+        folder: existing output folder.
+        weights: weights of the checkpoint.
+        config: the model configuration.
+        dtype: dtype to write.
+        shard_bytes: maximum file size; a larger tensor gets a separate file.
 
     Returns:
-        How many parameters were written.
+        Number of parameters written.
     """
     rows = {row.theirs: row for row in registry.stock_rows(config)[0]}
     elements = {name: row.elements([weights.shape(part) for part in row.ours]) for name, row in rows.items()}
@@ -81,7 +81,7 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
 
 
 class _Reader:
-    """Our weights of a row. A stack of experts is kept for the next row, which wants another slice of it."""
+    """Reads the native weights of a row. Stacked experts are cached for the next row, which needs another slice of them."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype
@@ -91,16 +91,16 @@ class _Reader:
         if row.expert is None:
             self._stacks = {}
             return [self._weights.tensor(name).to(self._dtype) for name in row.ours]
-        kept = self._stacks
-        self._stacks = {name: kept[name] if name in kept else self._weights.tensor(name).to(self._dtype) for name in row.ours}
+        cached = self._stacks
+        self._stacks = {name: cached[name] if name in cached else self._weights.tensor(name).to(self._dtype) for name in row.ours}
         return list(self._stacks.values())
 
 
 def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -> None:
-    """Hold a checkpoint's weights against the model that its configuration describes.
+    """Verify names and shapes of a checkpoint's weights against the model that its configuration describes.
 
     Raises:
-        UserError: weights are missing, unexpected or of another shape; all are named, under the configuration key of the checkpoint.
+        UserError: weights are missing, unexpected or of another shape; one violation each, with the configuration key of the checkpoint.
     """
     with torch.device("meta"):
         expected = {name: tuple(parameter.shape) for name, parameter in registry.build(config).named_parameters()}
@@ -119,8 +119,8 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
 def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_of_document_id: int, padding_id: int | None = None) -> None:
     """Write config.json and generation_config.json.
 
-    A text begins where another one ended: the one special token is the first and the last of a document. What a decoder writes begins
-    after padding, where there is a token for it.
+    The end-of-document token is both the beginning- and the end-of-sequence token. An encoder-decoder's decoder starts with the padding
+    token if there is one.
     """
     ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
     if registry.adapter(config).constants.get("is_encoder_decoder"):
@@ -132,7 +132,7 @@ def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_
 
 
 def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_positions: int) -> None:
-    """Copy the tokenizer's files; where only tokenizer.json came along, say how it is loaded."""
+    """Copy the tokenizer files; write tokenizer_config.json if the source has none."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

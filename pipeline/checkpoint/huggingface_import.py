@@ -1,4 +1,4 @@
-"""A Hugging Face folder as our weights, one stock tensor in memory at a time."""
+"""Imports the weights of a Hugging Face folder, with one stock tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from pipeline.checkpoint.fragment import Fragment
 from pipeline.errors import UserError, Violation
 from pipeline.models import registry
 from pipeline.models.adapter import Adapter
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
 from pipeline.parallel.pieces import Piece
 from pipeline.progress import Progress
 
-#: Stock tensors that are computed anew and that older releases kept in their files.
+#: Buffers that older releases of transformers saved and that are recomputed.
 UNUSED = ("*.rotary_emb.inv_freq",)
 FORMATS = ("F64", "F32", "F16", "BF16")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json.
+    """Read config.json.
 
     Raises:
-        UserError: there is none, or it is no JSON object.
+        UserError: it is missing or not a JSON object.
     """
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("is no object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
-        fix = "name a folder that save_pretrained wrote, or a download of a model's repository"
+        fix = "use a folder that save_pretrained wrote, or a downloaded model repository"
         raise UserError.of("stage.input", folder, f"has no readable config.json: {error}", fix) from error
     return content
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a stock model, whole or in numbered shards.
+    """Return the safetensors files of a stock model, a single file or numbered shards.
 
     Raises:
         UserError: there are none, or some are missing.
@@ -54,62 +54,62 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        fix = "write it anew with transformers: AutoModel....from_pretrained(folder).save_pretrained(folder)"
-        raise UserError.of("stage.input", folder, "holds no model.safetensors and no model.safetensors.index.json", fix)
+        fix = "save it again with transformers: AutoModel....from_pretrained(folder).save_pretrained(folder)"
+        raise UserError.of("stage.input", folder, "contains neither model.safetensors nor model.safetensors.index.json", fix)
     names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     missing = [folder / name for name in names if not (folder / name).is_file()]
     if missing:
-        raise UserError([Violation("stage.input", path, "is missing", "fetch it again") for path in missing])
+        raise UserError([Violation("stage.input", path, "is missing", "download it again") for path in missing])
     return [folder / name for name in names]
 
 
 class StockWeights:
-    """The tensors in the files of a stock model, by the names that its class has today."""
+    """The tensors of a stock model, by the names that current transformers uses."""
 
     def __init__(self, folder: Path, adapter: Adapter) -> None:
-        """Read the files' headers.
+        """Read the headers of the files.
 
         Raises:
             UserError: a file is missing or not readable.
         """
         self.path = folder
-        self._where: dict[str, tuple[Any, str]] = {}
+        self._stored: dict[str, tuple[Any, str]] = {}
         for file in weight_files(folder):
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise UserError.of("stage.input", file, f"is not readable: {error}", "fetch it again") from error
-            for name in opened.keys():  # noqa: SIM118 - the file is no dictionary
-                today = name
+                raise UserError.of("stage.input", file, f"is not readable: {error}", "download it again") from error
+            for name in opened.keys():  # noqa: SIM118 - the file is not a dict
+                current = name
                 for pattern, replacement in adapter.renamed:
-                    today = re.sub(pattern, replacement, today)
-                self._where[today] = opened, name
+                    current = re.sub(pattern, replacement, current)
+                self._stored[current] = opened, name
 
     def names(self) -> list[str]:
-        """Every tensor."""
-        return list(self._where)
+        """Names of all tensors."""
+        return list(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape, from the file's header."""
+        """Shape of a tensor, from the header of its file."""
         return tuple(self._slice(name).get_shape())
 
     def number_format(self, name: str) -> str:
-        """What its numbers are, as safetensors writes it."""
+        """Dtype of a tensor, in the notation of safetensors."""
         return str(self._slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        """Its value, fp32."""
-        opened, stored = self._where[name]
+        """Value of a tensor, fp32."""
+        opened, stored = self._stored[name]
         value: Tensor = opened.get_tensor(stored)
         return value.to(torch.float32)
 
     def _slice(self, name: str) -> Any:
-        opened, stored = self._where[name]
+        opened, stored = self._stored[name]
         return opened.get_slice(stored)
 
 
 class ImportedWeights:
-    """Our weights, read from a stock model's. `check` comes first."""
+    """Native weights, read from those of a stock model. Call `check` first."""
 
     def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
         self._stock = stock
@@ -119,7 +119,7 @@ class ImportedWeights:
         self._rows, self._copies = registry.stock_rows(config)
         self._found = set(stock.names())
         self._stored = {row.theirs: row.theirs for row in self._rows if row.theirs in self._found}
-        for copy, name in self._copies.items():  # the files may have a shared tensor under any of its names
+        for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names
             if copy in self._found:
                 self._stored.setdefault(name, copy)
         adapter = registry.adapter(config)
@@ -127,53 +127,53 @@ class ImportedWeights:
             if other in self._found:
                 self._stored.setdefault(name, other)
         self._unused, self._zeros = (*UNUSED, *adapter.unused), adapter.zeros
-        self._parts: dict[str, list[Row]] = {name: [] for name in self._shapes}
+        self._rows_of: dict[str, list[Row]] = {name: [] for name in self._shapes}
         for row in self._rows:
             for name in row.ours:
-                self._parts[name].append(row)
-        uncovered = [name for name, rows in self._parts.items() if not rows]
+                self._rows_of[name].append(row)
+        uncovered = [name for name, rows in self._rows_of.items() if not rows]
         assert not uncovered, f"the adapter of {config.family} has no row for {uncovered}"
 
     def names(self) -> list[str]:
-        """Every weight."""
+        """Names of all weights."""
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its full shape."""
+        """Full shape of a weight."""
         return self._shapes[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Its full value, fp32."""
-        parts = self._parts[name]
-        if parts[0].expert is None:
-            return self._part(parts[0], name)
-        whole = torch.empty(self._shapes[name])
-        for row in parts:
-            assert row.expert is not None, f"{row.theirs} is no expert's"
-            whole[row.expert] = self._part(row, name)
-        return whole
+        """Full value of a weight, fp32."""
+        rows = self._rows_of[name]
+        if rows[0].expert is None:
+            return self._read_row(rows[0], name)
+        experts = torch.empty(self._shapes[name])
+        for row in rows:
+            assert row.expert is not None, f"{row.theirs} is not the weight of an expert"
+            experts[row.expert] = self._read_row(row, name)
+        return experts
 
-    def _part(self, row: Row, name: str) -> Tensor:
+    def _read_row(self, row: Row, name: str) -> Tensor:
         theirs = self._stock.tensor(self._stored[row.theirs])
         return row.split(theirs, [self._shapes[ours] for ours in row.ours])[row.ours.index(name)].contiguous()
 
     def check(self) -> list[str]:
-        """Hold the files against the stock class with this configuration.
+        """Verify the files against the stock class with this configuration.
 
         Returns:
-            Tensors of the files that are not read, since the class does not compute with them.
+            Tensors of the files that are ignored, since the class does not use them.
 
         Raises:
-            UserError: weights are missing, unexpected, of another shape or in a format that is no plain number; each is named.
+            UserError: weights are missing, unexpected, of another shape, or of an unsupported dtype; one violation each.
         """
         problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
         if problems:
-            fix = "choose a folder whose weights belong to its config.json, or mend config.json where it promises what is not there"
+            fix = "use a folder whose weights match its config.json, or fix config.json"
             raise UserError([Violation("stage.input", self._stock.path, problem, fix) for problem in problems])
         return [name for name in self._stock.names() if self._is_unused(name)]
 
     def _missing(self) -> Iterator[str]:
-        """Weights that are not there, or not as they should be."""
+        """Weights that are missing, or have a wrong shape or dtype."""
         for row in self._rows:
             expected = list(row.shape([self._shapes[name] for name in row.ours]))
             stored = self._stored.get(row.theirs)
@@ -182,7 +182,7 @@ class ImportedWeights:
             elif list(self._stock.shape(stored)) != expected:
                 yield f"{stored} is {list(self._stock.shape(stored))}, not {expected}"
             elif self._stock.number_format(stored) not in FORMATS:
-                yield f"{stored} is {self._stock.number_format(stored)}; {', '.join(FORMATS)} can be read"
+                yield f"{stored} is {self._stock.number_format(stored)}; supported are {', '.join(FORMATS)}"
 
     def _unexpected(self) -> Iterator[str]:
         """Tensors that the class does not have."""
@@ -192,10 +192,10 @@ class ImportedWeights:
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
 
     def _unequal(self) -> Iterator[str]:
-        """Tensors that should be another one once more, or zero, and are not."""
+        """Tensors that must equal another one, or zero, and do not."""
         for copy, name in self._copies.items():
             if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
-                yield f"{copy} differs from {name}, which by config.json it is"
+                yield f"{copy} differs from {name}; according to config.json they are tied"
         for name in self._zeros:
             if name in self._found and self._stock.tensor(name).any():
                 yield f"{name} is not zero, and the family has no such weight"
@@ -204,7 +204,7 @@ class ImportedWeights:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every weight as a checkpoint's fragment, read when it is asked for."""
+        """Yield every weight as a fragment, loaded lazily."""
         elements = {name: torch.Size(shape).numel() for name, shape in self._shapes.items()}
         with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
             for name, shape in self._shapes.items():

@@ -1,9 +1,9 @@
-"""The native checkpoint: a folder `step-00000100` with one safetensors file a rank and an index that is written last.
+"""The native checkpoint format: a folder `step-00000100` with one safetensors file per rank and an index that is written last.
 
-A file holds the fragments that its rank owns: for a weight, a run of elements of the rank's piece of it, as fp32 "weight",
-"exp_avg" and "exp_avg_sq" (an imported model has no moments yet). The file's own header says where each belongs in the full
-weight, so any layout can be read into any other. The index holds the run's configuration and counters, and every file's length
-and checksum.
+A file contains the fragments that its rank owns: per weight, a run of elements of the rank's piece, as fp32 "weight",
+"exp_avg" and "exp_avg_sq" (an imported model has no moments yet). The file's header stores the position of each fragment in the full
+weight, so a checkpoint of any layout can be loaded into any other. The index contains the configuration and counters of the run, and
+length and checksum of every file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        step: steps done, skipped ones included.
-        samples: sequences consumed; the next step takes the ones after them.
-        updates: optimizer updates made; the learning rate follows these.
+        step: completed steps, including skipped ones.
+        samples: consumed sequences; the next step starts after them.
+        updates: optimizer updates; the learning rate depends on these.
     """
 
     step: int = 0
@@ -39,10 +39,10 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Index:
-    """What the index file holds.
+    """Content of the index file.
 
     Attributes:
-        train_state: of the run.
+        train_state: progress of the run.
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
         files: file name -> {"bytes", "xxh3"}.
@@ -57,67 +57,67 @@ class Index:
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank."""
+    """File name of a rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """A fragment's key in its file."""
+    """Key of a fragment in its file."""
     return f"{kind}/{name}"
 
 
 def describe(piece: Piece, start: int, count: int) -> dict[str, Any]:
-    """A fragment's geometry, for the file's header."""
+    """Geometry of a fragment, as stored in the file's header."""
     return {"shape": list(piece.full_shape), "cuts": [[c.axis, c.dim, c.start, c.stop] for c in piece.slices], "run": [start, count]}
 
 
 def piece_of(name: str, geometry: dict[str, Any]) -> tuple[Piece, int, int]:
-    """The piece of a described fragment, and the run of elements in it: (piece, start, count)."""
+    """Return (piece, start, count) of a fragment from its geometry."""
     start, count = geometry["run"]
-    return Piece(name, tuple(geometry["shape"]), tuple(Slice(*cut) for cut in geometry["cuts"])), start, count
+    return Piece(name, tuple(geometry["shape"]), tuple(Slice(*values) for values in geometry["cuts"])), start, count
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """The checkpoint of a step."""
+    """Path of the checkpoint of a step."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     folders = (run_dir / "checkpoints").glob("step-*")
     return sorted(f for f in folders if re.fullmatch(r"step-\d{8}", f.name) and (f / INDEX).is_file())
 
 
 def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
-    """The checkpoint that a stage is asked to read.
+    """Return the path of the requested checkpoint.
 
     Args:
-        run_dir: of the run.
-        which: "latest", or a checkpoint's folder.
-        key: the configuration key that asked.
+        run_dir: the run directory.
+        which: "latest", or the path of a checkpoint.
+        key: the configuration key that requests it, for the message.
 
     Raises:
-        UserError: there is none.
+        UserError: it does not exist.
     """
     if which == "latest":
         found = complete(run_dir)
         if not found:
-            raise UserError.of("run_dir", run_dir, "holds no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
+            raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
         return found[-1]
     if not (Path(which) / INDEX).is_file():
-        raise UserError.of(key, which, "is no complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
+        raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Declare the checkpoint complete."""
+    """Write the index, which marks the checkpoint as complete."""
     with atomic_file(folder / INDEX, "w") as handle:
         json.dump(asdict(index), handle, indent=1)
         handle.write("\n")
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint.
+    """Read the index of a checkpoint.
 
     Raises:
         UserError: it is not readable.

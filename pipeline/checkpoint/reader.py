@@ -1,4 +1,4 @@
-"""Full weights from a native checkpoint: no GPU, no process group, one tensor in memory at a time."""
+"""Reads full weights from a native checkpoint, without a GPU or a process group, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.consolidate import paste
+from pipeline.checkpoint.consolidate import consolidate_fragments
 from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
 from pipeline.errors import UserError
 from pipeline.files import verify
 
 __all__ = ["Checkpoint", "find"]
 
-_REMEDY = "remove the checkpoint's folder; checkpoint.resume=auto then continues from the one before"
+_REMEDY = "remove the checkpoint folder; checkpoint.resume=auto then continues from the previous checkpoint"
 
 
 class Checkpoint:
-    """A checkpoint on disk. A file is held against its checksum when it is first read.
+    """A checkpoint on disk. A file is verified against its checksum when it is first read.
 
     Attributes:
-        path: the folder.
-        config: the configuration it was made with, as nested dictionaries.
-        train_state: how far the run was.
+        path: the checkpoint folder.
+        config: the configuration of the run that wrote it, as nested dictionaries.
+        train_state: step, samples and updates of that run.
         data: fingerprint of the token shards.
     """
 
@@ -42,39 +42,37 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps the run had done."""
+        """Number of completed steps."""
         return self.train_state.step
 
     def names(self) -> list[str]:
-        """The weights; a head tied to the embedding has no entry of its own."""
+        """Names of all weights; a head tied to the embedding has no entry."""
         return sorted(self._fragments)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The full shape of a weight."""
+        """Full shape of a weight."""
         return piece_of(name, self._fragments[name][0][1])[0].full_shape
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """A full weight, or one of its moments, put together from all ranks' fragments.
+        """Return a full weight, or one of its moments, consolidated from the fragments of all ranks.
 
         Args:
             name: of the weight.
             kind: weight, exp_avg or exp_avg_sq.
 
         Raises:
-            UserError: a file is missing or corrupt, or the fragments leave a gap.
+            UserError: a file is missing or corrupt, or fragments are missing.
         """
-        full = torch.empty(self.shape(name), dtype=torch.float32)
-        filled = 0
-        for file, geometry in self._fragments[name]:
-            piece, start, count = piece_of(name, geometry)
-            paste(full, piece, start, self._read(file, kind, name))
-            filled += count
-        if filled != full.numel():
-            raise UserError.of("checkpoint", self.path, f"{name}: {filled} of {full.numel()} elements are there", "use an older checkpoint")
+        pieces = ((file, *piece_of(name, geometry)) for file, geometry in self._fragments[name])
+        fragments = ((piece, start, self._read(file, kind, name)) for file, piece, start, _ in pieces)
+        full, written = consolidate_fragments(self.shape(name), fragments)
+        if written != full.numel():
+            rule = f"{name}: has {written} of {full.numel()} elements"
+            raise UserError.of("checkpoint", self.path, rule, "use an older checkpoint")
         return full
 
     def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
-        """A fragment as a rank wrote it, None if that rank's fragment of the weight is another one."""
+        """Return a fragment as a rank wrote it; None if that rank wrote another fragment of the weight, or none."""
         file = file_name(rank)
         if file not in self._files or self._geometries(file).get(name) != geometry:
             return None
@@ -82,7 +80,7 @@ class Checkpoint:
 
     @cached_property
     def _fragments(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-        """Weight -> its fragments, each (file, geometry), from all files' headers."""
+        """Weight -> its fragments, each (file, geometry), from the headers of all files."""
         found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for file in sorted(self._files):
             for name, geometry in self._geometries(file).items():
@@ -90,18 +88,18 @@ class Checkpoint:
         return found
 
     def _geometries(self, file: str) -> dict[str, dict[str, Any]]:
-        """Weight -> where the file's fragment of it belongs, from the file's header alone."""
+        """Weight -> geometry of the file's fragment of it, from the header of the file."""
         if file not in self._headers:
             try:
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
                 self._headers[file] = json.loads(self._open[file].metadata()["fragments"])
             except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-                self._verify(file)  # says more, where it can
+                self._verify(file)  # raises a more specific error if length or checksum differ
                 raise UserError.of("checkpoint", self.path / file, f"is not readable: {error}", _REMEDY) from error
         return self._headers[file]
 
     def _read(self, file: str, kind: str, name: str) -> Tensor:
-        """A fragment's elements, after the file was held against its checksum once. Moments that no file holds are zero."""
+        """Return the elements of a fragment; the file is verified at the first read. Moments that the checkpoint does not have are zero."""
         self._verify(file)
         geometry = self._geometries(file)[name]
         if kind not in self._kinds:

@@ -1,4 +1,4 @@
-"""Saving and loading a rank's fragments. A checkpoint appears whole or not at all."""
+"""Saves and loads the fragments of a rank. Checkpoints are written atomically: an incomplete one is never visible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,49 +18,44 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.consolidate import extract
+from pipeline.checkpoint.consolidate import extract_fragment
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError, Violation
-from pipeline.files import digest, publish_folder
+from pipeline.files import atomic_folder, digest, partial_folder
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> Path:
     """Write a checkpoint; every rank calls this.
 
-    Ranks write side by side into a hidden folder. When all have, rank 0 adds the index and gives the folder its name.
+    Ranks write concurrently into a hidden folder. When all have finished, rank 0 adds the index and renames the folder.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         index: the index without its files.
-        fragments: of this rank; the owned ones are written.
-        keep: complete checkpoints to keep, the newest; older ones are removed.
+        fragments: the fragments of this rank; the owned ones are written.
+        keep: number of complete checkpoints to keep; older ones are removed.
 
     Raises:
-        UserError: a rank could not write (disk full, quota); nothing is left behind.
+        UserError: a rank could not write (disk full, quota); the partial checkpoint is removed.
     """
     final = native.folder_of(run_dir, index.train_state.step)
-    partial = final.with_name(f".{final.name}.partial")
-    rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, _write(partial / native.file_name(rank), [f for f in fragments if f.owned]))
-    failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with atomic_folder(final) if rank == 0 else nullcontext(partial_folder(final)) as folder:
+        dist.barrier()
+        answers: list[Any] = [None] * world_size
+        dist.all_gather_object(answers, _write(folder / native.file_name(rank), [f for f in fragments if f.owned]))
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        if failures:
+            raise UserError.of("run_dir", folder, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError.of("run_dir", partial, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
+            files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
+            kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
+            native.write_index(folder, replace(index, files=files, kinds=kinds))
     if rank == 0:
-        files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
-        kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
-        native.write_index(partial, replace(index, files=files, kinds=kinds))
-        publish_folder(partial, final)
         for old in native.complete(run_dir)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
@@ -67,7 +63,7 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
 
 
 def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
-    """Write one rank's file and flush it. Returns its length and checksum, nothing for no fragments, or what went wrong."""
+    """Write and fsync one file. Returns its length and checksum, an empty dict without fragments, or the error message."""
     if not fragments:
         return {}
     tensors = {native.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
@@ -80,7 +76,7 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
         finally:
             os.close(handle)
         return {"bytes": path.stat().st_size, "xxh3": digest(path)}
-    except Exception as error:  # safetensors has its own class for a full disk; whatever it is, the other ranks wait for the answer
+    except Exception as error:  # safetensors raises its own class on a full disk; the other ranks wait for the answer
         return f"could not be written: {error}"
 
 
@@ -88,7 +84,7 @@ def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
     """Read a checkpoint of any layout into this rank's fragments, in place; every rank calls this.
 
     Raises:
-        UserError: on every rank, with what any of them found: a file is missing or corrupt, a weight is not there or has another shape.
+        UserError: on every rank, with the violations of all ranks: a file is missing or corrupt, a weight is missing or has another shape.
     """
     found: tuple[Violation, ...] = ()
     try:
@@ -104,7 +100,7 @@ def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
 
 @torch.no_grad()
 def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
-    """A fragment that this rank itself wrote is read as it stands; anything else is cut from the full tensor."""
+    """Read a fragment directly if the file of the same rank holds it; else extract it from the consolidated weight."""
     rank = dist.get_rank()
     for fragment in fragments:
         name, count = fragment.piece.name, fragment.tensors["weight"].numel()
@@ -112,42 +108,38 @@ def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
         for kind in fragment.tensors:
             values: Tensor | None = checkpoint.fragment(rank, name, geometry, kind)
             if values is None:
-                values = extract(checkpoint.tensor(name, kind), fragment.piece, fragment.start, count)
+                values = extract_fragment(checkpoint.tensor(name, kind), fragment.piece, fragment.start, count)
             fragment.tensors[kind].copy_(values)
 
 
-def save_whole(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
-    """Write a checkpoint in one process from whole weights, several files of about the same size. Holds one file's weights in memory.
+def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
+    """Write a checkpoint of full weights in one process, as files of similar size. Memory holds the weights of one file.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         index: the index without its files.
-        fragments: one a weight, made when they are asked for.
+        fragments: one per weight, loaded lazily.
         file_bytes: size at which a file is written.
 
     Raises:
-        UserError: a file could not be written; nothing is left behind.
+        UserError: a file could not be written; the partial checkpoint is removed.
     """
     final = native.folder_of(run_dir, index.train_state.step)
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
-    partial.mkdir(parents=True)
     files: dict[str, dict[str, Any]] = {}
     kinds: list[str] = []
-    for number, group in enumerate(_groups(fragments, file_bytes)):
-        kinds = list(group[0].tensors)
-        answer = _write(partial / native.file_name(number), group)
-        if isinstance(answer, str):
-            shutil.rmtree(partial, ignore_errors=True)
-            raise UserError.of("run_dir", partial, answer, "free some space or quota and run again")
-        files[native.file_name(number)] = answer
-    native.write_index(partial, replace(index, files=files, kinds=kinds))
-    publish_folder(partial, final)
+    with atomic_folder(final) as folder:
+        for number, group in enumerate(_groups(fragments, file_bytes)):
+            kinds = list(group[0].tensors)
+            answer = _write(folder / native.file_name(number), group)
+            if isinstance(answer, str):
+                raise UserError.of("run_dir", folder, answer, "free some space or quota and run again")
+            files[native.file_name(number)] = answer
+        native.write_index(folder, replace(index, files=files, kinds=kinds))
     return final
 
 
 def _groups(fragments: Iterable[Fragment], file_bytes: int) -> Iterator[list[Fragment]]:
-    """Fragments together until they fill a file."""
+    """Group fragments up to the size of a file."""
     group: list[Fragment] = []
     size = 0
     for fragment in fragments:
@@ -171,7 +163,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
         data: its training data.
 
     Raises:
-        UserError: naming every difference.
+        UserError: with one violation per difference.
     """
     new, old = dataclasses.asdict(config), checkpoint.config
     consumed = checkpoint.train_state.samples

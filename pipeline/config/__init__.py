@@ -1,1 +1,1 @@
-"""Every knob of a run as a typed field, and the checks across them. Nothing here imports torch."""
+"""The configuration as typed dataclasses, and its validation. No module of this package imports torch."""

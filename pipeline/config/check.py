@@ -1,4 +1,4 @@
-"""Rules across keys. Every violation is collected, so that a user mends them all at once."""
+"""Validation rules across keys. All violations are collected and reported in one message."""
 
 from __future__ import annotations
 
@@ -11,159 +11,171 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES
 from pipeline.errors import Violation
 
+_CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
+
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
-    """The rules between keys that a configuration breaks. The value of each key is in its legal range already."""
+    """Return all violated rules between keys. Every single value is in its range already."""
     found = [*config.model.violations(), *_corpora(config)]
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
         found += [*_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
-            rule = f"must be below the world size {world_size}"
-            found.append(Violation("dry_run.rank", config.dry_run.rank, rule, "choose a rank of the job"))
+            rule = f"must be less than the world size {world_size}"
+            found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
     return [*found, *check_data.violations(config)]
 
 
 def _corpora(config: RunConfig) -> Iterator[Violation]:
-    """The names of corpora become parts of file names and identities."""
+    """Corpus names are used in file names and document ids."""
     for name in config.data.corpora:
         if name == "default" or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
-            rule = "is what data.input is called" if name == "default" else "must consist of a-z, 0-9, '_', '.' and '-'"
-            yield Violation("data.corpora", name, rule, "give the corpus another name")
+            rule = "is the reserved name of the corpus of data.input" if name == "default" else _CORPUS_NAME_RULE
+            yield Violation("data.corpora", name, rule, "rename the corpus")
 
 
 def _tensor(config: RunConfig) -> Iterator[Violation]:
-    """Tensor parallelism cuts heads, feed-forward and sequence into equal pieces."""
+    """Tensor parallelism splits heads, feed-forward layers and the sequence into equal pieces."""
     tensor, model = config.parallel.tensor, config.model
     for name in ("heads", "kv_heads", "ffn_hidden"):
         size = getattr(model, name)
         if size % tensor:
-            why = f"must divide model.{name}={size}"
-            yield Violation("parallel.tensor", tensor, why, f"choose a common divisor of heads, kv_heads and ffn_hidden, not {tensor}")
+            rule = f"must divide model.{name}={size}"
+            yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
     if tensor > model.vocab_size:
-        yield Violation("parallel.tensor", tensor, f"is more than model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
-    lengths = warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
+        yield Violation("parallel.tensor", tensor, f"must not exceed model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
+    lengths = warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
     for key, length in lengths if config.parallel.sequence_parallel else ():
         if length % tensor:
-            why = f"must be divisible by parallel.tensor={tensor} when parallel.sequence_parallel is on"
-            yield Violation(key, length, why, f"choose a multiple of {tensor}, or parallel.sequence_parallel=false")
+            rule = f"must be divisible by parallel.tensor={tensor} with parallel.sequence_parallel=true"
+            yield Violation(key, length, rule, f"choose a multiple of {tensor}, or set parallel.sequence_parallel=false")
 
 
 def _expert(config: RunConfig) -> Iterator[Violation]:
-    """Expert parallelism shares out whole experts, and tensor parallelism cuts each."""
+    """Expert parallelism distributes complete experts over ranks; tensor parallelism shards each expert."""
     ranks, experts = config.parallel.expert, getattr(config.model, "experts", 0)
     if ranks > 1 and not experts:
-        rule = f"the model family {config.model.family} has no experts"
-        yield Violation("parallel.expert", ranks, rule, "leave it at 1, or choose a mixture (model=mixtral-8x7b)")
+        rule = f"requires an MoE model; model.family={config.model.family} has no experts"
+        yield Violation("parallel.expert", ranks, rule, "set parallel.expert=1, or choose an MoE model (model=mixtral-8x7b)")
     elif experts % ranks:
         yield Violation("parallel.expert", ranks, f"must divide model.experts={experts}", "choose a divisor of model.experts")
     tensor, width = config.parallel.tensor, getattr(config.model, "expert_ffn_hidden", 0)
     if width % tensor:
-        why = f"must divide model.expert_ffn_hidden={width}"
-        yield Violation("parallel.tensor", tensor, why, "choose a divisor of model.expert_ffn_hidden")
+        rule = f"must divide model.expert_ffn_hidden={width}"
+        yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.expert_ffn_hidden")
 
 
 def _context(config: RunConfig) -> Iterator[Violation]:
-    """Context parallelism cuts sequences into equal chunks, two a rank; ulysses gives each rank some heads."""
+    """Context parallelism splits sequences into equal chunks, two per rank; ulysses also splits the heads."""
     parallel, model = config.parallel, config.model
     context = parallel.context
     if context == 1:
         return
-    if depth := getattr(model, "mtp_depth", 0):  # labels further ahead are made of the next tokens' labels
-        why = f"cuts sequences, and model.mtp_depth={depth} needs them whole"
-        yield Violation("parallel.context", context, why, "use parallel.context=1, or model.mtp_depth=0")
-    pieces = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
-    for key, length in warmup.values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
-        if length % pieces:
-            tensor = f" x parallel.tensor={parallel.tensor}" if pieces != 2 * context else ""
-            yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {pieces}")
+    if depth := getattr(model, "mtp_depth", 0):  # labels of depth k are the next-token labels shifted by k, across chunk boundaries
+        rule = f"splits sequences, and model.mtp_depth={depth} requires full sequences"
+        yield Violation("parallel.context", context, rule, "set parallel.context=1 or model.mtp_depth=0")
+    divisor = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
+    for key, length in warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
+        if length % divisor:
+            tensor = f" x parallel.tensor={parallel.tensor}" if divisor != 2 * context else ""
+            yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {divisor}")
     if parallel.context_kind == "ulysses":
         for name in ("heads", "kv_heads"):
             heads = getattr(model, name)
             if heads % (parallel.tensor * context):
-                why = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor}: ulysses swaps tokens for whole heads"
-                yield Violation("parallel.context", context, why, "use fewer context ranks, or parallel.context_kind=ring")
+                rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor} (ulysses splits the heads)"
+                yield Violation("parallel.context", context, rule, "use fewer context ranks, or set parallel.context_kind=ring")
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
-    """Stages need layers, and schedules have their own conditions."""
+    """Each pipeline stage holds at least one layer, and each schedule has its own rules."""
     parallel = config.parallel
     if parallel.pipeline == 1:
         return
     per_rank, stages = stages_per_rank(config), parallel.pipeline * stages_per_rank(config)
     if config.model.layers < stages:
-        why = f"is fewer than the {stages} stages ({parallel.pipeline} ranks x {per_rank})"
-        yield Violation("model.layers", config.model.layers, why, "use fewer pipeline ranks or stages, or a deeper model")
+        rule = f"must be at least {stages}, the number of pipeline stages ({parallel.pipeline} ranks x {per_rank} per rank)"
+        yield Violation("model.layers", config.model.layers, rule, "use fewer pipeline ranks or stages per rank, or more layers")
     key = "parallel.stages_per_rank"
     if parallel.schedule == "1f1b" and per_rank != 1:
-        yield Violation(key, per_rank, "1f1b holds one stage a rank", "leave it unset, or parallel.schedule=interleaved")
+        yield Violation(key, per_rank, "1f1b has exactly 1 stage per rank", "leave it unset, or set parallel.schedule=interleaved")
     if parallel.schedule == "interleaved" and per_rank < 2:
-        yield Violation(key, per_rank, "interleaved holds at least 2 stages a rank", "set it to 2 or more, or parallel.schedule=1f1b")
+        yield Violation(
+            key, per_rank, "interleaved requires at least 2 stages per rank", "set it to 2 or more, or set parallel.schedule=1f1b"
+        )
     if parallel.schedule == "zbv":
         yield from _zbv(config, per_rank)
 
 
 def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
-    """The zero-bubble schedule computes the gradients of inputs and of weights apart."""
+    """The zero-bubble V schedule computes the gradients of inputs and of weights in separate passes."""
     if per_rank != 2:
-        yield Violation("parallel.stages_per_rank", per_rank, "zbv holds exactly 2 stages a rank", "leave it unset")
+        yield Violation("parallel.stages_per_rank", per_rank, "zbv has exactly 2 stages per rank", "leave it unset")
     if config.parallel.zero_stage == 3:
-        why = "zbv splits the backward pass and needs whole weights in both halves"
-        yield Violation("parallel.zero_stage", 3, why, "use zero_stage 0, 1 or 2, or another schedule")
+        rule = "zbv splits the backward pass and requires unsharded weights in both halves"
+        yield Violation("parallel.zero_stage", 3, rule, "set parallel.zero_stage to 0, 1 or 2, or choose another schedule")
     recompute = config.training.activation_checkpointing
     if recompute != "none":
-        why = "zbv's split backward pass would recompute twice"
-        yield Violation("training.activation_checkpointing", recompute, why, "use none, or another schedule")
+        rule = "zbv splits the backward pass and would recompute the activations twice"
+        yield Violation("training.activation_checkpointing", recompute, rule, "set it to none, or choose another schedule")
     if config.training.compile == "on":
-        yield Violation("training.compile", "on", "a compiled block has no split backward pass for zbv", "use auto or off")
+        yield Violation(
+            "training.compile", "on", "zbv splits the backward pass, which compiled blocks do not support", "set it to auto or off"
+        )
 
 
 def _batch(config: RunConfig, world_size: int) -> Iterator[Violation]:
-    """World size and batch sizes must come out even."""
+    """World size and batch sizes are divisible by the layout."""
     parallel, training = config.parallel, config.training
     model_ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
     if world_size % model_ranks:
         axes = ("tensor", "context", "expert", "pipeline")
-        why = "does not divide into " + " x ".join(
+        rule = "must be divisible by " + " x ".join(
             f"parallel.{axis}={getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1 or axis in ("tensor", "pipeline")
         )
-        yield Violation("world size", world_size, why, f"start a multiple of {model_ranks} ranks, or choose a smaller layout")
+        yield Violation(
+            "world size", world_size, rule, f"set the number of ranks to a multiple of {model_ranks}, or reduce the parallel sizes"
+        )
         return
     data = world_size // model_ranks * parallel.expert
-    for key, size in warmup.values(training.batch_rampup, "global_batch_size", training.global_batch_size):
+    for key, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size):
         yield from _global_batch(config, data, key, size)
 
 
-def _global_batch(config: RunConfig, shares: int, key: str, size: int) -> Iterator[Violation]:
-    """A global batch of `size` samples, as configuration key `key` sets it."""
+def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> Iterator[Violation]:
+    """A global batch of `size` samples, set by configuration key `key`."""
     parallel, micro_batch = config.parallel, config.training.micro_batch_size
-    if size % (shares * micro_batch):
-        why = f"must be a multiple of {shares} data ranks x micro_batch_size {micro_batch}"
-        yield Violation(key, size, why, f"choose a multiple of {shares * micro_batch}")
+    if size % (batch_shards * micro_batch):
+        rule = f"must be a multiple of {batch_shards} data ranks x micro_batch_size {micro_batch}"
+        yield Violation(key, size, rule, f"choose a multiple of {batch_shards * micro_batch}")
         return
-    micro_batches = size // (shares * micro_batch)
+    micro_batches = size // (batch_shards * micro_batch)
     if parallel.pipeline == 1:
         return
     needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
     if micro_batches < needed:
-        why = f"gives {micro_batches} micro-batches; {parallel.schedule} on {parallel.pipeline} pipeline ranks needs {needed}"
-        yield Violation(key, size, why, f"use at least {needed * shares * micro_batch}, or smaller micro-batches")
+        rule = f"yields {micro_batches} micro-batches per rank; {parallel.schedule} on {parallel.pipeline} pipeline ranks requires {needed}"
+        yield Violation(key, size, rule, f"use at least {needed * batch_shards * micro_batch}, or reduce training.micro_batch_size")
     elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:
         rounds = max(1, micro_batches // parallel.pipeline)
         if micro_batches % rounds:
-            why = f"gives {micro_batches} micro-batches; interleaved needs a multiple of {rounds} rounds"
-            yield Violation(key, size, why, f"make the micro-batches a multiple of parallel.pipeline={parallel.pipeline}")
+            rule = f"yields {micro_batches} micro-batches per rank; interleaved requires a multiple of {rounds} rounds"
+            yield Violation(key, size, rule, f"choose a number of micro-batches divisible by parallel.pipeline={parallel.pipeline}")
 
 
 def _training(config: RunConfig) -> Iterator[Violation]:
-    """The run against the model and itself."""
+    """Training length, sequence length and recomputation."""
     training, optimizer = config.training, config.optimizer
     if training.activation_checkpointing == "selective" and config.parallel.zero_stage == 3:
-        why = "ZeRO 3 gathers weights within a block, other ones when it is computed again, and what was kept would not be found"
-        yield Violation("training.activation_checkpointing", "selective", why, "use full or none, or another parallel.zero_stage")
+        rule = "ZeRO 3 gathers weights inside each block; recomputation gathers different ones, so saved outputs cannot be matched"
+        yield Violation(
+            "training.activation_checkpointing", "selective", rule, "set it to full or none, or choose another parallel.zero_stage"
+        )
     if training.sequence_length > config.model.max_positions:
-        why = f"is longer than model.max_positions={config.model.max_positions}"
-        yield Violation("training.sequence_length", training.sequence_length, why, "shorten the sequences, or raise model.max_positions")
+        rule = f"must not exceed model.max_positions={config.model.max_positions}"
+        yield Violation(
+            "training.sequence_length", training.sequence_length, rule, "reduce the sequence length, or increase model.max_positions"
+        )
     if optimizer.warmup_steps + optimizer.decay_steps > training.steps:
-        why = f"and decay_steps={optimizer.decay_steps} are more than training.steps={training.steps}"
-        yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, why, "shorten them, or train longer")
+        rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={training.steps}"
+        yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")

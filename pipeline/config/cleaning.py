@@ -1,4 +1,4 @@
-"""The cleaning steps and their knobs. The defaults are those of the papers named beside the steps in pipeline/data/clean/."""
+"""The cleaning steps and their keys. The defaults are those of the papers cited in pipeline/data/clean/."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 from pipeline.knobs import knob
 
-#: Every step: what it does in a few words.
+#: Step name -> short description.
 STEPS = {
-    "allow": "keep allowed sources and licences only",
-    "repair": "mend broken encodings and HTML entities",
-    "normalise": "composed Unicode, plain newlines, no invisible characters",
-    "boilerplate": "remove HTML tags, YAML heads, lines with phrases of web pages",
-    "personal": "mask e-mail and IP addresses, telephone numbers, IBANs",
-    "length": "drop too short and too long texts",
-    "language": "drop other languages than the wanted ones",
-    "gopher": "drop what is no running text (Gopher)",
-    "c4": "drop pages without sentences (C4)",
-    "fineweb": "drop lists and menus (FineWeb)",
-    "repetition": "drop texts that repeat themselves (Gopher)",
-    "contamination": "drop texts that hold a part of a benchmark",
+    "allow": "keep only documents with an allowed source and license",
+    "repair": "fix wrongly decoded text and HTML entities",
+    "normalise": "normalize to Unicode NFC and LF line endings, remove invisible characters",
+    "boilerplate": "remove HTML tags, YAML front matter, and lines with boilerplate phrases of web pages",
+    "personal": "mask e-mail addresses, IP addresses, telephone numbers and IBANs",
+    "length": "drop texts that are too short or too long",
+    "language": "drop texts in languages not listed in clean.language.keep",
+    "gopher": "drop texts that fail the quality rules of Gopher",
+    "c4": "drop texts that fail the sentence rules of C4",
+    "fineweb": "drop texts that fail the line rules of FineWeb, such as lists and menus",
+    "repetition": "drop repetitive texts (rules of Gopher)",
+    "contamination": "drop texts that contain a part of a benchmark",
 }
 
 PERSONAL_KINDS = ("email", "ip", "iban", "phone")
@@ -27,27 +27,27 @@ PERSONAL_KINDS = ("email", "ip", "iban", "phone")
 
 @dataclass
 class AllowStep:
-    """Where documents may come from."""
+    """Filter by source and license."""
 
-    sources: list[str] = knob([], "patterns (globs) of allowed sources; none allows all")
-    licences: list[str] = knob([], "patterns (globs) of allowed licences; none allows all")
-    source_field: str = knob("source", "metadata field of the source; the file's name when a document has none")
-    licence_field: str = knob("license", "metadata field of the licence")
+    sources: list[str] = knob([], "glob patterns of allowed sources; empty allows all")
+    licences: list[str] = knob([], "glob patterns of allowed licenses; empty allows all")
+    source_field: str = knob("source", "metadata field with the source; the file name if a document has no such field")
+    licence_field: str = knob("license", "metadata field with the license")
 
 
 @dataclass
 class RepairStep:
-    """Broken encodings."""
+    """Encoding repair."""
 
 
 @dataclass
 class NormaliseStep:
-    """Characters and space."""
+    """Unicode and whitespace normalization."""
 
 
 @dataclass
 class BoilerplateStep:
-    """Remains of web pages."""
+    """Boilerplate of web pages."""
 
     phrases: list[str] = knob(
         [
@@ -64,7 +64,7 @@ class BoilerplateStep:
             "verwendet cookies",
             "verwendung von cookies",
         ],
-        "a line with one of them is removed, whatever the case",
+        "lines that contain one of these phrases are removed, ignoring case",
     )
 
 
@@ -72,85 +72,85 @@ class BoilerplateStep:
 class PersonalStep:
     """Personal data."""
 
-    kinds: list[str] = knob(list(PERSONAL_KINDS), "what is masked: " + ", ".join(PERSONAL_KINDS))
+    kinds: list[str] = knob(list(PERSONAL_KINDS), "kinds of personal data to mask: " + ", ".join(PERSONAL_KINDS))
 
 
 @dataclass
 class LengthStep:
-    """Length of a text."""
+    """Filter by text length."""
 
-    least: int = knob(200, "shortest text", unit="characters", at_least=0)
-    most: int = knob(100_000_000, "longest text", unit="characters", at_least=1)
+    least: int = knob(200, "minimum text length", unit="characters", at_least=0)
+    most: int = knob(100_000_000, "maximum text length", unit="characters", at_least=1)
 
 
 @dataclass
 class LanguageStep:
-    """Language."""
+    """Filter by language."""
 
-    keep: list[str] = knob([], "languages to keep (ISO 639-1: en, de, ...); none keeps all, and the language is noted in any case")
-    share: float = knob(0.65, "least part of the text in that language", at_least=0, at_most=1)
+    keep: list[str] = knob([], "languages to keep (ISO 639-1: en, de, ...); empty keeps all; the language is recorded in any case")
+    share: float = knob(0.65, "minimum fraction of the text in that language", at_least=0, at_most=1)
 
 
 @dataclass
 class GopherStep:
-    """Running text."""
+    """Quality rules of Gopher."""
 
-    least_words: int = knob(50, "fewest words", at_least=0)
-    most_words: int = knob(100_000, "most words", at_least=1)
-    least_word_length: float = knob(3.0, "smallest mean length of a word", unit="characters", at_least=0)
-    most_word_length: float = knob(10.0, "largest mean length of a word", unit="characters", at_least=1)
-    symbols: float = knob(0.1, "most # or ellipses a word", at_least=0)
-    bullet_lines: float = knob(0.9, "largest share of lines that begin with a bullet point", at_least=0, at_most=1)
-    ellipsis_lines: float = knob(0.3, "largest share of lines that end in an ellipsis", at_least=0, at_most=1)
-    alphabetic: float = knob(0.8, "least share of the pieces between spaces that hold a letter", at_least=0, at_most=1)
-    stop_words: int = knob(2, "fewest stop words of the text's language", at_least=0)
+    least_words: int = knob(50, "minimum number of words", at_least=0)
+    most_words: int = knob(100_000, "maximum number of words", at_least=1)
+    least_word_length: float = knob(3.0, "minimum mean word length", unit="characters", at_least=0)
+    most_word_length: float = knob(10.0, "maximum mean word length", unit="characters", at_least=1)
+    symbols: float = knob(0.1, "maximum ratio of # signs to words, and of ellipses to words", at_least=0)
+    bullet_lines: float = knob(0.9, "maximum fraction of lines that begin with a bullet point", at_least=0, at_most=1)
+    ellipsis_lines: float = knob(0.3, "maximum fraction of lines that end with an ellipsis", at_least=0, at_most=1)
+    alphabetic: float = knob(0.8, "minimum fraction of whitespace-separated words that contain a letter", at_least=0, at_most=1)
+    stop_words: int = knob(2, "minimum number of stop words of the language of the text", at_least=0)
 
 
 @dataclass
 class C4Step:
-    """Sentences."""
+    """Sentence rules of C4."""
 
-    least_sentences: int = knob(5, "fewest sentences", at_least=0)
-    no_curly_brackets: bool = knob(False, "drop texts with a curly bracket, as C4 did against source code")
+    least_sentences: int = knob(5, "minimum number of sentences", at_least=0)
+    no_curly_brackets: bool = knob(False, "drop texts with a curly bracket, the rule of C4 against source code")
 
 
 @dataclass
 class FineWebStep:
-    """Lines."""
+    """Line rules of FineWeb."""
 
-    closed_lines: float = knob(0.12, "least share of lines that end in punctuation", at_least=0, at_most=1)
-    short_line: int = knob(30, "a line of so many characters is short", unit="characters", at_least=0)
-    short_lines: float = knob(0.67, "largest share of short lines", at_least=0, at_most=1)
-    newlines: float = knob(0.3, "most lines a word", at_least=0)
+    closed_lines: float = knob(0.12, "minimum fraction of lines that end with punctuation", at_least=0, at_most=1)
+    short_line: int = knob(30, "maximum length of a short line", unit="characters", at_least=0)
+    short_lines: float = knob(0.67, "maximum fraction of short lines", at_least=0, at_most=1)
+    newlines: float = knob(0.3, "maximum ratio of lines to words", at_least=0)
 
 
 @dataclass
 class RepetitionStep:
-    """Repetition within a text; shares of its lines, paragraphs or characters."""
+    """Repetition rules of Gopher, as fractions of the lines, paragraphs or characters of a text."""
 
-    lines: float = knob(0.30, "largest share of lines that stood before", at_least=0, at_most=1)
-    line_characters: float = knob(0.20, "largest share of characters in such lines", at_least=0, at_most=1)
-    paragraphs: float = knob(0.30, "largest share of paragraphs that stood before", at_least=0, at_most=1)
-    paragraph_characters: float = knob(0.20, "largest share of characters in such paragraphs", at_least=0, at_most=1)
-    top_ngrams: list[float] = knob([0.20, 0.18, 0.16], "largest share of characters in the most frequent 2-, 3- and 4-gram")
-    long_ngrams: list[float] = knob([0.15, 0.14, 0.13, 0.12, 0.11, 0.10], "largest share in 5- to 10-grams that stood before")
+    lines: float = knob(0.30, "maximum fraction of duplicate lines", at_least=0, at_most=1)
+    line_characters: float = knob(0.20, "maximum fraction of characters in duplicate lines", at_least=0, at_most=1)
+    paragraphs: float = knob(0.30, "maximum fraction of duplicate paragraphs", at_least=0, at_most=1)
+    paragraph_characters: float = knob(0.20, "maximum fraction of characters in duplicate paragraphs", at_least=0, at_most=1)
+    top_ngrams: list[float] = knob([0.20, 0.18, 0.16], "maximum fraction of characters in the most frequent 2-, 3- and 4-gram")
+    long_ngrams: list[float] = knob([0.15, 0.14, 0.13, 0.12, 0.11, 0.10], "maximum fraction of characters in duplicate 5- to 10-grams")
 
 
 @dataclass
 class ContaminationStep:
-    """Benchmarks."""
+    """Benchmark contamination."""
 
-    files: list[str] = knob([], "files with the benchmarks' texts, in any format that data.input reads")
-    words: int = knob(13, "a shared run of so many words is a part of the benchmark", unit="words", at_least=3)
+    files: list[str] = knob([], "files with the texts of the benchmarks, in any format of data.input")
+    words: int = knob(13, "length of a shared n-gram that counts as contamination", unit="words", at_least=3)
 
 
 @dataclass
 class CleanConfig:
-    """What happens to documents before deduplication: `clean.steps` in their order, each with its own knobs."""
+    """Cleaning before deduplication: `clean.steps` in order, each step with its own keys."""
 
     steps: list[str] = knob(
         ["repair", "normalise", "boilerplate", "personal", "length", "language", "gopher", "repetition"],
-        "steps in their order, of " + ", ".join(STEPS),
+        "steps in order of application; available: " + ", ".join(STEPS),
     )
     allow: AllowStep = field(default_factory=AllowStep)
     repair: RepairStep = field(default_factory=RepairStep)

@@ -1,4 +1,4 @@
-"""From the command line to a checked RunConfig. Hydra composes; the messages for a user's mistakes are ours."""
+"""Composition of the configuration with Hydra, and error messages for command lines that do not compose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import sys
 import sysconfig
 import time
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -19,17 +18,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline import knobs
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-
 
 def register() -> None:
-    """Make the dataclasses known to Hydra as the schema of conf/'s files, and `${python_stdlib:}` as a path."""
+    """Register the dataclasses as schemas of the files in conf/, and the resolver `${python_stdlib:}`, a path."""
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig, package="_global_")
     for stage, (schema, _) in STAGES.items():
@@ -39,15 +37,15 @@ def register() -> None:
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
 
-def spelled_out(arguments: list[str]) -> list[str]:
-    """The command line as Hydra wants it: dry_run=true in full, and a plus before what adds to a table, whose names are the user's own."""
-    tables = tuple(f"{key}{mark}" for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict) for mark in "=.")
-    full = [re.sub("^dry_run=", "dry_run.enabled=", argument) for argument in arguments]
-    return [f"++{argument}" if argument.startswith(tables) else argument for argument in full]
+def normalize_overrides(arguments: list[str]) -> list[str]:
+    """Convert a command line to Hydra syntax: dry_run=true to its full key, and keys of user-defined names below a dict to ++key."""
+    dict_keys = tuple(f"{key}{mark}" for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict) for mark in "=.")
+    arguments = [re.sub("^dry_run=", "dry_run.enabled=", argument) for argument in arguments]
+    return [f"++{argument}" if argument.startswith(dict_keys) else argument for argument in arguments]
 
 
-def typed(config: DictConfig) -> RunConfig:
-    """The composed configuration as dataclasses, every interpolation resolved. config/check.py says whether its values are legal.
+def to_run_config(config: DictConfig) -> RunConfig:
+    """Convert a composed configuration to dataclasses and resolve interpolations. Values are validated by check.check().
 
     Raises:
         UserError: a value is missing or cannot be resolved.
@@ -61,28 +59,35 @@ def typed(config: DictConfig) -> RunConfig:
     return run
 
 
-def explain(overrides: list[str], *, sweep: bool = False) -> tuple[list[Violation], DictConfig]:
-    """Why these overrides do not compose, one violation for each that is at fault, and what the others compose to.
+def diagnose(overrides: list[str], *, sweep: bool = False) -> tuple[list[Violation], DictConfig]:
+    """Find the overrides that cannot be composed, after a composition has failed.
 
-    Runs only after a failure: composes once for every override, keeping the good ones. In a sweep every value is tried.
+    Composes once per override, each time with the valid overrides before it.
+
+    Args:
+        overrides: `key=value` arguments of the command line.
+        sweep: try every value of a sweep separately.
+
+    Returns:
+        One violation per invalid override, and the configuration composed from the valid ones.
     """
     if sweep:
-        overrides = [value for override in overrides for value in _values(override)]
+        overrides = [value for override in overrides for value in _sweep_values(override)]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        good: list[str] = []
+        valid: list[str] = []
         violations: list[Violation] = []
         for override in overrides:
             try:
-                compose("config", [*good, override])
-                good.append(override)
+                compose("config", [*valid, override])
+                valid.append(override)
             except (HydraException, OmegaConfBaseException) as error:
-                violations.append(_violation(override, error, compose("config", good)))
-        return violations, compose("config", good)
+                violations.append(_violation(override, error, compose("config", valid)))
+        return violations, compose("config", valid)
 
 
-def _values(override: str) -> list[str]:
-    """The overrides that a sweep makes of one: `a=1,2` -> a=1, a=2."""
+def _sweep_values(override: str) -> list[str]:
+    """Expand the override of a sweep: `a=1,2` -> a=1, a=2."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
@@ -91,31 +96,31 @@ def _values(override: str) -> list[str]:
 
 
 def _violation(override: str, error: Exception, composed: DictConfig) -> Violation:
-    """One failed override in words, with the nearest legal names."""
+    """Convert the error of an override to a violation, with the closest legal names as fix."""
     key, _, value = override.lstrip("+~").partition("=")
     if (CONF_DIR / key).is_dir():
         options = sorted(p.stem for p in (CONF_DIR / key).glob("*.yaml"))
         return Violation(key, value, f"must be one of {', '.join(options)}", _nearest(f"{key}=", value, options))
-    known = sorted(_keys(composed))
+    keys = sorted(_keys(composed))
     reason = re.sub(r"\s+", " ", str(error.__cause__ or error).partition("\n")[0])
     if "NoViableAlt" in reason:
-        fix = f"quote the value, for it and for the shell: '{key}=\"{value}\"'"
-        return Violation(key, value, "holds characters that Hydra reads as its own", fix)
+        fix = f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'"
+        return Violation(key, value, "contains characters with a special meaning in Hydra", fix)
     if "Ambiguous value" in reason:
-        return Violation(key, value, "holds several values", f"add -m to sweep over them, or quote one value: {key}='...'")
+        return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
     if renamed := new_name(key):
-        return Violation(key, value, f"is called {renamed} now", f"write {renamed}={value}")
-    if key not in known:
-        return Violation(key, value, "no such key", _nearest("", key, known))
+        return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
+    if key not in keys:
+        return Violation(key, value, "no such key", _nearest("", key, keys))
     if "ListConfig" in reason and value.startswith("["):
-        return Violation(key, value, "must be a table", f"write {key}={{NAME: {value}}}")
+        return Violation(key, value, "must be a dictionary", f"write {key}={{NAME: {value}}}")
     if "ListConfig" in reason:
         return Violation(key, value, "must be a list", f"write {key}=[{value}]")
-    return Violation(key, value, reason, f"give {key} a value of its type")
+    return Violation(key, value, reason, f"set {key} to a value of its type")
 
 
 def _keys(node: Any, prefix: str = "") -> list[str]:
-    """Every dotted key below a node, groups included."""
+    """Return all dotted keys below a node, including groups."""
     found = []
     for name in node:
         key = f"{prefix}{name}"
@@ -127,7 +132,7 @@ def _keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def _nearest(prefix: str, name: str, known: list[str]) -> str:
-    """Advice naming the closest legal names, or where to find all of them."""
+    """Return advice with the closest legal names, or where to find all of them."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     leaf = name.rpartition(".")[2]
     close += [key for key in known if key.rpartition(".")[2] == leaf and key not in close][:3]
@@ -136,12 +141,12 @@ def _nearest(prefix: str, name: str, known: list[str]) -> str:
     return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}"
 
 
-def fail(error: UserError, *, after: float | None = 0) -> None:
-    """Print a user's mistake and leave with exit code 2.
+def exit_with_error(error: UserError, *, after: float | None = 0) -> None:
+    """Print an error and exit with code 2.
 
     Args:
-        error: the mistake.
-        after: seconds to wait for a rank that tells the same mistake; None leaves it to that rank (launch.ranks.turn_to_speak).
+        error: the error to print.
+        after: delay in seconds, so that only one rank prints the error; None prints nothing (launch.ranks.error_report_delay).
     """
     if after is not None:
         time.sleep(after)

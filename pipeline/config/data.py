@@ -1,4 +1,4 @@
-"""The groups of the data: documents and shards, duplicates, tokenizers; blends and warm-ups."""
+"""Configuration groups of the data: documents and shards, deduplication, tokenizers, blends and warm-ups."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from omegaconf import MISSING
 
 from pipeline.knobs import knob
 
-#: What train_tokenizer can train.
+#: Tokenizer models that train_tokenizer can train.
 TOKENIZER_KINDS = ("bpe", "unigram", "wordpiece")
 
 
 @dataclass
 class CorpusConfig:
-    """One corpus of data.blend."""
+    """A corpus of data.blend."""
 
-    weight: float | None = knob(None, "its share of the samples relative to the others' weights; 1 when unset", at_least=0)
-    tokens: str | None = knob(None, "folder of its token shards; data.tokens when unset")
-    corpus: str | None = knob(None, "its name in that folder's manifest; its name in the blend when unset")
-    max_epochs: float | None = knob(None, "refuse a run that would read it more often than this", unit="epochs", above=0)
+    weight: float | None = knob(None, "sampling weight, relative to the other corpora; default 1", at_least=0)
+    tokens: str | None = knob(None, "folder with the token shards of the corpus; default data.tokens")
+    corpus: str | None = knob(None, "name of the corpus in the manifest of that folder; default: its name in the blend")
+    max_epochs: float | None = knob(None, "maximum number of epochs; a run that would exceed it is refused", unit="epochs", above=0)
 
 
 @dataclass
 class PhaseConfig:
-    """Weights that hold for a part of the run."""
+    """Sampling weights of one phase of the run."""
 
-    until_tokens: int | None = knob(None, "tokens of the run after which the next phase begins; unset in the last", at_least=1)
-    weights: dict[str, float] = knob({}, "corpus -> its share relative to the others'; corpora that are not named have none")
+    until_tokens: int | None = knob(None, "number of training tokens at which the next phase begins; unset in the last phase", at_least=1)
+    weights: dict[str, float] = knob({}, "corpus -> sampling weight; corpora that are not listed have weight 0")
 
 
 @dataclass
 class InfillConfig:
-    """Fill-in-the-middle (Bavarian et al. 2022): a share of the documents is put together anew with its middle last."""
+    """Fill-in-the-middle (Bavarian et al. 2022): a fraction of the documents is reordered so that the middle comes last."""
 
-    rate: float = knob(0.0, "share of the documents within a training sample; 0 leaves all as they are", at_least=0, at_most=1)
+    rate: float = knob(
+        0.0, "fraction of the documents of a training sample that are transformed; 0 disables fill-in-the-middle", at_least=0, at_most=1
+    )
     spm_rate: float = knob(
-        0.5, "share of these in the order suffix, prefix, middle; the rest is prefix, suffix, middle", at_least=0, at_most=1
+        0.5, "fraction of these in suffix-prefix-middle order; the others are in prefix-suffix-middle order", at_least=0, at_most=1
     )
     prefix: str = knob("<|fim_prefix|>", "special token before the prefix")
     middle: str = knob("<|fim_middle|>", "special token before the middle")
@@ -45,150 +47,161 @@ class InfillConfig:
 
 @dataclass
 class MaskingConfig:
-    """Masked language models (Devlin et al. 2019): which tokens of a sequence a model has to guess, and what it sees in their place."""
+    """Masked language modeling (Devlin et al. 2019): which tokens are prediction targets, and what replaces them in the input."""
 
-    rate: float = knob(0.15, "share of the tokens of a sequence that are to be guessed", above=0, at_most=1)
-    random: float = knob(0.1, "share of these that become a random token", at_least=0, at_most=1)
-    keep: float = knob(0.1, "share of these that stay as they are; the rest becomes the mask", at_least=0, at_most=1)
-    mask: str | None = knob(None, "special token for what is to be guessed; [MASK] or <mask> of the tokenizer when unset")
-    first: str | None = knob(None, "special token before a sequence; [CLS] or <s> of the tokenizer when unset")
-    between: str | None = knob(None, "special token after each segment; [SEP] or </s> of the tokenizer when unset")
+    rate: float = knob(0.15, "fraction of the tokens of a sequence that are prediction targets", above=0, at_most=1)
+    random: float = knob(0.1, "fraction of the targets replaced by a random token", at_least=0, at_most=1)
+    keep: float = knob(0.1, "fraction of the targets left unchanged; the others are replaced by the mask token", at_least=0, at_most=1)
+    mask: str | None = knob(None, "mask token; default: [MASK] or <mask> of the tokenizer")
+    first: str | None = knob(None, "special token before each sequence; default: [CLS] or <s> of the tokenizer")
+    between: str | None = knob(None, "special token after each segment; default: [SEP] or </s> of the tokenizer")
 
 
 @dataclass
 class SpansConfig:
-    """Span corruption (Raffel et al. 2020): which tokens of a text the encoder does not see and the decoder writes."""
+    """Span corruption (Raffel et al. 2020): sentinels replace spans in the encoder input; the decoder predicts the spans."""
 
-    rate: float = knob(0.15, "share of the tokens that are taken out", above=0, at_most=0.5)
-    mean_length: float = knob(3.0, "mean length of the spans in which they stand", unit="tokens", at_least=2)
-    sentinel: str = knob("<extra_id_*>", "special tokens that stand for the spans; * is 0, 1, ...")
+    rate: float = knob(0.15, "fraction of the tokens that are replaced", above=0, at_most=0.5)
+    mean_length: float = knob(3.0, "mean span length", unit="tokens", at_least=2)
+    sentinel: str = knob("<extra_id_*>", "sentinel tokens; * stands for 0, 1, ...")
 
 
 @dataclass
 class PairsConfig:
-    """Pairs of a source, which the encoder reads, and a target, which the decoder writes: translation, summaries."""
+    """Sequence-to-sequence pairs (translation, summarization): the source is the encoder input, the target is predicted by the decoder."""
 
-    train: list[str] = knob([], "files to train on: .tsv (source, tab, target), or .jsonl")
-    validation: list[str] = knob([], "files to validate on")
-    source: str = knob("source", "field of a JSON record that holds the source")
-    target: str = knob("target", "field of a JSON record that holds the target")
+    train: list[str] = knob([], "training files: .tsv (source, tab, target) or .jsonl")
+    validation: list[str] = knob([], "validation files: .tsv or .jsonl")
+    source: str = knob("source", "field of a JSON record with the source")
+    target: str = knob("target", "field of a JSON record with the target")
 
 
 @dataclass
 class WarmupConfig:
-    """A value that holds until a step."""
+    """A value that applies before a given step."""
 
-    until_step: int = knob(MISSING, "first step (counted from 0) with the next value", unit="steps", at_least=1)
-    value: int = knob(MISSING, "the value before it", at_least=1)
+    until_step: int = knob(MISSING, "first step (counted from 0) that uses the next value", unit="steps", at_least=1)
+    value: int = knob(MISSING, "value for the steps before it", at_least=1)
 
 
 @dataclass
 class DataConfig:
     """Documents, text shards and token shards."""
 
-    input: list[str] = knob([], "files, globs, folders or fsspec URLs with raw documents: the corpus called default")
-    corpora: dict[str, list[str]] = knob({}, "further corpora, kept apart for blending: {name: [files, globs, folders or URLs], ...}")
-    text_field: str = knob("text", "field of a JSON record, or column of a Parquet file, that holds the document")
-    suffixes: list[str] = knob(
-        [], "endings of the file names that count as documents in a folder; when empty, of every form that can be read"
+    input: list[str] = knob([], "files, globs, folders or fsspec URLs with raw documents of the corpus named default")
+    corpora: dict[str, list[str]] = knob(
+        {}, "additional corpora, stored separately for blending: {name: [files, globs, folders or URLs], ...}"
     )
-    exclude: list[str] = knob([".*"], "names (globs) of files and folders that are left out wherever a folder or glob is searched")
+    text_field: str = knob("text", "field of a JSON record, or column of a Parquet file, with the text of the document")
+    suffixes: list[str] = knob([], "file name suffixes that are read in a folder; empty reads all supported formats")
+    exclude: list[str] = knob([".*"], "glob patterns of file and folder names to skip when a folder or glob is searched")
     document_megabytes: float = knob(
-        16.0, "largest document, as it stands in its file; larger ones are quarantined", unit="MB", above=0, at_most=2000
+        16.0, "maximum size of a document in its file; larger documents are quarantined", unit="MB", above=0, at_most=2000
     )
-    main_content: bool = knob(True, "keep of a web page its main content alone, without navigation, headers and footers")
-    shards: str = knob("work/shards", "folder of the text shards (written by shard)")
-    tokens: str = knob("work/tokens", "folder of the token shards (written by tokenize)")
-    seed: int = knob(0, "seed of the one document shuffle and of the train/validation split", at_least=0)
+    main_content: bool = knob(True, "extract the main content of web pages, without navigation, headers and footers")
+    shards: str = knob("work/shards", "folder of the text shards (output of stage=shard)")
+    tokens: str = knob("work/tokens", "folder of the token shards (output of stage=tokenize)")
+    seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0)
     part_megabytes: float | None = knob(
         None,
-        "input that a rank reads, cleans and notes as done at a time; a thousandth of all, from 4 to 256, when unset",
+        "size of an input part, the unit of work and of resumption; default: 1/1000 of the input, between 4 and 256",
         unit="MB",
         above=0,
     )
-    shard_megabytes: float = knob(128.0, "text per shard, about; a rank holds one in memory", unit="MB", above=0, at_most=2000)
-    validation_fraction: float = knob(0.005, "share of the documents kept for validation", at_least=0, at_most=0.5)
-    documents_per_member: int = knob(1, "documents that share a member of a text shard; more saves space with short ones", at_least=1)
-    quarantine_limit: float = knob(0.01, "largest share of documents that may be unreadable before shard gives up", at_least=0, at_most=1)
+    shard_megabytes: float = knob(
+        128.0, "approximate text size of a shard; a rank holds one shard in memory", unit="MB", above=0, at_most=2000
+    )
+    validation_fraction: float = knob(0.005, "fraction of the documents in the validation split", at_least=0, at_most=0.5)
+    documents_per_member: int = knob(
+        1, "documents per tar member of a text shard; values above 1 save space for short documents", at_least=1
+    )
+    quarantine_limit: float = knob(0.01, "maximum fraction of unreadable documents; above it the stage fails", at_least=0, at_most=1)
     blend: dict[str, CorpusConfig] = knob(
-        {}, "name -> corpus that training samples come from; empty takes all of data.tokens, each window once an epoch", item=CorpusConfig
+        {}, "corpus name -> corpus to sample from; empty reads each window of data.tokens once per epoch", item=CorpusConfig
     )
     blend_weights: str = knob(
-        "samples", "what weights compare: shares of the samples, or epochs of the corpora", choices=("samples", "epochs")
+        "samples", "interpretation of the weights: fractions of the samples, or relative numbers of epochs", choices=("samples", "epochs")
     )
-    phases: list[PhaseConfig] = knob([], "weights of the blend by tokens seen; empty keeps data.blend's own throughout", item=PhaseConfig)
+    phases: list[PhaseConfig] = knob(
+        [], "schedule of sampling weights by training tokens; empty uses the weights of data.blend for the full run", item=PhaseConfig
+    )
     packing: str = knob(
         "windows",
-        "how training samples are cut: windows of the stream, or whole documents packed best-fit (indexed at the start)",
+        "construction of training samples: windows of the token stream, or best-fit packing of full documents (indexed at start-up)",
         choices=("windows", "best_fit"),
     )
     infill: InfillConfig = field(default_factory=InfillConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)
     pairs: PairsConfig = field(default_factory=PairsConfig)
-    decoder_start: str | None = knob(
-        None, "special token that an encoder-decoder's decoder reads first, and padding; <pad> or [PAD] of the tokenizer when unset"
-    )
+    decoder_start: str | None = knob(None, "start token of the decoder, also used as padding; default: <pad> or [PAD] of the tokenizer")
     verify: str = knob(
         "lazy",
-        "compare token shards with their checksums: never, in the background when first read, or all before the start; "
-        "the ranks share the work",
+        "checksum verification of token shards: never (off), in the background at the first read (lazy), or before training (all); "
+        "distributed over the ranks",
         choices=("off", "lazy", "all"),
     )
-    prefetch: int = knob(4, "batches that a rank makes ready ahead, a thread each", at_least=1, at_most=64)
+    prefetch: int = knob(4, "batches prefetched per rank, one thread each", at_least=1, at_most=64)
 
 
 @dataclass
 class DedupConfig:
-    """Which documents say the same, and go. The best document of a cluster stays."""
+    """Deduplication. The longest document of each cluster of duplicates is kept."""
 
-    exact: bool = knob(True, "drop documents whose text another one has")
-    near: bool = knob(True, "drop documents that resemble another one (MinHash)")
-    threshold: float = knob(0.8, "Jaccard index of two documents' shingles from which they are duplicates", above=0, at_most=1)
-    shingle: int = knob(5, "length of a shingle", unit="words", at_least=1, at_most=100)
-    bands: int = knob(16, "bands of a signature; documents that share a whole one are compared", at_least=1, at_most=1024)
-    rows: int = knob(8, "places of a band; a signature has bands x rows", at_least=1, at_most=1024)
-    url: bool = knob(False, "drop documents whose URL another one has (url_field), but for scheme, www., port, fragment and last slash")
-    url_field: str = knob("url", "field of a document's metadata that holds its URL")
-    paragraphs: bool = knob(False, "remove lines that occurred before, anywhere in the corpus")
-    paragraph_characters: int = knob(50, "shortest line that dedup.paragraphs removes", unit="characters", at_least=1)
-    against: list[str] = knob([], "text-shard folders with saved signatures; what they hold is dropped here")
-    save_signatures: bool = knob(False, "keep signatures beside the shards, for dedup.against (16 + 4 x bands x rows bytes a document)")
+    exact: bool = knob(True, "drop exact duplicates")
+    near: bool = knob(True, "drop near duplicates (MinHash)")
+    threshold: float = knob(0.8, "minimum Jaccard index of the shingles of two near duplicates", above=0, at_most=1)
+    shingle: int = knob(5, "shingle length", unit="words", at_least=1, at_most=100)
+    bands: int = knob(16, "bands per signature; documents with an identical band are candidates", at_least=1, at_most=1024)
+    rows: int = knob(8, "rows per band; a signature has bands x rows values", at_least=1, at_most=1024)
+    url: bool = knob(False, "drop documents with the same URL (dedup.url_field), ignoring scheme, www., port, fragment and trailing slash")
+    url_field: str = knob("url", "metadata field with the URL of a document")
+    paragraphs: bool = knob(False, "remove lines that occur earlier in the corpus")
+    paragraph_characters: int = knob(50, "minimum length of a line removed by dedup.paragraphs", unit="characters", at_least=1)
+    against: list[str] = knob([], "text shard folders with saved signatures; documents contained in them are dropped")
+    save_signatures: bool = knob(False, "save signatures next to the shards, for dedup.against (16 + 4 x bands x rows bytes per document)")
 
     @property
     def permutations(self) -> int:
-        """Places of a signature."""
+        """Number of values of a signature."""
         return self.bands * self.rows
 
 
 @dataclass
 class TokenizerConfig:
-    """The tokenizer, trained by train_tokenizer or brought along."""
+    """The tokenizer: trained by train_tokenizer, or an existing one."""
 
-    path: str = knob("work/tokenizer", "Hugging Face tokenizer folder (written by train_tokenizer)")
+    path: str = knob("work/tokenizer", "Hugging Face tokenizer folder (output of stage=train_tokenizer)")
     source: str | None = knob(
-        None, "file to import instead of training: NAME.tiktoken (split by tokenizer.split and digits), or SentencePiece's NAME.model"
+        None,
+        "file to import instead of training: NAME.tiktoken (pre-tokenized by tokenizer.split and digits) or NAME.model (SentencePiece)",
     )
-    kind: str = knob("bpe", "what to train: BPE over bytes, Unigram as in SentencePiece, or BERT's WordPiece", choices=TOKENIZER_KINDS)
-    vocab_size: int = knob(8192, "entries to train, special tokens included", unit="tokens", at_least=257)
-    vocab_sizes: list[int] = knob([], "several sizes in one run instead of vocab_size, each written to path/SIZE", unit="tokens")
-    train_megabytes: float = knob(100.0, "text to learn from, taken evenly over the training shards", unit="MB", above=0)
+    kind: str = knob(
+        "bpe", "tokenizer model to train: byte-level BPE, Unigram (SentencePiece) or WordPiece (BERT)", choices=TOKENIZER_KINDS
+    )
+    vocab_size: int = knob(8192, "vocabulary size, including special tokens", unit="tokens", at_least=257)
+    vocab_sizes: list[int] = knob([], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens")
+    train_megabytes: float = knob(100.0, "size of the training sample, drawn evenly from the training shards", unit="MB", above=0)
     balance: float = knob(
-        1.0, "weight of languages in that text: their share to this power; 1 as they come, 0 all equal", at_least=0, at_most=1
+        1.0, "exponent of the language fractions in the sample: 1 keeps the distribution, 0 makes it uniform", at_least=0, at_most=1
     )
-    split: str = knob("gpt2", "how BPE cuts text into words: as GPT-2, or as Llama 3", choices=("gpt2", "llama3"))
+    split: str = knob("gpt2", "pre-tokenization of BPE: GPT-2 or Llama 3", choices=("gpt2", "llama3"))
     digits: str = knob(
-        "keep", "numbers: as the split has it, one digit a token at most, or three", choices=("keep", "single", "groups_of_three")
+        "keep",
+        "numbers: split as in tokenizer.split (keep), into single digits, or into groups of three digits",
+        choices=("keep", "single", "groups_of_three"),
     )
     whitespace: str = knob(
-        "learned", "runs of spaces, tabs and line ends: learned as words are, or 2 to 16 of them an entry each", choices=("learned", "runs")
+        "learned",
+        "runs of spaces, tabs and newlines: learned, or one vocabulary entry for each run of 2 to 16 characters",
+        choices=("learned", "runs"),
     )
-    end_of_document: str = knob("<|endoftext|>", "special token written after every document")
-    special_tokens: list[str] = knob([], "further special tokens, for later use")
-    report: bool = knob(True, "measure the tokenizer on the validation split (report.json and report.html beside it)")
-    compare: list[str] = knob([], "Hugging Face tokenizer folders that the report sets beside it")
+    end_of_document: str = knob("<|endoftext|>", "special token appended to every document")
+    special_tokens: list[str] = knob([], "additional special tokens")
+    report: bool = knob(True, "measure the tokenizer on the validation split; writes report.json and report.html to its folder")
+    compare: list[str] = knob([], "Hugging Face tokenizer folders to include in the report for comparison")
     engine: str = knob(
         "auto",
-        "what tokenizes: Hugging Face tokenizers, or fastokens, checked against it on every rank; auto takes fastokens where it can",
+        "Hugging Face tokenizers, or fastokens, verified against it on every rank; auto uses fastokens if its output is identical",
         choices=("auto", "fastokens", "huggingface"),
     )

@@ -1,4 +1,4 @@
-"""The layout as arithmetic: which rank is where, which layers a stage holds, how many micro-batches it sees."""
+"""Layout arithmetic: coordinates of ranks, layers of pipeline stages, number of micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's index on every mesh axis."""
+    """The coordinates of a rank: its index on each mesh axis."""
 
     pipeline: int
     data: int
@@ -20,10 +20,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes and what follows from them.
+    """Sizes of the mesh axes and derived quantities.
 
-    Ranks are laid out with tensor innermost (it talks most, so it stays within a node), then context, expert, data and pipeline.
-    The ranks of the expert axis see other samples each, like those of the data axis; the ranks of the context axis see the same.
+    The axis order is tensor (innermost: most communication, so it stays within a node), context, expert, data, pipeline.
+    Ranks on the expert axis and on the data axis process different samples; ranks on the context axis process the same samples.
     """
 
     pipeline: int
@@ -37,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> Layout:
-        """The layout of a configuration that config/check.py has accepted for this world size."""
+        """Create the layout of a configuration that is valid for this world size (config/check.py)."""
         parallel, training = config.parallel, config.training
         data = world_size // (parallel.tensor * parallel.pipeline * parallel.context * parallel.expert)
         return cls(
@@ -53,63 +53,63 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.pipeline * self.data * self.expert * self.context * self.tensor
 
     @property
     def batch_shards(self) -> int:
-        """Ranks that see different samples: data x expert."""
+        """Number of ranks that process different samples: data x expert."""
         return self.data * self.expert
 
     @property
     def stage_count(self) -> int:
-        """Pipeline stages in all."""
+        """Total number of pipeline stages."""
         return self.pipeline * self.stages_per_rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands."""
-        rest, tensor = divmod(rank, self.tensor)
-        rest, context = divmod(rest, self.context)
-        rest, expert = divmod(rest, self.expert)
-        pipeline, data = divmod(rest, self.data)
+        """Return the coordinates of a rank."""
+        outer, tensor = divmod(rank, self.tensor)
+        outer, context = divmod(outer, self.context)
+        outer, expert = divmod(outer, self.expert)
+        pipeline, data = divmod(outer, self.data)
         return Coordinates(pipeline, data, expert, context, tensor)
 
     def rank(self, where: Coordinates) -> int:
-        """Which rank stands there."""
-        share = (where.pipeline * self.data + where.data) * self.expert + where.expert
-        return (share * self.context + where.context) * self.tensor + where.tensor
+        """Return the rank at the given coordinates."""
+        outer = (where.pipeline * self.data + where.data) * self.expert + where.expert
+        return (outer * self.context + where.context) * self.tensor + where.tensor
 
     def batch_shard(self, where: Coordinates) -> int:
-        """Which part of every batch the rank there sees."""
+        """Return the index of the shard of each batch that the rank at the given coordinates processes."""
         return where.data * self.expert + where.expert
 
     def stages(self, pipeline_rank: int) -> list[int]:
-        """The stages a pipeline rank holds: in a V for zbv (first and last on rank 0), else round-robin."""
+        """Return the stages of a pipeline rank: in V order for zbv (first and last stage on rank 0), otherwise round-robin."""
         if self.schedule == "zbv" and self.stages_per_rank == 2:
             return [pipeline_rank, self.stage_count - 1 - pipeline_rank]
-        return [pipeline_rank + turn * self.pipeline for turn in range(self.stages_per_rank)]
+        return [pipeline_rank + chunk * self.pipeline for chunk in range(self.stages_per_rank)]
 
     def holder(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         return next(rank for rank in range(self.pipeline) if stage in self.stages(rank))
 
     def layers(self, stage: int, layers: int) -> range:
-        """The decoder blocks of a stage. What does not divide goes one each to the stages after the first, which has the embedding."""
-        base, rest = divmod(layers, self.stage_count)
-        first = stage * base + max(0, min(stage - 1, rest))
-        return range(first, first + base + (1 <= stage <= rest))
+        """Return the blocks of a stage. Remaining blocks are assigned one per stage from stage 1 on, since stage 0 holds the embedding."""
+        base, remainder = divmod(layers, self.stage_count)
+        first = stage * base + max(0, min(stage - 1, remainder))
+        return range(first, first + base + (1 <= stage <= remainder))
 
 
 def stages_per_rank(config: RunConfig) -> int:
-    """Stages a rank holds: as configured, else the schedule's own. Without a pipeline it is one."""
+    """Return the number of pipeline stages per rank: the configured value, else the default of the schedule; 1 without a pipeline."""
     if config.parallel.pipeline == 1:
         return 1
-    own = 1 if config.parallel.schedule == "1f1b" else 2
-    return config.parallel.stages_per_rank or own
+    default = 1 if config.parallel.schedule == "1f1b" else 2
+    return config.parallel.stages_per_rank or default
 
 
 def job_size(config: RunConfig, started: int) -> int:
-    """Ranks of the job: those that were started, or for a dry run those to imagine."""
+    """Return the number of ranks of the job: the started ranks, or the simulated ranks of a dry run."""
     if not config.dry_run.enabled:
         return started
     return config.dry_run.world_size or config.cluster.nodes * config.cluster.tasks_per_node

@@ -1,4 +1,4 @@
-"""A model's configuration as words of a command line."""
+"""Command-line overrides that describe a model configuration."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.models.families import FAMILIES, ModelConfig
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+from pipeline.config.paths import CONF_DIR
+from pipeline.models.config import ModelConfig
+from pipeline.models.families import FAMILIES
 
 
 def overrides(model: ModelConfig) -> list[str]:
-    """`model=NAME` of the nearest shipped model, and `model.KEY=VALUE` for what differs from it."""
-    wanted = dataclasses.asdict(model)
-    found = {
-        name: {key: value for key, value in wanted.items() if dataclasses.asdict(shipped)[key] != value}
+    """Return `model=NAME` of the closest model in conf/model, and `model.KEY=VALUE` for every difference."""
+    values = dataclasses.asdict(model)
+    differences = {
+        name: {key: value for key, value in values.items() if dataclasses.asdict(shipped)[key] != value}
         for name, shipped in _shipped(model.family)
     }
-    name = min(found, key=lambda name: (len(found[name]), name))
-    return [f"model={name}", *(f"model.{key}={_word(value)}" for key, value in found[name].items())]
+    name = min(differences, key=lambda name: (len(differences[name]), name))
+    return [f"model={name}", *(f"model.{key}={_format(value)}" for key, value in differences[name].items())]
 
 
 def _shipped(family: str) -> Iterator[tuple[str, ModelConfig]]:
-    """The family's models in conf/model."""
+    """Yield (name, configuration) of all models of a family in conf/model."""
     for file in sorted((CONF_DIR / "model").glob("*.yaml")):
         values: Any = OmegaConf.to_container(OmegaConf.load(file))
         bases = values.pop("defaults")
@@ -36,6 +35,6 @@ def _shipped(family: str) -> Iterator[tuple[str, ModelConfig]]:
             yield file.stem, FAMILIES[family](**values)
 
 
-def _word(value: Any) -> str:
-    """A value as Hydra reads it."""
+def _format(value: Any) -> str:
+    """Format a value in Hydra syntax."""
     return str(value) if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Configuration keys with a new name: refused under the old one on a command line, updated in an older checkpoint's configuration."""
+"""Renamed configuration keys: an old name is rejected on the command line and updated in the configuration of an older checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENAMED = {
 
 
 def new_name(key: str) -> str | None:
-    """The new name of a key, or of a part of it (`training.batch_warmup.0.value`); None if it has no new name."""
+    """Return the new name of a key or of a key below it (`training.batch_warmup.0.value`), None if it was not renamed."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -28,7 +28,7 @@ def new_name(key: str) -> str | None:
 
 
 def update(config: dict[str, Any]) -> None:
-    """Give the keys of a saved configuration (nested dictionaries) their new names, in place."""
+    """Rename the keys of a saved configuration (nested dictionaries) in place."""
     for old, new in RENAMED.items():
         group, _, name = old.partition(".")
         if name in config.get(group, {}):

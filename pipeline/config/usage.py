@@ -1,15 +1,12 @@
-"""What `--help` prints: stages, groups and every key, read from the dataclasses. Loads neither Hydra nor torch."""
+"""The `--help` text: stages, groups and all keys, generated from the dataclasses. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeline import knobs
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.families import FAMILIES
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 def print_usage() -> None:
@@ -31,11 +28,11 @@ def print_usage() -> None:
         if rows:
             print(f"\nkeys of stage={stage}:")
             _print_keys(rows)
-    print("\nOne command, three ways: alone, as a rank of torchrun, srun or mpirun, or with -m as a Hydra sweep (--hydra-help).")
+    print("\nThe command runs as a single process, as one rank of torchrun, srun or mpirun, or with -m as a Hydra sweep (--hydra-help).")
 
 
 def _print_keys(rows: object) -> None:
-    """One line a key: its name and default, meaning, unit and range."""
+    """Print one line per key: name, default, meaning, unit and range."""
     for key, knob, default in rows:  # type: ignore[attr-defined]
         details = ", ".join(part for part in (knob.unit, knob.rule()) if part)
         print(f"  {f'{key}={default}':<46} {knob.meaning}{f' ({details})' if details else ''}")

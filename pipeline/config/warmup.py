@@ -1,8 +1,8 @@
-"""Sequence length and batch size of every step, as arithmetic.
+"""Sequence length and batch size as functions of the step.
 
-A sample is always a window of training.sequence_length tokens. While sequences are shorter, each sample is cut into several, so the
-samples that a step consumes, their order and the tokens of a micro-batch are the same with and without a sequence warm-up
-(Li et al. 2022, "The Stability-Efficiency Dilemma", shorten the sequences of early steps too, but drop what is cut off).
+A sample is always a window of training.sequence_length tokens. During a sequence warm-up each sample is split into several shorter
+sequences: the samples of a step, their order, and the tokens of a micro-batch are the same as without a warm-up.
+(Li et al. 2022, "The Stability-Efficiency Dilemma", also shorten the sequences of early steps, but drop the truncated tokens.)
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pipeline.config.data import WarmupConfig
 from pipeline.config.schema import TrainingConfig
 
 
-def at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
-    """The value at a step (counted from 0): that of the first entry that still holds, or the final one."""
+def value_at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
+    """Return the value at a step (counted from 0): that of the first entry with step < until_step, else the final value."""
     return next((entry.value for entry in entries if step < entry.until_step), final)
 
 
 def batch_size(training: TrainingConfig, step: int) -> int:
-    """Samples of a step's global batch."""
-    return at(training.batch_rampup, step, training.global_batch_size)
+    """Return the global batch size at a step, in samples."""
+    return value_at(training.batch_rampup, step, training.global_batch_size)
 
 
 def sequence_length(training: TrainingConfig, step: int) -> int:
-    """Tokens of a step's sequences."""
-    return at(training.sequence_warmup, step, training.sequence_length)
+    """Return the sequence length at a step, in tokens."""
+    return value_at(training.sequence_warmup, step, training.sequence_length)
 
 
 def samples(training: TrainingConfig, steps: int) -> int:
-    """Samples of the first `steps` steps."""
+    """Return the number of samples of the first `steps` steps."""
     total, first = 0, 0
     for entry in training.batch_rampup:
         last = min(entry.until_step, steps)
@@ -39,13 +39,13 @@ def samples(training: TrainingConfig, steps: int) -> int:
     return total + (steps - first) * training.global_batch_size
 
 
-def steps_for(training: TrainingConfig, tokens: int) -> int:
-    """The steps after which a run has seen so many tokens."""
+def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
+    """Return the smallest number of steps that process at least `tokens` tokens."""
     return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
 
 
-def values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
-    """Every value that training.`name` takes, with the key that sets it: the warm-up's, then the final one."""
+def keyed_values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
+    """Yield (key, value) for every value of training.`name` during the run: those of the warm-up, then the final one."""
     warmup = {"global_batch_size": "batch_rampup", "sequence_length": "sequence_warmup"}[name]
     yield from ((f"training.{warmup}.{number}.value", entry.value) for number, entry in enumerate(entries))
     yield f"training.{name}", final

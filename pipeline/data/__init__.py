@@ -1,1 +1,1 @@
-"""Documents -> text shards -> token shards -> batches. Nothing here loads torch; what trains needs numpy only."""
+"""Documents -> text shards -> token shards -> batches. No module imports torch; the data loader depends on numpy only."""

@@ -1,4 +1,4 @@
-"""Which language a text is in, by CLD2 (https://github.com/CLD2Owners/cld2); its tables are part of the package."""
+"""Language identification by CLD2 (https://github.com/CLD2Owners/cld2); its tables are part of the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import pycld2
 
 SAMPLE_CHARACTERS = (600, 10_000)
-"""What is looked at, from the middle of a text: its edges are headings and imprints. CLD2's time grows with the length; the larger sample
-is for the few texts, such as tables, of whose smaller one less than CLEAR is in one language."""
+"""Sample sizes, taken from the middle of a text because its ends are often headings and imprints. CLD2's time grows with the length; the
+larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
 
 CLEAR = 0.8
 UNKNOWN = ("un", 0.0)
@@ -16,7 +16,11 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufd
 
 
 def identify(text: str) -> tuple[str, float]:
-    """The language with the largest part of a text: its ISO 639 code, "un" when it cannot be told, and that part (0 to 1)."""
+    """Identify the main language of a text.
+
+    Returns:
+        (ISO 639 code, or "un" if unknown; the share of the text in that language, 0 to 1).
+    """
     found = UNKNOWN
     for size in SAMPLE_CHARACTERS:
         start = max(0, (len(text) - size) // 2)
@@ -27,13 +31,13 @@ def identify(text: str) -> tuple[str, float]:
 
 
 def _largest(sample: str) -> tuple[str, float]:
-    """CLD2's first answer."""
+    """The first result of CLD2."""
     try:
         _, _, found = pycld2.detect(sample)
     except pycld2.error:
         try:
             _, _, found = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
-        except pycld2.error:  # characters outside the planes that it knows
+        except pycld2.error:  # characters outside the planes that CLD2 supports
             return UNKNOWN
     _, code, percent, _ = found[0]
     return code, percent / 100

@@ -1,4 +1,4 @@
-"""The few MPI operations that the data stages need. A lone process needs no MPI at all."""
+"""The MPI operations that the data stages need. A single process does not need MPI."""
 
 from __future__ import annotations
 
@@ -18,98 +18,98 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import disk_full_named
+from pipeline.files import report_disk_full
 from pipeline.launch.ranks import Ranks
 
 MESSAGE_BYTES = 64 << 20
-"""What a rank sends in one round of an exchange: MPI before version 4 counts in 31 bits, and not all should be in memory twice."""
+"""Bytes that a rank sends in one round of an exchange: MPI before version 4 counts in 31 bits, and a round is in memory twice."""
 
 
 class Comm(Protocol):
-    """The part of mpi4py's communicator that is used here."""
+    """The subset of the mpi4py communicator interface that the data stages use."""
 
     rank: int
     size: int
 
     @property
     def isend(self) -> Any:
-        """Sends a value without waiting; returns a request, which has to be kept."""
+        """Sends a value without blocking; returns a request that the caller must keep."""
 
     @property
     def recv(self) -> Any:
-        """Waits for a value of any rank."""
+        """Blocks until a value from any rank arrives, and returns it."""
 
     @property
     def iprobe(self) -> Any:
-        """Tells whether a value is there to be received."""
+        """Returns whether a value is ready to be received."""
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """The root's value, on every rank."""
+        """Return the root's value on every rank."""
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's value on the root, None elsewhere."""
+        """Return the values of all ranks on the root, None on the other ranks."""
 
     def allgather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return the values of all ranks on every rank."""
 
     def alltoall(self, values: Sequence[Any]) -> list[Any]:
-        """One value to every rank, one from every rank."""
+        """Send one value to every rank; return one value from every rank."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
 
 class SingleProcessComm:
-    """The communicator of a process without peers."""
+    """The communicator of a single process."""
 
     rank, size = 0, 1
-    isend = recv = iprobe = None  # nobody to send to, nobody to hear from
+    isend = recv = iprobe = None  # never called: there are no other ranks
 
     def bcast(self, value: Any, root: int = 0) -> Any:  # noqa: ARG002
-        """The value itself."""
+        """Return the value."""
         return value
 
     def gather(self, value: Any, root: int = 0) -> list[Any]:  # noqa: ARG002
-        """The value itself, in a list."""
+        """Return the value in a list."""
         return [value]
 
     def allgather(self, value: Any) -> list[Any]:
-        """The value itself, in a list."""
+        """Return the value in a list."""
         return [value]
 
     def alltoall(self, values: Sequence[Any]) -> list[Any]:
-        """The only value, to and from itself."""
+        """Return the values: the process sends to itself."""
         return list(values)
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return immediately."""
 
 
 def share_cores(ranks: Ranks) -> None:
-    """Let the threads of libraries (tokenizers, rensa) use this rank's part of the machine. They read it when they first work."""
+    """Limit the threads of libraries (tokenizers, rensa) to this rank's share of the cores. Call this before their first use."""
     cores = min(len(os.sched_getaffinity(0)), max(1, (os.cpu_count() or 1) // ranks.local_size))
     os.environ.setdefault("RAYON_NUM_THREADS", str(cores))
 
 
 @contextmanager
 def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
-    """The communicator of all ranks. An error on one rank inside the block ends the whole job instead of leaving the others waiting.
+    """Provide the communicator of all ranks. An error on one rank inside the block aborts the job, so that no other rank waits forever.
 
     Args:
-        output: the folder that is being written, named when its disk is full.
+        output: the output folder, named in the message when its disk is full.
 
     Raises:
         UserError: MPI and the launcher disagree about the number of ranks.
     """
     if ranks.world_size == 1:
-        with disk_full_named(output):
+        with report_disk_full(output):
             yield SingleProcessComm()
         return
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     if comm.size != ranks.world_size:
-        # With a PMI that does not fit, every process believes that it is alone, and all would write the same files.
+        # With a mismatched PMI every process sees a world of one rank, and all would write the same files.
         raise UserError.of(
             "world size",
             ranks.world_size,
@@ -117,18 +117,18 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             "start data stages with the mpirun of the MPI that mpi4py was built with, or with srun --mpi=pmi2",
         )
     try:
-        with disk_full_named(output):
+        with report_disk_full(output):
             yield comm
     except BaseException as error:
         print(error if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr, flush=True)
         _wait_for_reader(sys.stderr)
         code = 2 if isinstance(error, UserError) else 1
         comm.Abort(code)
-        os._exit(code)  # MPICH's Abort comes back; leaving the ordinary way would report the error again and wait in MPI's finalisation
+        os._exit(code)  # MPICH's Abort returns; a normal exit would report the error again and block in MPI_Finalize
 
 
 def _wait_for_reader(stream: TextIO, seconds: float = 5.0) -> None:
-    """Until the launcher has taken what went into its pipe: after Abort, mpirun ends at once and drops what it has not read."""
+    """Wait until the launcher has read the pipe: after Abort, mpirun exits immediately and drops unread output."""
     if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
         return
     unread, deadline = array("i", [0]), time.monotonic() + seconds
@@ -140,19 +140,19 @@ def _wait_for_reader(stream: TextIO, seconds: float = 5.0) -> None:
 
 
 def exchange(comm: Comm, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Send every row to the rank that owns it. All ranks call this.
+    """Send every row to the rank that owns it. Collective.
 
     Args:
-        rows: (n, ...) of any type without Python objects, the same on all ranks but for n.
+        rows: (n, ...) of any dtype without Python objects; dtype and shape[1:] are the same on all ranks.
         owners: (n,) ranks.
 
     Returns:
-        (m, ...) the rows that this rank owns: in the order of their senders, from each in the order in which it held them.
+        (m, ...) the rows that this rank owns, ordered by sending rank, then by their order on that rank.
     """
     order = np.argsort(owners, kind="stable")
     bounds = np.searchsorted(owners[order], np.arange(1, comm.size))
     outgoing = np.split(rows[order], bounds)
-    step = _rows_a_round(rows, comm.size)
+    step = _rows_per_round(rows, comm.size)
     rounds = max(comm.allgather(max(-(-len(part) // step) for part in outgoing)))
     incoming: list[list[np.ndarray]] = [[rows[:0]] for _ in range(comm.size)]
     for start in range(0, rounds * step, step):
@@ -161,14 +161,14 @@ def exchange(comm: Comm, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
     return np.concatenate([part for parts in incoming for part in parts])
 
 
-def share(comm: Comm, rows: np.ndarray) -> np.ndarray:
-    """The root's rows, on every rank. The other ranks give rows of the same type, of any length."""
-    step = _rows_a_round(rows, 1)
+def broadcast(comm: Comm, rows: np.ndarray) -> np.ndarray:
+    """Return the root's rows on every rank. Collective; the other ranks pass rows of the same dtype and any length."""
+    step = _rows_per_round(rows, 1)
     starts = range(0, comm.bcast(len(rows)), step)
     return np.concatenate([rows[:0], *(comm.bcast(rows[start : start + step]) for start in starts)])
 
 
-def _rows_a_round(rows: np.ndarray, parts: int) -> int:
-    """How many rows go into one message, when as many messages as parts leave at once."""
+def _rows_per_round(rows: np.ndarray, parts: int) -> int:
+    """The number of rows in one message when `parts` messages are sent at once."""
     row_bytes = rows.itemsize * int(np.prod(rows.shape[1:]))
     return max(1, MESSAGE_BYTES // (parts * max(1, row_bytes)))

@@ -1,6 +1,6 @@
-"""Plain USTAR archives with nothing in their headers that depends on who wrote them or when.
+"""Plain USTAR archives with deterministic headers: no owner, no group, no modification time.
 
-tarfile and webdataset's writer spend most of their time on headers, and PAX headers would double the size of short documents.
+tarfile and the webdataset writer spend most of their time on headers, and PAX headers would double the size of short documents.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MAX_MEMBER_BYTES = 8**11 - 1  # eleven octal digits: 8 GiB
 # https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html#tag_20_92_13_06, "ustar Interchange Format"
 _BEFORE_SIZE = b"0000644\0" + b"0000000\0" * 2  # mode, uid, gid
 _AFTER_SIZE = b"00000000000\0"  # modification time
-_AFTER_CHECKSUM = (b"0" + bytes(100) + b"ustar\x0000").ljust(BLOCK - 156, b"\0")  # a file, no link, no names of owners
+_AFTER_CHECKSUM = (b"0" + bytes(100) + b"ustar\x0000").ljust(BLOCK - 156, b"\0")  # a regular file, no link, no owner names
 
 
 def member(name: str, data: bytes) -> bytes:
-    """One file of an archive: header, content, padding to whole blocks.
+    """One archive member: header, content, padding to full blocks.
 
     Args:
         name: ASCII, at most 100 characters.
@@ -33,7 +33,7 @@ def member(name: str, data: bytes) -> bytes:
 
 
 def header(name: str, size: int) -> bytes:
-    """The block before a file's content.
+    """The header block of a member.
 
     Args:
         name: ASCII, at most 100 characters.
@@ -48,22 +48,22 @@ def header(name: str, size: int) -> bytes:
 
 
 def padding(size: int) -> bytes:
-    """What fills the last block of a file's content."""
+    """The zero bytes that fill the last block of a content of `size` bytes."""
     return bytes(-size % BLOCK)
 
 
 END = bytes(2 * BLOCK)
-"""What closes an archive."""
+"""The end-of-archive marker."""
 
 
 def members(archive: Path | IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """The (name, content) pairs of an archive that was written here, in order.
+    """Yield the (name, content) pairs, in order, of an archive written by this module.
 
     Args:
-        archive: a file's path, or the buffered file itself, which is read from where it stands and left open.
+        archive: a path, or an open buffered file, which is read from its current position and left open.
 
     Raises:
-        EOFError: it ends within a member.
+        EOFError: the archive ends within a member.
     """
     if isinstance(archive, Path):
         with open(archive, "rb", buffering=1 << 20) as handle:
@@ -84,7 +84,7 @@ def _read(handle: IO[bytes], size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in an archive: its name, the byte at which its content begins, and its size."""
+    """A file in an archive: its name, the offset of its content in bytes, and its size in bytes."""
 
     name: str
     offset: int
@@ -92,24 +92,24 @@ class Member:
 
 
 class Archive:
-    """The files of anybody's archive (USTAR, PAX or GNU), once from front to back, with bounded memory.
+    """Reads the files of a USTAR, PAX or GNU archive sequentially, with bounded memory.
 
-    tarfile finds the members, but takes damage in the middle of an archive, and its sudden end, for the end.
+    The tarfile module treats damage in the middle of an archive, and truncation, as the end of the archive.
     """
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._handle = handle
         self._position = 0
-        self._left = 0  # bytes of the member at hand
+        self._left = 0  # unread bytes of the current member
         self._padding = 0
 
     def __iter__(self) -> Iterator[Member]:
-        """The members; what is not read of one is passed over.
+        """Yield the members; the unread content of a member is skipped.
 
         Raises:
-            DamageError: the archive is damaged or has no end.
+            DamageError: the archive is damaged or truncated.
         """
-        extended: dict[str, str] = {}  # what extended headers say of the member after them
+        extended: dict[str, str] = {}  # fields of extended headers, which describe the next member
         while (header := self._exactly(BLOCK)).strip(b"\0"):
             try:
                 info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
@@ -118,7 +118,7 @@ class Archive:
                     continue
                 size = int(extended.get("size", info.size)) if info.isreg() else 0
             except (tarfile.HeaderError, ValueError) as error:
-                raise DamageError(self._position - BLOCK, f"no header of a tar member: {error}") from error
+                raise DamageError(self._position - BLOCK, f"invalid tar header: {error}") from error
             self._left, self._padding = size, -size % BLOCK
             if info.isreg():
                 yield Member(extended.get("path", info.name), self._position, size)
@@ -128,17 +128,17 @@ class Archive:
             self._exactly(self._padding)
 
     def read(self, limit: int) -> bytes:
-        """The next bytes of the member at hand, at most `limit`; none at its end."""
+        """Read up to `limit` bytes of the current member; empty at its end."""
         data = self._exactly(min(limit, self._left))
         self._left -= len(data)
         return data
 
     def content(self) -> io.BufferedReader:
-        """The member at hand as a file."""
+        """The current member as a file."""
         return io.BufferedReader(_Content(self), BUFFER_BYTES)
 
     def _extended(self, info: tarfile.TarInfo) -> dict[str, str]:
-        """What a header that only describes the next member says of it."""
+        """The fields of an extended header, which describes the next member."""
         if info.size > BUFFER_BYTES:
             raise ValueError("an extended header is too long")
         raw = self._exactly(info.size + -info.size % BLOCK)[: info.size]
@@ -158,12 +158,12 @@ class Archive:
         data = self._handle.read(size)
         self._position += len(data)
         if len(data) < size:
-            raise DamageError(self._position, "the archive ends too early")
+            raise DamageError(self._position, "the archive is truncated")
         return data
 
 
 class _Content(io.RawIOBase):
-    """The member that an archive stands at."""
+    """The content of the current member of an archive."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive

@@ -1,6 +1,6 @@
-"""What an interrupted stage leaves for its rerun: `.unfinished/` in the output folder, one note for every part that is complete.
+"""Resuming an interrupted stage: `.unfinished/` in the output folder holds one completion record per finished part.
 
-And who may write the folder: one job at a time.
+Also the lock that admits one job at a time to an output folder.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("pipeline")
 
 
 class Unfinished:
-    """Notes of finished parts. They count only for the settings they were made with.
+    """Completion records of finished parts. They are valid only for the settings that they were written with.
 
     Args:
         folder: the output folder.
-        settings: all that determines the content, as in the manifest.
+        settings: all settings that determine the output, as in the manifest.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Unfinished:
         self.settings = json.loads(json.dumps(settings))
 
     def take_over(self) -> None:
-        """Keep an interrupted run's parts if they fit, remove what does not. Called while nobody else is at work here."""
+        """Keep the parts of an interrupted run if its settings match, else remove them. The caller holds the exclusive lock."""
         for partial in self.output.glob(".*.partial"):
             partial.unlink()
         if self.note("settings") != self.settings:
@@ -47,17 +47,17 @@ class Unfinished:
             self.write("settings", self.settings)
 
     def note(self, name: str) -> Any:
-        """What was noted of a finished part, None if it is still to do."""
+        """Return the completion record of a part, None if the part is not finished."""
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def write(self, name: str, note: Any) -> None:
-        """Note that a part is complete."""
+        """Write the completion record of a part."""
         with atomic_file(self.folder / f"{name}.json", "w") as handle:
             json.dump(note, handle)
 
     def clear(self) -> None:
-        """The stage is finished: forget the notes."""
+        """Delete all completion records; the stage is finished."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -70,22 +70,22 @@ def work(
     summary: Callable[[dict[str, Any]], str],
     array: str | None = None,
 ) -> Iterator[Unfinished | None]:
-    """The frame of a stage that writes a folder: one job at a time, only what is missing, nothing when all is there.
+    """Guard the work of a stage on its output folder: one job at a time, only missing parts, nothing when the folder is complete.
 
     Args:
-        made_as: the key that names the folder, and the stage that its manifest names.
-        settings: all that determines the content.
-        summary: the totals of a finished folder, for people.
+        made_as: the configuration key of the folder, and the stage in its manifest.
+        settings: all settings that determine the output.
+        summary: formats the totals of a finished folder for the log.
         array: the job array whose tasks share the work.
 
     Yields:
-        The notes of finished parts; None when the folder is complete.
+        The completion records; None when the folder is complete.
 
     Raises:
-        UserError: it was made with other settings, or another job is writing it.
+        UserError: the folder was written with other settings, or another job is writing it.
     """
     unfinished, (key, stage) = Unfinished(folder, settings), made_as
-    done = artifact.finished(folder, key=key, stage=stage, settings=settings) if comm.rank == 0 else None
+    done = artifact.find_complete(folder, key=key, stage=stage, settings=settings) if comm.rank == 0 else None
     if done:
         log.info("%s=%s is complete, nothing to do (%s)", key, folder, summary(done.totals))
     if comm.bcast(done is not None):
@@ -98,26 +98,26 @@ def work(
 
 @contextmanager
 def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Keep other jobs from writing the folder while the block runs. The lock is the kernel's: it ends with the process, however that ends.
+    """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
 
     Args:
-        key: configuration key that names the folder.
-        array: the job array that this process is a task of; tasks of one array share the folder.
-        prepare: makes the folder ready; called by whoever comes first, before any other task of the array may go on.
+        key: configuration key of the folder.
+        array: the job array that this process is a task of; tasks of one array share the lock.
+        prepare: prepares the folder; the first task calls it before any other task of the array continues.
 
     Raises:
-        UserError: another job has it.
+        UserError: another job holds the lock.
     """
     make_folder(folder)
     path = folder / ".lock"
-    name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'of no scheduler')}"
+    name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'without a scheduler')}"
     handle, first = _locked(path, fcntl.LOCK_EX), True
     if array and handle is None:
         handle, first = _joined(path, name)
     if handle is None:
         owner = _owner(path).strip()
         fix = f"wait until that job has ended, or choose another {key}"
-        raise UserError.of(key, folder, f"is being written by another job: {owner or 'it gave no name'}", fix)
+        raise UserError.of(key, folder, f"is being written by another job: {owner or 'unknown owner'}", fix)
     try:
         if first:
             path.write_text(f"{name}, process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
@@ -126,13 +126,13 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
             fcntl.flock(handle, fcntl.LOCK_SH)
         yield
     finally:
-        if _alone(handle):
+        if _is_exclusive(handle):
             path.unlink(missing_ok=True)
         os.close(handle)
 
 
-def _alone(handle: int) -> bool:
-    """Whether no other task of the job array holds the lock too."""
+def _is_exclusive(handle: int) -> bool:
+    """Whether no other task of the job array holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -141,12 +141,12 @@ def _alone(handle: int) -> bool:
 
 
 def _joined(path: Path, name: str) -> tuple[int | None, bool]:
-    """The file locked together with the other tasks of our job array, or alone when they left as we came; None when another job has it.
+    """Lock the file shared with the other tasks of the job array, or exclusively when they have released it in the meantime.
 
     Returns:
-        The file, and whether it is ours alone.
+        The file, None when another job holds the lock; and whether the lock is exclusive.
     """
-    for wait in range(600):  # the first task holds it alone while it writes its name and prepares the folder
+    for wait in range(600):  # the first task holds the exclusive lock while it writes its name and prepares the folder
         handle = _locked(path, fcntl.LOCK_SH)
         owner = _owner(path)
         if handle is not None and owner.startswith(f"{name},"):
@@ -163,14 +163,14 @@ def _joined(path: Path, name: str) -> tuple[int | None, bool]:
 
 
 def _owner(path: Path) -> str:
-    """What the lock says of the job that made it; nothing when that job has just left."""
+    """The owner that the lock file names; empty when that job has just released the lock."""
     with suppress(FileNotFoundError):
         return path.read_text(encoding="utf-8")
     return ""
 
 
 def _locked(path: Path, kind: int) -> int | None:
-    """The locked file, None when somebody else holds it."""
+    """Lock the file; return None when another process holds a conflicting lock."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -179,18 +179,18 @@ def _locked(path: Path, kind: int) -> int | None:
             os.close(handle)
             return None
         except OSError as error:  # a file system without locks
-            log.warning("%s: cannot be locked (%s): see to it that no other job writes this folder", path.parent, error.strerror)
+            log.warning("%s: cannot be locked (%s): make sure that no other job writes this folder", path.parent, error.strerror)
             return handle
         try:
             if os.fstat(handle).st_ino == path.stat().st_ino:
                 return handle
         except FileNotFoundError:
             pass
-        os.close(handle)  # its owner removed it as we came: take the new one
+        os.close(handle)  # its owner removed the file in the meantime: lock the new one
 
 
-def remove_strangers(folder: Path, pattern: str, names: set[str]) -> None:
-    """Remove the shards of an earlier run that the new manifest does not name, so that nobody reads them by a glob."""
+def remove_stale(folder: Path, pattern: str, names: set[str]) -> None:
+    """Remove the shards of an earlier run that are not in the new manifest, so that a glob does not match them."""
     for path in folder.glob(pattern):
         if path.name not in names:
             path.unlink()

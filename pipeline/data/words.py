@@ -1,7 +1,7 @@
-"""Words, lines and their hashes of many texts at once, in flat numpy arrays.
+"""Words and lines of a batch of texts, and their hashes, in flat numpy arrays.
 
-Rules, statistics and signatures look at every word of every document. One text at a time in Python that is some milliseconds a document;
-on all texts of a batch joined together it is a few passes over an array of characters.
+Rules, statistics and signatures process every word of every document. In Python, one text at a time, this takes milliseconds per
+document; on the joined texts of a batch it takes a few passes over one array of characters.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import cache, cached_property
 import numpy as np
 
 LETTER, DIGIT, SPACE, IDEOGRAPH, UPPER, SENTENCE_END, HIDDEN, LEAD = (np.uint8(1 << bit) for bit in range(8))
-"""Kinds of characters. A word is a run of letters (marks too) and digits; a letter of a script without spaces is a word by itself.
-HIDDEN is what no text needs: control characters but tab and newline, soft hyphen, zero-width space, word joiner, byte-order mark, and
-newlines other than the plain one. LEAD is what the first byte of a UTF-8 character looks like when it is read as Latin-1."""
+"""Character classes. A word is a run of letters, combining marks and digits; in a script without spaces each letter is a word.
+HIDDEN marks characters to remove: control characters except tab and newline, soft hyphen, zero-width space, word joiner, byte-order mark,
+and line separators other than "\\n". LEAD marks what the first byte of a UTF-8 character becomes when it is decoded as Latin-1."""
 
 WORD = LETTER | DIGIT
 
-_TABLE = 0x20000  # characters from here on are ideographs, but for a few hundred that never come
-_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
+_TABLE = 0x20000  # code points from here on are treated as ideographs; a few hundred rare ones are not
+_BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 # Han, Kana, Thai, Lao, Burmese, Khmer: scripts that do not separate words.
 _NO_SPACES = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF))
@@ -30,7 +30,7 @@ _NO_SPACES = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x3
 
 @dataclass(frozen=True)
 class Spans:
-    """Parts of the joined text: part j is the characters starts[j]:ends[j], and text i has the parts offsets[i]:offsets[i + 1]."""
+    """Spans of the joined text: span j has the characters starts[j]:ends[j], text i has the spans offsets[i]:offsets[i + 1]."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -38,12 +38,12 @@ class Spans:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Characters of every part."""
+        """(spans,) length of every span in characters."""
         return self.ends - self.starts
 
     @cached_property
     def texts(self) -> np.ndarray:
-        """The text that every part belongs to."""
+        """(spans,) index of the text that contains each span."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def __len__(self) -> int:
@@ -51,12 +51,12 @@ class Spans:
 
 
 class Words:
-    """The words of many texts.
+    """The words of a batch of texts.
 
     Attributes:
-        codes: (characters,) uint32, the code points of all texts, a newline after each.
-        kinds: (characters,) uint8, what each is: LETTER, DIGIT, ...
-        text_starts: (texts + 1,) int64, where each text begins.
+        codes: (characters,) uint32, the code points of all texts, with a newline after each text.
+        kinds: (characters,) uint8, the character classes: LETTER, DIGIT, ...
+        text_starts: (texts + 1,) int64, the first character of each text.
         spans: the words.
     """
 
@@ -70,25 +70,25 @@ class Words:
     def spans(self) -> Spans:
         """The words of all texts, in order."""
         word = self.kinds & WORD != 0
-        before, after = word.copy(), word.copy()  # whether a word goes on before and after each character
+        before, after = word.copy(), word.copy()  # whether the word extends to the left and to the right of each character
         before[1:], after[:-1] = word[:-1], word[1:]
         before[0] = after[-1] = False
-        alone = np.flatnonzero(self.kinds & IDEOGRAPH)
-        if len(alone):
-            before[alone], before[alone[alone < len(word) - 1] + 1] = False, False
-            after[alone], after[alone[alone > 0] - 1] = False, False
-        return self._cut(np.flatnonzero(word & ~before), np.flatnonzero(word & ~after) + 1)
+        single = np.flatnonzero(self.kinds & IDEOGRAPH)
+        if len(single):
+            before[single], before[single[single < len(word) - 1] + 1] = False, False
+            after[single], after[single[single > 0] - 1] = False, False
+        return self._as_spans(np.flatnonzero(word & ~before), np.flatnonzero(word & ~after) + 1)
 
     @cached_property
     def tokens(self) -> Spans:
-        """The pieces between spaces."""
-        ink = self.kinds & SPACE == 0
-        step = np.flatnonzero(ink[1:] != ink[:-1]) + 1
-        if ink[0]:
-            step = np.concatenate([[0], step])
-        return self._cut(step[0::2], step[1::2])  # the last character is a newline, so every piece ends
+        """The whitespace-separated tokens of all texts."""
+        visible = self.kinds & SPACE == 0
+        bounds = np.flatnonzero(visible[1:] != visible[:-1]) + 1
+        if visible[0]:
+            bounds = np.concatenate([[0], bounds])
+        return self._as_spans(bounds[0::2], bounds[1::2])  # the last character is a newline, so every token ends
 
-    def _cut(self, starts: np.ndarray, ends: np.ndarray) -> Spans:
+    def _as_spans(self, starts: np.ndarray, ends: np.ndarray) -> Spans:
         return Spans(starts, ends, np.searchsorted(starts, self.text_starts))
 
     @property
@@ -98,12 +98,12 @@ class Words:
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        """(words,) uint64, equal for equal words whatever their case."""
+        """(words,) uint64 case-insensitive hashes of the words."""
         return self.hash_spans(self.spans)
 
     @cached_property
     def newlines(self) -> np.ndarray:
-        """Positions of all newlines, those after the texts included."""
+        """Positions of all newlines, including those after the texts."""
         return np.flatnonzero(self.codes == ord("\n"))
 
     @cached_property
@@ -113,15 +113,15 @@ class Words:
 
     @cached_property
     def lines(self) -> Spans:
-        """The lines that hold more than space, without the space around them."""
+        """The non-blank lines, without leading and trailing whitespace."""
         tokens = self.tokens
-        bounds = np.searchsorted(tokens.starts, self.newlines)  # pieces before each newline
+        bounds = np.searchsorted(tokens.starts, self.newlines)  # tokens before each newline
         first = np.concatenate([[0], bounds[:-1]])
-        some = bounds > first
-        return self._cut(tokens.starts[first[some]], tokens.ends[bounds[some] - 1])
+        filled = bounds > first
+        return self._as_spans(tokens.starts[first[filled]], tokens.ends[bounds[filled] - 1])
 
     def hash_spans(self, spans: Spans) -> np.ndarray:
-        """A hash of the lower-cased characters of every span: a polynomial in _BASE modulo 2**64, read off prefix sums, and mixed.
+        """Hash the lower-cased characters of every span: a polynomial in _BASE modulo 2**64, computed from prefix sums, then mixed.
 
         Returns:
             (spans,) uint64.
@@ -130,11 +130,11 @@ class Words:
         return mix((sums[spans.ends] - sums[spans.starts]) * inverses[spans.starts] + spans.lengths.astype(np.uint64))
 
     def count(self, mask: np.ndarray) -> np.ndarray:
-        """How many characters of every text a (characters,) mask marks: (texts,) int64."""
+        """Count the characters of every text that a (characters,) mask selects: (texts,) int64."""
         return self.sum_texts(np.flatnonzero(mask))
 
     def sum_texts(self, positions: np.ndarray) -> np.ndarray:
-        """How many of the sorted positions lie in every text: (texts,) int64."""
+        """Count the sorted positions that fall into every text: (texts,) int64."""
         return np.diff(np.searchsorted(positions, self.text_starts))
 
     @cached_property
@@ -146,20 +146,20 @@ class Words:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): spreads every bit over all 64."""
+    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): every input bit affects all 64 output bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def ngrams(hashes: np.ndarray, length: int) -> np.ndarray:
-    """A hash of every `length` neighbours, those that reach from one text into the next included.
+    """Hash every run of `length` consecutive hashes, including runs that cross from one text into the next.
 
     Args:
         hashes: (n,) uint64 or uint32.
 
     Returns:
-        (n - length + 1,) of the same type.
+        (n - length + 1,) of the same dtype.
     """
     count = max(0, len(hashes) - length + 1)
     combined = hashes[:count].copy()
@@ -171,7 +171,7 @@ def ngrams(hashes: np.ndarray, length: int) -> np.ndarray:
 
 
 class Lookup:
-    """Finds which of many hashes are among some known ones. A table of bits sends most strangers away before any search."""
+    """Tests which hashes are in a set of known hashes. A table of low bits rejects most others before the binary search."""
 
     def __init__(self, known: np.ndarray, bits: int = 20) -> None:
         self.known = np.unique(known)
@@ -180,29 +180,29 @@ class Lookup:
         self._filled[(self.known & self._mask).astype(np.int64)] = True
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions in `hashes` of those that are known, which of `known` each is)."""
-        maybe = np.flatnonzero(self._filled[(hashes & self._mask).view(np.int64)])
-        place = np.minimum(np.searchsorted(self.known, hashes[maybe]), len(self.known) - 1)
-        right = self.known[place] == hashes[maybe]
-        return maybe[right], place[right]
+        """Return (positions in `hashes` of the known ones, the index in `known` of each)."""
+        candidates = np.flatnonzero(self._filled[(hashes & self._mask).view(np.int64)])
+        indices = np.minimum(np.searchsorted(self.known, hashes[candidates]), len(self.known) - 1)
+        equal = self.known[indices] == hashes[candidates]
+        return candidates[equal], indices[equal]
 
 
-_grown: dict[int, np.ndarray] = {}
+_power_tables: dict[int, np.ndarray] = {}
 
 
 def _powers(base: int, count: int) -> np.ndarray:
-    """The first powers of a number modulo 2**64; the longest table so far is kept."""
-    table = _grown.get(base)
+    """The first `count` powers of `base` modulo 2**64; the longest table so far is cached."""
+    table = _power_tables.get(base)
     if table is None or len(table) < count:
         table = np.full(max(count, 1 << 16), base, dtype=np.uint64)
         table[0] = 1
-        _grown[base] = np.cumprod(table, dtype=np.uint64)
-    return _grown[base][:count]
+        _power_tables[base] = np.cumprod(table, dtype=np.uint64)
+    return _power_tables[base][:count]
 
 
 @cache
 def _kinds() -> np.ndarray:
-    """The kind of every character."""
+    """The classes of every code point."""
     kinds = np.zeros(_TABLE + 1, dtype=np.uint8)
     for code in range(_TABLE):
         character = chr(code)
@@ -221,12 +221,12 @@ def _kinds() -> np.ndarray:
     for character in ".!?。！？…\"'”’»“":
         kinds[ord(character)] |= SENTENCE_END
     kinds[[*range(9), *range(11, 32), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2028, 0x2060, 0xFEFF]] |= HIDDEN
-    kinds[[*range(0xC2, 0xDF), *range(0xE0, 0xF5)]] |= LEAD  # without DF, which would make N'Ko out of a German ß before a quotation mark
+    kinds[[*range(0xC2, 0xDF), *range(0xE0, 0xF5)]] |= LEAD  # without DF: a German ß before a quotation mark would be decoded as N'Ko
     return kinds
 
 
 @cache
 def _lower_mixed() -> np.ndarray:
-    """Every character in lower case as a number of 64 random bits."""
+    """A 64-bit pseudorandom number for the lower case of every code point."""
     lower = [ord(small) if len(small := chr(code).lower()) == 1 else code for code in range(_TABLE)]
     return mix(np.array([*lower, sys.maxunicode], dtype=np.uint64) + np.uint64(1))

@@ -1,1 +1,1 @@
-"""Slurm: which rank this process is, the text of a job, its submission, and the Hydra launcher of sweeps."""
+"""Launching: rank detection, rendering and submission of Slurm jobs, and the Hydra launcher for sweeps."""

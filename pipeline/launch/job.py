@@ -1,7 +1,7 @@
-"""Slurm jobs: their text as a pure function, and their submission.
+"""Slurm jobs: rendering as a pure function, and submission.
 
-How a stage runs inside a job is written once, in slurm/STAGE.sbatch; what a site wants of a job is data, conf/cluster/.
-A rendered job is the site's options followed by the stage's script.
+slurm/STAGE.sbatch defines how a stage runs inside a job; conf/cluster/ defines the sbatch options of a cluster.
+A rendered job consists of the options of the cluster and a call of the script of the stage.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pathlib import Path
 from pipeline.config.schema import ClusterConfig
 from pipeline.errors import UserError, Violation
 
-#: Seconds that Slurm's controller may take to answer.
+#: Timeout of sbatch and scancel, seconds.
 TIMEOUT = 60
 
 
 @dataclass(frozen=True)
 class Job:
-    """One batch job: a stage with its overrides.
+    """A batch job: a stage with its overrides.
 
     Attributes:
-        name: what squeue shows.
-        stage: slurm/STAGE.sbatch runs it.
-        overrides: the command line of `python -m pipeline`, without `stage=`.
-        directory: repository root, where the job runs.
-        output: file of the job's standard output and error, %j standing for its number; its folder must exist when the job starts.
-        after: jobs that must have ended well before this one starts; when one fails, this one is removed.
+        name: job name.
+        stage: name of the stage; the job runs slurm/STAGE.sbatch.
+        overrides: arguments of `python -m pipeline`, without `stage=`.
+        directory: repository root, the working directory of the job.
+        output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
+        after: ids of jobs that must succeed before this one starts; if one fails, this job is canceled.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Job:
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
-    """The text that sbatch reads."""
+    """Render the batch script passed to sbatch."""
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {_directive(option)}" for option in _options(job, cluster)]
     lines += [
@@ -53,7 +53,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
 
 
 def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
-    """The options of a job."""
+    """Yield the sbatch options of a job."""
     yield f"--job-name={job.name}"
     yield f"--chdir={job.directory}"
     yield f"--output={job.output}"
@@ -66,7 +66,7 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
 
 
 def site_options(cluster: ClusterConfig) -> Iterator[str]:
-    """The options that a site wants of every job, whatever its size."""
+    """Yield the sbatch options of a cluster that do not depend on the number of ranks."""
     for name in ("account", "partition", "qos"):
         if value := getattr(cluster, name):
             yield f"--{name}={value}"
@@ -80,7 +80,7 @@ def site_options(cluster: ClusterConfig) -> Iterator[str]:
 
 
 def _directive(option: str) -> str:
-    """An option as sbatch reads it back from a line: quoted where it holds spaces, a # or quotes."""
+    """Format an option for an #SBATCH line, quoted if it contains spaces, # or quotes."""
     if re.fullmatch(r"[\w@%+=:,./-]*", option):
         return option
     name, equals, value = option.partition("=")
@@ -88,72 +88,75 @@ def _directive(option: str) -> str:
 
 
 def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: Iterable[str]) -> str:
-    """The command that starts a stage on so many ranks, to be typed at the repository root.
+    """Return the sbatch command that starts a stage, to be run at the repository root.
 
     Args:
-        overrides: the command line of `python -m pipeline`; what names the stage or asks for a dry run is left out.
+        cluster: options of the cluster.
+        stage: name of the stage.
+        world_size: number of ranks.
+        overrides: arguments of `python -m pipeline`; stage= and dry_run arguments are removed.
     """
     nodes = -(-world_size // cluster.tasks_per_node)
     size = [f"--nodes={nodes}", f"--ntasks-per-node={cluster.tasks_per_node}"]
-    if nodes * cluster.tasks_per_node != world_size:  # the last node is not full
+    if nodes * cluster.tasks_per_node != world_size:  # the last node has fewer ranks
         size.append(f"--ntasks={world_size}")
     kept = [o for o in overrides if not re.match(r"\+*(stage=|dry_run[.=])", o)]
     return shlex.join(["sbatch", *size, *site_options(cluster), f"slurm/{stage}.sbatch", *kept])
 
 
 def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Violation]:
-    """What would keep a job of this stage from being rendered or understood."""
+    """Return the reasons why a job of this stage cannot be rendered or submitted."""
     found = []
     scripts = directory / "slurm"
     if not (scripts / "site.sh").is_file():
-        found.append(Violation("working directory", directory, "holds no slurm/site.sh", "start it at the repository root"))
+        found.append(Violation("working directory", directory, "contains no slurm/site.sh", "run the command at the repository root"))
     elif not (scripts / f"{stage}.sbatch").is_file():
-        known = ", ".join(sorted(p.stem for p in scripts.glob("*.sbatch")))
-        found.append(Violation("stage", stage, f"has no slurm/{stage}.sbatch", f"choose one of {known}, or write that file"))
+        stages = ", ".join(sorted(p.stem for p in scripts.glob("*.sbatch")))
+        found.append(Violation("stage", stage, f"has no slurm/{stage}.sbatch", f"choose one of {stages}, or create that file"))
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "qos", "memory")}
     texts |= {f"sbatch[{i}]": option for i, option in enumerate(cluster.sbatch)}
     for name, text in texts.items():
         if text is not None and not text.isprintable():
-            found.append(Violation(f"cluster.{name}", repr(text), "must be one printable line", f"mend cluster.{name}"))
+            found.append(Violation(f"cluster.{name}", repr(text), "must be a single printable line", f"fix cluster.{name}"))
     found += [
-        Violation("cluster.sbatch", option, "must be an option as on sbatch's command line", "write --name=value")
+        Violation("cluster.sbatch", option, "must be an sbatch option in command-line form", "write --name=value")
         for option in cluster.sbatch
         if not option.startswith("-")
     ]
-    # A bare number is minutes to Slurm; it is also what YAML makes of 24:00:00 without quotes: 86400, two months.
+    # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
     if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED", cluster.time):
-        rule = "must be days-hours, hours:minutes:seconds or minutes:seconds"
-        found.append(
-            Violation("cluster.time", cluster.time, rule, 'write it in one of these forms, in a YAML file with quotes: "24:00:00"')
-        )
+        rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
+        found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     return found
 
 
 def submit(text: str) -> int:
-    """Hand a job to Slurm and return its number.
+    """Submit a batch script and return the job id.
 
     Raises:
-        UserError: there is no Slurm, it did not answer, or it refused the job; its own words are in the message.
+        UserError: sbatch is not installed, timed out, or rejected the job; the message contains the output of sbatch.
     """
     command = ["sbatch", "--parsable"]
-    fix = "run it on a login node of the cluster (tools/devcluster start brings up one on this machine and prints SLURM_CONF)"
+    fix = "run it on a login node of the cluster (tools/devcluster start launches a local cluster and prints SLURM_CONF)"
     try:
-        answer = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except FileNotFoundError as error:
-        raise UserError.of("hydra/launcher", "slurm", "the command sbatch is not on this machine", fix) from error
+        raise UserError.of("hydra/launcher", "slurm", "the command sbatch is not installed on this machine", fix) from error
     except subprocess.TimeoutExpired as error:
-        rule = f"sbatch gave no answer in {TIMEOUT} s"
-        raise UserError.of("hydra/launcher", "slurm", rule, "look with squeue whether the job is there, and try again later") from error
-    if answer.returncode != 0:
-        words = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        rule = f"sbatch did not respond within {TIMEOUT} s"
         raise UserError.of(
-            "hydra/launcher", "slurm", f"Slurm refused the job: {words}", f"change the cluster's settings (cluster.*), or {fix}"
+            "hydra/launcher", "slurm", rule, "check with squeue whether the job was submitted, and try again later"
+        ) from error
+    if result.returncode != 0:
+        reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
+        raise UserError.of(
+            "hydra/launcher", "slurm", f"Slurm rejected the job: {reason}", f"change the cluster options (cluster.*), or {fix}"
         )
-    return int(answer.stdout.strip().split(";")[0])  # "number" or "number;cluster"
+    return int(result.stdout.strip().split(";")[0])  # "job id" or "job id;cluster"
 
 
 def cancel(jobs: Iterable[int]) -> bool:
-    """Take jobs back, ended or not; whether Slurm did so."""
+    """Cancel jobs and return whether scancel succeeded. Completed jobs are not an error."""
     command = ["scancel", *map(str, jobs)]
     try:
         return subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).returncode == 0

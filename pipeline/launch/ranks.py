@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, from the variables of torchrun, srun or mpirun. Loads no torch."""
+"""Rank detection from the environment variables of torchrun, srun and mpirun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import UserError, Violation
 
 DEFAULT_PORT = 29500
 TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-# Below Linux's ephemeral ports (32768 and up), which outgoing connections may hold.
+# Below the ephemeral ports of Linux (32768 and above), which outgoing connections may occupy.
 FIRST_PORT, PORTS = 20000, 12000
 MPICH = {"rank": "PMI_RANK", "size": "PMI_SIZE", "local_rank": "MPI_LOCALRANKID", "local_size": "MPI_LOCALNRANKS"}
 OPENMPI = {
@@ -20,21 +20,24 @@ OPENMPI = {
     "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
     "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
-_FRESH_SHELL = "start the command in a fresh shell or job: these variables belong to the launcher, do not set them by hand"
+_NEW_SHELL = "start the command in a new shell or job; these variables are set by the launcher, do not set them manually"
 
-#: Seconds in which launchers end all ranks after one has failed, or ranks find the same mistake one after the other.
-GRACE = 10.0
+#: Seconds that a rank other than 0 waits before it reports an error: launchers terminate all ranks after one has failed.
+GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process in its job, and where rank 0 listens.
+    """Rank and world size of this process, and the address of rank 0.
 
     Attributes:
-        rank: 0 <= rank < world_size.
-        local_rank: 0 <= local_rank < local_size, the rank among those of this host; picks the GPU.
-        master_host: name of rank 0's host; empty where no variable tells it (mpirun on several hosts without MASTER_ADDR).
-        launcher: torchrun, mpirun, srun, or none for a process started by hand.
+        rank: global rank, 0 <= rank < world_size.
+        world_size: number of ranks of the job.
+        local_rank: rank on this host, 0 <= local_rank < local_size; selects the GPU.
+        local_size: number of ranks on this host.
+        master_host: host name of rank 0; empty if it is unknown (mpirun on several hosts without MASTER_ADDR).
+        master_port: TCP port of rank 0.
+        launcher: torchrun, mpirun, srun, or none for a process started without a launcher.
     """
 
     rank: int = 0
@@ -46,20 +49,20 @@ class Ranks:
     launcher: str = "none"
 
     def rendezvous(self) -> str:
-        """Where torch.distributed meets: `tcp://host:port`, or `env://` under torchrun, whose agent holds the store.
+        """Return the init method of torch.distributed: `tcp://host:port`, or `env://` under torchrun, whose agent hosts the store.
 
         Raises:
-            UserError: no variable tells the host.
+            UserError: the host of rank 0 is unknown.
         """
         if not self.master_host:
             fix = "export MASTER_ADDR=<host of rank 0>, or start the ranks with srun or torchrun"
-            raise UserError.of("MASTER_ADDR", "", "mpirun on several hosts does not say which is the first", fix)
+            raise UserError.of("MASTER_ADDR", "", "is required: mpirun on several hosts does not provide the host of rank 0", fix)
         return "env://" if self.launcher == "torchrun" else f"tcp://{self.master_host}:{self.master_port}"
 
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """The place of this process in a Slurm job array: task `index` of `size` of job `job`."""
+    """The Slurm array task of this process: task `index` of `size` tasks of array job `job`."""
 
     job: str
     index: int
@@ -67,7 +70,7 @@ class ArrayTask:
 
 
 def array_task(environment: Mapping[str, str] = os.environ) -> ArrayTask | None:
-    """Which task of a job array this is, None outside of one. A lone task (--array=0) is none either."""
+    """Return the array task of this process, None outside of a job array and for an array with a single task (--array=0)."""
     job = environment.get("SLURM_ARRAY_JOB_ID")
     if job is None or int(environment["SLURM_ARRAY_TASK_COUNT"]) == 1:
         return None
@@ -75,21 +78,22 @@ def array_task(environment: Mapping[str, str] = os.environ) -> ArrayTask | None:
     index = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
     size = (int(environment["SLURM_ARRAY_TASK_MAX"]) - first) // step + 1
     if size != int(environment["SLURM_ARRAY_TASK_COUNT"]):
-        rule = f"{environment['SLURM_ARRAY_TASK_COUNT']} tasks are not numbered evenly"
-        raise UserError.of("--array", environment["SLURM_ARRAY_TASK_ID"], rule, "give a range, such as --array=0-15")
+        rule = f"{environment['SLURM_ARRAY_TASK_COUNT']} tasks are not numbered with a constant step"
+        raise UserError.of("--array", environment["SLURM_ARRAY_TASK_ID"], rule, "use a range, for example --array=0-15")
     return ArrayTask(job, index, size)
 
 
 def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -> Ranks:
-    """The place of this process; a lone process when no launcher set the variables.
+    """Detect rank and world size of this process; without a launcher it is a single process.
 
-    The innermost launcher wins: torchrun and mpirun may run inside a Slurm job, where variables of srun stand beside theirs.
+    The innermost launcher takes precedence: torchrun and mpirun may run inside a Slurm job, where the variables of srun are set, too.
 
     Args:
-        host_suffix: appended to the first node's name on clusters whose fast network has names of its own.
+        environment: environment variables.
+        host_suffix: suffix of the host name of rank 0, for clusters whose fast network has separate host names.
 
     Raises:
-        UserError: the launcher's variables are incomplete or contradict each other.
+        UserError: the variables of the launcher are incomplete or inconsistent.
     """
     if "TORCHELASTIC_RUN_ID" in environment or environment.keys() >= TORCHRUN:
         return _from_torchrun(environment)
@@ -101,11 +105,11 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     return Ranks()
 
 
-def turn_to_speak() -> float | None:
-    """Seconds after which this process tells the user of a mistake, None for never.
+def error_report_delay() -> float | None:
+    """Return the delay in seconds before this process reports an error, None if it must not report it.
 
-    Rank 0 speaks at once. The other ranks of torchrun and srun wait: the launcher ends them as soon as rank 0 has left, unless they are
-    the only ones that know. mpirun ends nobody, but its ranks tell each other what they find (data/mpi.py).
+    Rank 0 reports immediately. The other ranks of torchrun and srun wait: if rank 0 finds the same error, the launcher terminates them
+    when rank 0 exits. mpirun does not terminate other ranks, but its ranks exchange their errors (data/mpi.py).
     """
     try:
         here = detect()
@@ -113,11 +117,11 @@ def turn_to_speak() -> float | None:
         return 0
     if here.rank == 0:
         return 0
-    return None if here.launcher == "mpirun" else GRACE
+    return None if here.launcher == "mpirun" else GRACE_SECONDS
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
-    """The rank of a process that torchrun (or a user who set the same variables) started."""
+    """Read the variables of torchrun (or the same variables set by a user)."""
     number = _numbers(environment, {"RANK", "WORLD_SIZE", "MASTER_PORT"}, {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1})
     return _checked(
         Ranks(
@@ -133,7 +137,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
 
 
 def _from_mpirun(environment: Mapping[str, str], names: dict[str, str]) -> Ranks:
-    """The rank of a process of mpirun. srun --mpi=pmi2 sets PMI_RANK too, but no rank among those of a host."""
+    """Read the variables of mpirun. srun --mpi=pmi2 also sets PMI_RANK, but no local rank."""
     number = _numbers(environment, set(names.values()), {"MASTER_PORT": DEFAULT_PORT})
     one_host = number[names["local_size"]] == number[names["size"]]
     return _checked(
@@ -150,7 +154,7 @@ def _from_mpirun(environment: Mapping[str, str], names: dict[str, str]) -> Ranks
 
 
 def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
-    """The rank of a task of srun. Jobs on one node meet at different ports: a port follows from the job's and the step's number."""
+    """Read the variables of srun. The port is derived from job id and step id, so that jobs on the same node use different ports."""
     number = _numbers(
         environment, {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID"}, {"SLURM_NODEID": 0}
     )
@@ -158,8 +162,8 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
     world_size, node = number["SLURM_STEP_NUM_TASKS"], number["SLURM_NODEID"]
     tasks = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(tasks) != len(hosts) or sum(tasks) != world_size:
-        rule = f"does not give {world_size} tasks (SLURM_STEP_NUM_TASKS) on {len(hosts)} nodes (SLURM_STEP_NODELIST)"
-        raise UserError.of("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_STEP_TASKS_PER_NODE"), rule, _FRESH_SHELL)
+        rule = f"is inconsistent with {world_size} tasks (SLURM_STEP_NUM_TASKS) on {len(hosts)} nodes (SLURM_STEP_NODELIST)"
+        raise UserError.of("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_STEP_TASKS_PER_NODE"), rule, _NEW_SHELL)
     return _checked(
         Ranks(
             rank=number["SLURM_PROCID"],
@@ -174,40 +178,38 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
 
 
 def _numbers(environment: Mapping[str, str], required: set[str], optional: dict[str, int]) -> dict[str, int]:
-    """The named variables as numbers >= 0; all that are missing or no numbers are named at once."""
+    """Parse variables as integers >= 0. Raises a UserError with all variables that are missing or not an integer."""
     found = {name: environment.get(name) for name in sorted(required)} | {n: environment.get(n, str(v)) for n, v in optional.items()}
-    wrong = {name: value for name, value in found.items() if value is None or not re.fullmatch(r"\d+", value, re.ASCII)}
-    if wrong:
+    invalid = {name: value for name, value in found.items() if value is None or not re.fullmatch(r"\d+", value, re.ASCII)}
+    if invalid:
         raise UserError(
-            [Violation(name, "" if value is None else value, "must be a number", _FRESH_SHELL) for name, value in wrong.items()]
+            [Violation(name, "" if value is None else value, "must be an integer >= 0", _NEW_SHELL) for name, value in invalid.items()]
         )
     return {name: int(value) for name, value in found.items() if value is not None}
 
 
 def _checked(ranks: Ranks) -> Ranks:
-    """The ranks, if they can be."""
+    """Return the ranks if they are consistent, else raise a UserError."""
     if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_size <= ranks.world_size):
-        rule = f"contradict each other: rank {ranks.rank} of {ranks.world_size}, {ranks.local_rank} of {ranks.local_size} on this host"
-        raise UserError.of(f"variables of {ranks.launcher}", "", rule, _FRESH_SHELL)
+        rule = f"are inconsistent: rank {ranks.rank} of {ranks.world_size}, {ranks.local_rank} of {ranks.local_size} on this host"
+        raise UserError.of(f"variables of {ranks.launcher}", "", rule, _NEW_SHELL)
     return ranks
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of Slurm's compressed list, in order: `n[1-2,07],r[0-1]c[3-4]x` -> n1, n2, n07, r0c3x, r0c4x, r1c3x, r1c4x.
+    """Expand a compressed host list of Slurm: `n[1-2,07],r[0-1]c[3-4]x` -> n1, n2, n07, r0c3x, r0c4x, r1c3x, r1c4x.
 
     Raises:
-        UserError: the list does not have that form.
+        UserError: the list is malformed.
     """
     name = r"[^\s,\[\]]*(?:\[[0-9,-]+\][^\s,\[\]]*)*"
     if not re.fullmatch(rf"{name}(,{name})*", nodelist) or "" in (terms := re.findall(rf"(?:^|,)({name})", nodelist)):
-        raise UserError.of(
-            "SLURM_STEP_NODELIST", nodelist, "must be a list of hosts as Slurm writes it, for example n[1-2,07]", _FRESH_SHELL
-        )
+        raise UserError.of("SLURM_STEP_NODELIST", nodelist, "must be a Slurm host list, for example n[1-2,07]", _NEW_SHELL)
     return [host for term in terms for host in _expand_term(term, nodelist)]
 
 
 def _expand_term(term: str, nodelist: str) -> list[str]:
-    """The hosts of one term; the last bracket counts fastest."""
+    """Expand one term of a host list; the last bracket varies fastest."""
     hosts = [""]
     for literal, ranges in re.findall(r"([^\[\]]*)(?:\[([0-9,-]+)\])?", term):
         numbers = [n for part in ranges.split(",") for n in _expand_range(part, nodelist)] if ranges else [""]
@@ -216,19 +218,19 @@ def _expand_term(term: str, nodelist: str) -> list[str]:
 
 
 def _expand_range(part: str, nodelist: str) -> list[str]:
-    """`08-11` -> 08, 09, 10, 11: as wide as the first number is written."""
+    """Expand a range, zero-padded to the width of its first number: `08-11` -> 08, 09, 10, 11."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
     if not match or int(match[1]) > int(match[2] or match[1]):
-        raise UserError.of("SLURM_STEP_NODELIST", nodelist, f"[{part}] is no range of numbers", _FRESH_SHELL)
+        raise UserError.of("SLURM_STEP_NODELIST", nodelist, f"[{part}] is not a range of numbers", _NEW_SHELL)
     return [f"{n:0{len(match[1])}d}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
 
 
 def expand_tasks(counts: str) -> list[int]:
-    """Tasks on each node from Slurm's compressed form: `2(x3),1` -> 2, 2, 2, 1.
+    """Expand the compressed task counts per node of Slurm: `2(x3),1` -> 2, 2, 2, 1.
 
     Raises:
-        UserError: the text does not have that form.
+        UserError: the text is malformed.
     """
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", counts, re.ASCII):
-        raise UserError.of("SLURM_STEP_TASKS_PER_NODE", counts, "must be counts as Slurm writes them, for example 2(x3),1", _FRESH_SHELL)
+        raise UserError.of("SLURM_STEP_TASKS_PER_NODE", counts, "must be Slurm task counts, for example 2(x3),1", _NEW_SHELL)
     return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]

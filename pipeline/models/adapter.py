@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Blocks, Row, rows, written_out
 
 Table = tuple[Row | Blocks, ...]

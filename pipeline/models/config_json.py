@@ -9,7 +9,7 @@ from typing import Any
 from pipeline import knobs
 from pipeline.errors import UserError, Violation
 from pipeline.models.adapter import Adapter, refusal
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 
 #: Keys that say nothing of the logits: where a file came from, token ids, generation, number formats, what a forward pass returns,
 #: heads of other tasks.

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
@@ -17,21 +18,6 @@ from pipeline.models.opt.config import OPTConfig
 from pipeline.models.roberta.config import RobertaConfig
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
-
-ModelConfig = (
-    BertConfig
-    | BloomConfig
-    | DeepseekV3Config
-    | GPTConfig
-    | GPT1Config
-    | LlamaConfig
-    | MistralConfig
-    | MixtralConfig
-    | OPTConfig
-    | RobertaConfig
-    | T5Config
-    | TransformerConfig
-)
 
 #: family -> its configuration dataclass
 FAMILIES: dict[str, type[Any]] = {
@@ -52,4 +38,5 @@ FAMILIES: dict[str, type[Any]] = {
 
 def from_dict(values: Mapping[str, Any]) -> ModelConfig:
     """The model's configuration, from what a checkpoint or a run directory wrote of it."""
-    return FAMILIES[values["family"]](**values)
+    config: ModelConfig = FAMILIES[values["family"]](**values)
+    return config

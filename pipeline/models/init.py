@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeline.layers.init import initial_tensor
 from pipeline.models import registry
-from pipeline.models.families import ModelConfig
+from pipeline.models.config import ModelConfig
 
 
 @torch.no_grad()

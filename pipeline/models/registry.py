@@ -9,7 +9,8 @@ from typing import Any
 from pipeline.errors import UserError, Violation
 from pipeline.layers.stack import Stack
 from pipeline.models.adapter import Adapter, Row, refusal
-from pipeline.models.families import FAMILIES, ModelConfig
+from pipeline.models.config import ModelConfig
+from pipeline.models.families import FAMILIES
 
 
 def _part(config: ModelConfig, name: str) -> Any:

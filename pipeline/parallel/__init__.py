@@ -1,1 +1,1 @@
-"""Parallelism, applied to plain models from outside. Sole owner of torch's process groups."""
+"""Parallelism, applied to plain PyTorch models. The only package that creates process groups."""

@@ -1,7 +1,7 @@
-"""Context parallelism: the ranks of a group share every sequence's tokens, and attention is where they meet.
+"""Context parallelism: each rank of a group holds a shard of every sequence; only attention communicates.
 
-Everything but attention works on each token alone. So the batch is cut along the sequence, the cores of attention are swapped for ones
-that reach the other ranks' tokens, and the weights, whole on every rank, get the mean of their gradients as over data ranks.
+All layers except attention process tokens independently. The batch is sharded along the sequence, each attention core is replaced by
+one that communicates with the other ranks, and the replicated weights average their gradients as over data ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.distributed import ProcessGroup
 
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
-from pipeline.parallel.ring import RingCore, places
+from pipeline.parallel.ring import RingCore, token_positions
 from pipeline.parallel.ulysses import UlyssesCore
 
-#: What a batch has for each token; the rest it has for each sequence.
-BY_TOKEN = ("targets", "documents", "segments")
+#: Entries of a batch with one value per token; the others have one value per sequence.
+PER_TOKEN = ("targets", "documents", "segments")
 
 
 def apply(layers: Iterable[Any], group: ProcessGroup, kind: str) -> None:
-    """Swap the core of every attention layer.
+    """Replace the core of every attention layer by a context-parallel one.
 
     Args:
-        layers: modules with a `core`, their heads cut by tensor parallelism already.
-        group: the context ranks.
+        layers: modules with a `core`; their heads are already sharded by tensor parallelism.
+        group: the context-parallel group.
         kind: ring or ulysses.
     """
     for layer in layers:
@@ -35,39 +35,39 @@ def apply(layers: Iterable[Any], group: ProcessGroup, kind: str) -> None:
 
 
 def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str, micro_batches: int) -> tuple[Tensor, Batch]:
-    """This rank's tokens of every sequence and what belongs to them.
+    """Return the local shard of every sequence.
 
-    Ranks of a ring take two chunks each, an early and a late one, since late tokens see more keys; ulysses swaps tokens away and wants them
-    in order.
+    With the ring, each rank holds two chunks of a sequence, an early and a late one, since late tokens attend to more keys. Ulysses
+    exchanges tokens for heads and requires contiguous shards.
 
     Args:
         tokens: int64 (sequences, sequence), the same on all context ranks.
-        batch: what belongs to them, with targets.
-        group: the context ranks.
+        batch: the other model inputs, with targets.
+        group: the context-parallel group.
         kind: ring or ulysses.
-        micro_batches: parts of the batch, each with a mean loss of its own.
+        micro_batches: number of micro-batches; each has its own mean loss.
 
     Returns:
-        Tokens (sequences, sequence / ranks), and the batch with positions; with a loss_scale too, since the parts of a sequence may have
-        different numbers of counted targets.
+        Tokens (sequences, sequence / ranks), and the batch with positions. The batch also has a loss_scale, since the shards of a sequence
+        may have different numbers of counted targets.
     """
-    assert "positions" not in batch, "under context parallelism positions tell where a token was cut out"
-    own = tokens.shape[1] // group.size()
-    rows = places(group.rank(), group.size(), own, tokens.device)
+    assert "positions" not in batch, "context parallelism sets the positions of the tokens"
+    local_tokens = tokens.shape[1] // group.size()
+    positions = token_positions(group.rank(), group.size(), local_tokens, tokens.device)
     if kind == "ulysses":
-        rows = torch.arange(own, device=tokens.device) + group.rank() * own
-    mine: Batch = batch.copy()
-    for name in BY_TOKEN:
+        positions = torch.arange(local_tokens, device=tokens.device) + group.rank() * local_tokens
+    local: Batch = batch.copy()
+    for name in PER_TOKEN:
         if name in batch:
-            mine[name] = batch[name][:, rows]  # type: ignore[literal-required] # the names are Batch's
-    mine["positions"] = rows.expand(len(tokens), -1)
+            local[name] = batch[name][:, positions]  # type: ignore[literal-required] # the names are Batch's
+    local["positions"] = positions.expand(len(tokens), -1)
     if "loss_scale" not in batch:
-        mine["loss_scale"] = _loss_scale(batch["targets"], micro_batches)
-    return tokens[:, rows], mine
+        local["loss_scale"] = _loss_scale(batch["targets"], micro_batches)
+    return tokens[:, positions], local
 
 
 def _loss_scale(targets: Tensor, micro_batches: int) -> Tensor:
-    """Batch's loss_scale, of each micro-batch."""
-    parts = targets.unflatten(0, (micro_batches, -1)).flatten(1)
-    scale = parts.shape[1] / (parts != IGNORE).sum(dim=1).clamp(min=1)
+    """Return Batch's loss_scale: per micro-batch, the number of tokens over the number of counted targets."""
+    chunks = targets.unflatten(0, (micro_batches, -1)).flatten(1)
+    scale = chunks.shape[1] / (chunks != IGNORE).sum(dim=1).clamp(min=1)
     return scale.repeat_interleave(len(targets) // micro_batches)

@@ -1,6 +1,6 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to them and back by all-to-all.
+"""Expert parallelism: each rank holds a subset of the experts; an all-to-all sends tokens to their experts and back.
 
-As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), but each rank gets as many rows as it has work, no fixed number.
+As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), but without a fixed capacity: the number of rows per rank is dynamic.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to their ranks; the gradients go back the same way."""
+class _AllToAll(torch.autograd.Function):
+    """All-to-all with uneven splits; the backward pass exchanges the splits."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
+    def forward(ctx: Any, rows: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
+        ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group
+        return _all_to_all(rows, input_splits, output_splits, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
+def _all_to_all(rows: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
+    received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), output_splits, input_splits, group=group)
+    return received
 
 
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Send each rank its rows.
+def all_to_all(rows: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
+    """Send each rank its rows. Differentiable.
 
     Args:
-        rows: (rows, hidden), those for rank 0 first.
-        sent: how many go to each rank; their sum is all of them.
-        received: how many come from each.
-        group: the ranks.
+        rows: (rows, hidden), ordered by destination rank.
+        input_splits: number of rows to send to each rank; sums to all rows.
+        output_splits: number of rows to receive from each rank.
+        group: the process group.
 
     Returns:
-        (rows received, hidden), those from rank 0 first.
+        (received rows, hidden), ordered by source rank.
     """
-    result: Tensor = _Exchange.apply(rows, sent, received, group)
+    result: Tensor = _AllToAll.apply(rows, input_splits, output_splits, group)
     return result
 
 
-class RemoteExperts(nn.Module):
-    """This rank's experts in the place of all: same arguments, same result.
+class ExpertParallelExperts(nn.Module):
+    """Drop-in replacement for Experts whose experts are sharded over a group: same arguments, same result.
 
     Args:
-        experts: this rank's share of the stacks; the ranks of the group hold equally many, in their order.
-        group: the expert ranks.
+        experts: the local experts; each rank of the group holds the same number, in rank order.
+        group: the expert-parallel group.
     """
 
     def __init__(self, experts: nn.Module, group: ProcessGroup) -> None:
@@ -66,36 +66,36 @@ class RemoteExperts(nn.Module):
         self.experts, self.group = experts, group
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """As layers/moe.py Experts, with the counts of all experts. The host waits for the numbers of rows."""
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=self.group)
-        # Both (ranks, experts a rank): rows for each rank's experts, and rows from each rank for this one's.
-        going, coming = (table.view(self.group.size(), -1) for table in (counts, coming))
-        sent, received = torch.stack([going.sum(dim=1), coming.sum(dim=1)]).tolist()
-        travelling = sum(sent)
-        arrived = exchange(x[:travelling], sent, received, self.group)
-        order = _by_expert(coming, sum(received))
-        back = inverse(order)
-        done = self.experts(dispatch(arrived, order, back), coming.sum(dim=0))
-        home = exchange(dispatch(done, back, order), received, sent, self.group)
-        return torch.cat([home, home.new_zeros(x.shape[0] - travelling, home.shape[1])])
+        """As Experts in layers/moe.py, with the counts of all experts. Synchronizes the host with the device to read the splits."""
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=self.group)
+        # Both (ranks, local experts): rows to send to each rank's experts, and rows to receive from each rank for the local experts.
+        sent_counts, received_counts = (table.view(self.group.size(), -1) for table in (counts, received_counts))
+        input_splits, output_splits = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)]).tolist()
+        routed = sum(input_splits)
+        rows = all_to_all(x[:routed], input_splits, output_splits, self.group)
+        order = _order_by_expert(received_counts, sum(output_splits))
+        inverse_order = inverse(order)
+        outputs = self.experts(dispatch(rows, order, inverse_order), received_counts.sum(dim=0))
+        combined = all_to_all(dispatch(outputs, inverse_order, order), output_splits, input_splits, self.group)
+        return torch.cat([combined, combined.new_zeros(x.shape[0] - routed, combined.shape[1])])
 
 
-def _by_expert(coming: Tensor, rows: int) -> Tensor:
-    """The order that puts rows which stand by rank, then expert, by expert, then rank.
+def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
+    """Return the permutation from rows ordered by (rank, expert) to rows ordered by (expert, rank).
 
     Args:
-        coming: int64 (ranks, experts), rows of each.
-        rows: their sum, which the host knows.
+        counts: int64 (ranks, experts), rows of each rank for each expert.
+        rows: their sum, known on the host.
     """
-    expert = torch.arange(coming.shape[1], device=coming.device).repeat(coming.shape[0])
-    return expert.repeat_interleave(coming.flatten(), output_size=rows).argsort(stable=True)
+    expert = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
 def apply(model: nn.Module, mesh: Mesh) -> None:
-    """Let every moe reach the experts of all ranks, where their stacks are cut, and count whole sequences, where those are."""
+    """Make every MoE layer dispatch over the expert group, and its statistics cover full sequences under context parallelism."""
     for moe in list(moe_layers(model)):
         if mesh.layout.expert > 1:
-            moe.experts = RemoteExperts(moe.experts, mesh.expert)
+            moe.experts = ExpertParallelExperts(moe.experts, mesh.expert)
         if mesh.layout.context > 1:
-            moe.total = partial(collectives.total, group=mesh.context)
+            moe.total = partial(collectives.all_reduce_with_grad, group=mesh.context)

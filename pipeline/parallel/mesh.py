@@ -1,4 +1,4 @@
-"""The process groups of one rank: who it shares matrix products, layers and data with."""
+"""The device mesh: creation of the process groups of one rank along every mesh axis."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch.distributed import ProcessGroup
 
 from pipeline.config.layout import Coordinates, Layout
 
-#: Longest wait for another rank; a slow shared file system can hold one up for long during a save.
+#: Timeout of collectives; on a slow shared file system, a rank can take long to save a checkpoint.
 TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the layout and its groups along each axis.
+    """The layout, this rank, and its process group along each axis.
 
     Attributes:
-        tensor: ranks that share this rank's matrix products.
-        context: ranks that share this rank's sequences.
-        expert: ranks that hold the other experts, and see other samples.
+        tensor: ranks that shard the same matrix products.
+        context: ranks that shard the same sequences.
+        expert: ranks that hold the other experts; each processes different samples.
         data: ranks with the same weights: all data x context indices.
-        pipeline: ranks that hold the other stages for this rank's samples.
-        model: one whole copy of the model: all pipeline x expert x tensor ranks of this data and context index.
-        tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank is
-            both.
+        pipeline: ranks that hold the other stages for the same samples.
+        model: one complete replica of the model: all pipeline x expert x tensor ranks of this data and context index.
+        tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank
+            holds both stages.
     """
 
     layout: Layout
@@ -46,19 +46,19 @@ class Mesh:
     tied_embedding: ProcessGroup | None
 
     @property
-    def where(self) -> Coordinates:
-        """This rank's index on every axis."""
+    def coordinates(self) -> Coordinates:
+        """This rank's coordinates: its index on every mesh axis."""
         return self.layout.coordinates(self.rank)
 
 
-def start(rank: int, world_size: int, local_rank: int, address: str) -> torch.device:
-    """Join the job's process group: NCCL on GPUs, gloo on CPUs. Returns this rank's device.
+def init_distributed(rank: int, world_size: int, local_rank: int, init_method: str) -> torch.device:
+    """Initialize the default process group, NCCL on GPUs and gloo on CPUs, and return this rank's device.
 
     Args:
-        rank: this process among all.
-        world_size: all of them.
-        local_rank: this process among those of its node; names its GPU.
-        address: where rank 0 listens, as torch writes it: `tcp://host:port`, or `env://` under torchrun.
+        rank: global rank of this process.
+        world_size: total number of ranks.
+        local_rank: rank within the node; selects the GPU.
+        init_method: URL of the rendezvous with rank 0: `tcp://host:port`, or `env://` under torchrun.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -69,28 +69,28 @@ def start(rank: int, world_size: int, local_rank: int, address: str) -> torch.de
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     else:
-        dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT)
     return device
 
 
 def init_fake(rank: int, world_size: int) -> torch.device:
-    """Be one rank of a job that does not exist: collectives return at once, tensors have no storage."""
+    """Initialize a fake process group, whose collectives return immediately, and return the meta device."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     return torch.device("meta")
 
 
-def stop() -> None:
-    """Leave the job's process group."""
+def destroy_process_group() -> None:
+    """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def build(layout: Layout, device: torch.device) -> Mesh:
-    """The mesh of this rank."""
+def build_mesh(layout: Layout, device: torch.device) -> Mesh:
+    """Create this rank's process groups."""
     rank = dist.get_rank()
-    assert dist.get_world_size() == layout.world_size, "the layout was made for another world size"
+    assert dist.get_world_size() == layout.world_size, "the layout has another world size"
     ends = (layout.holder(0), layout.holder(layout.stage_count - 1))
     world = dist.group.WORLD
     assert world is not None
@@ -102,25 +102,24 @@ def build(layout: Layout, device: torch.device) -> Mesh:
 
 @cache
 def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int]) -> dict[str, ProcessGroup]:  # noqa: ARG001 - of the cache
-    """The groups that a rank is in, by their name in Mesh; made once, since each costs threads and connections.
+    """Create the groups that contain a rank, by their name in Mesh; cached, since each costs threads and connections.
 
-    A rank makes only its own groups, so the time does not grow with the world. Every rank makes equally many: torch names such a group by
-    its members and the number of groups made before. What has the members of another group is not made anew: that is so on all ranks or on
-    none, but for the ends, in whose place every rank between them makes a group of its own.
+    A rank creates only its own groups, so the time does not grow with the world size. All ranks create the same number of groups, because
+    torch names such a group by its members and the number of groups created before. A group with the members of an existing one reuses it.
+    This happens on all ranks or on none, except for the group of the first and last stage: the ranks between create a group of size one.
     """
-    me = layout.coordinates(rank)
-    made: dict[tuple[int, ...], ProcessGroup] = {}
+    coordinates = layout.coordinates(rank)
+    created: dict[tuple[int, ...], ProcessGroup] = {}
 
     def new(members: tuple[int, ...]) -> ProcessGroup:
         return dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
 
     def group(**axes: Iterable[int]) -> ProcessGroup:
-        """The ranks at all combinations of these indices, and at this rank's own on the other axes."""
-        places = [replace(me, **dict(zip(axes, indices, strict=True))) for indices in product(*axes.values())]
-        members = tuple(layout.rank(place) for place in places)
-        if members not in made:
-            made[members] = new(members)
-        return made[members]
+        """The ranks at all combinations of these indices, and at this rank's index on the other axes."""
+        members = tuple(layout.rank(replace(coordinates, **dict(zip(axes, indices, strict=True)))) for indices in product(*axes.values()))
+        if members not in created:
+            created[members] = new(members)
+        return created[members]
 
     stages, experts, pieces = range(layout.pipeline), range(layout.expert), range(layout.tensor)
     named = {
@@ -133,6 +132,6 @@ def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int
     }
     if ends[0] == ends[1] or layout.pipeline == 2:
         return named | {"tied_embedding": named["pipeline"]}
-    if me.pipeline in ends:
-        return named | {"tied_embedding": new(tuple(layout.rank(replace(me, pipeline=end)) for end in ends))}
+    if coordinates.pipeline in ends:
+        return named | {"tied_embedding": new(tuple(layout.rank(replace(coordinates, pipeline=end)) for end in ends))}
     return named | {"tied_embedding": new((rank,))}

@@ -1,4 +1,4 @@
-"""From a plain model to this rank's part of it, in one fixed order."""
+"""Applies every kind of parallelism to a plain model, in a fixed order, and returns this rank's part of it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, tensor
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.partition import partition_weights, replace_weights, take_stage
+from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
 
-#: training.attention -> what computes it
+#: training.attention -> attention core
 CORES: dict[str, Core] = {"auto": automatic, "sdpa": sdpa, "flex": flex, "plain": plain}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class LocalModel(nn.Module):
-    """The pipeline stages of one rank. The pipeline schedule calls them one by one; the whole is never called.
+    """The pipeline stages of one rank. The pipeline schedule calls the stages; the container itself has no forward.
 
     Attributes:
-        stages: stage index (as text) -> its part of the model.
-        pieces: parameter -> which piece of which full weight it is.
-        fixed: the same for weights that no gradient moves (the bias of a router), fp32. They are plain tensors, no parameters, so that
+        stages: stage index (as str) -> its part of the model.
+        pieces: parameter -> its piece of the full weight.
+        fixed: the same for fp32 weights without a gradient (the bias of a router). They are plain tensors, not parameters, so that
             DeepSpeed neither casts nor shards them.
     """
 
@@ -44,21 +44,21 @@ class LocalModel(nn.Module):
         self.pieces = pieces
         self.fixed: dict[Tensor, Piece] = {}
 
-    def parts(self) -> Iterator[Stack]:
-        """The stages in order."""
+    def stage_modules(self) -> Iterator[Stack]:
+        """The stages in order of their index."""
         for module in self.stages.values():
             assert isinstance(module, Stack)
             yield module
 
 
 def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
-    """This rank's stages: cut on the meta device, wired to its groups, then filled with initial weights on its device.
+    """Build this rank's stages: sharded on the meta device, connected to the process groups, then initialized on the rank's device.
 
-    On the meta device (the dry run) nothing is filled.
+    If the rank's device is the meta device (the dry run), the weights are not initialized.
     """
     model = partition_model(config, mesh.layout, mesh.rank)
     plan = registry.plan(config.model)
-    for stage in model.parts():
+    for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
             tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
         expert.apply(stage, mesh)
@@ -66,81 +66,84 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
             layer.core = CORES[config.training.attention]
         if mesh.layout.context > 1:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
-        recompute(stage, config.training.activation_checkpointing)
-        if compiles(config, mesh.device):
+        apply_activation_checkpointing(stage, config.training.activation_checkpointing)
+        if compile_enabled(config, mesh.device):
             if mesh.layout.context > 1:
                 for layer in attention_layers(stage):
-                    layer.core = torch.compiler.disable(layer.core)  # ranks talk within it
+                    layer.core = torch.compiler.disable(layer.core)  # it contains collectives
             for block in stage.blocks.values():
                 block.compile()
     if mesh.device.type != "meta":
-        fill(model, config, mesh.device)
+        init_weights(model, config, mesh.device)
     return model
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
-    """Every module whose `core` computes attention."""
+    """Return all modules with an attention `core`."""
     return [module for module in model.modules() if hasattr(module, "core")]
 
 
 def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
-    """The rank's stages with the rank's pieces of every weight, on the meta device. Needs no process group."""
-    where = layout.coordinates(rank)
+    """Return the rank's stages with its piece of every weight, on the meta device. Needs no process group."""
+    coordinates = layout.coordinates(rank)
     with torch.device("meta"):
-        stages = {index: take_stage(registry.build(config.model), layout, index) for index in layout.stages(where.pipeline)}
-        return LocalModel(stages, partition_weights(stages, config.model, layout, where))
+        stages = {index: extract_stage(registry.build(config.model), layout, index) for index in layout.stages(coordinates.pipeline)}
+        return LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
 
 
-def fill(model: LocalModel, config: RunConfig, device: torch.device) -> None:
-    """Give every weight storage and its initial values: slices of the full weights, which depend on the seed and the name alone."""
+def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> None:
+    """Materialize every weight with its initial values: slices of the full weight, which depends only on the seed and the name."""
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
 
-    def filled(_: str, parameter: nn.Parameter) -> Tensor:
+    def materialized(_: str, parameter: nn.Parameter) -> Tensor:
         piece = model.pieces[parameter]
-        value = initial_piece(piece, registry.initial_std(config.model, piece.name), config.training.seed)
-        kind = dtype if parameter.requires_grad else torch.float32
-        local = value.to(device=device, dtype=kind, copy=True, memory_format=torch.contiguous_format)
+        value = init_piece(piece, registry.initial_std(config.model, piece.name), config.training.seed)
+        local_dtype = dtype if parameter.requires_grad else torch.float32
+        local = value.to(device=device, dtype=local_dtype, copy=True, memory_format=torch.contiguous_format)
         if not parameter.requires_grad:
             model.fixed[local] = piece
             return local
-        learned = nn.Parameter(local)
-        pieces[learned] = piece
-        return learned
+        trainable = nn.Parameter(local)
+        pieces[trainable] = piece
+        return trainable
 
-    replace_weights(model.parts(), filled)
+    replace_weights(model.stage_modules(), materialized)
     model.pieces = pieces
-    for stage in model.parts():
+    for stage in model.stage_modules():
         stage.reset_buffers()
 
 
-def initial_piece(piece: Piece, std: float | None, seed: int) -> Tensor:
-    """The initial value of a piece, fp32 on the CPU; of a stack no more than the piece's own matrices are drawn."""
+def init_piece(piece: Piece, std: float | None, seed: int) -> Tensor:
+    """Return the initial value of a piece, fp32 on the CPU. For stacked experts, only the matrices of the piece are drawn."""
     if len(piece.full_shape) < 3:
-        return piece.of(initial_tensor(piece.name, piece.full_shape, std, seed))
+        return piece.narrow(initial_tensor(piece.name, piece.full_shape, std, seed))
     first = piece.start(0)
-    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in piece.slices if cut.dim > 0)
-    matrices = (Piece(f"{piece.name}.{index}", piece.full_shape[1:], cuts) for index in range(first, first + piece.shape[0]))
-    return torch.stack([matrix.of(initial_tensor(matrix.name, matrix.full_shape, std, seed)) for matrix in matrices])
+    slices = tuple(replace(s, dim=s.dim - 1) for s in piece.slices if s.dim > 0)
+    matrices = (Piece(f"{piece.name}.{index}", piece.full_shape[1:], slices) for index in range(first, first + piece.shape[0]))
+    return torch.stack([matrix.narrow(initial_tensor(matrix.name, matrix.full_shape, std, seed)) for matrix in matrices])
 
 
-def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether the blocks are compiled. The split backward pass of zbv cannot be."""
+def compile_enabled(config: RunConfig, device: torch.device) -> bool:
+    """Whether the blocks are compiled. torch.compile does not support the split backward pass of zbv."""
     if config.parallel.schedule == "zbv" and config.parallel.pipeline > 1:
         return False
     return config.training.compile == "on" or (config.training.compile == "auto" and device.type == "cuda")
 
 
-def recompute(model: Stack, what: str) -> None:
-    """Let the backward pass recompute the blocks (`full`), or all of them but matrix products and attention (`selective`)."""
-    if what == "none":
+def apply_activation_checkpointing(model: Stack, mode: str) -> None:
+    """Recompute the blocks in the backward pass (`full`), or all their operations except matrix products and attention (`selective`)."""
+    if mode == "none":
         return
-    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)} if what == "selective" else {}
+    options: dict[str, Any] = {}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
     for block in model.blocks.values():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-_PRODUCTS = {
+#: Operations whose results selective activation checkpointing saves: the most FLOPs per byte.
+_SAVED_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -150,6 +153,6 @@ _PRODUCTS = {
 }
 
 
-def _keep_products(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
-    """Keep what costs most to compute for each byte."""
-    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
+    """Save the results of matrix products and attention, recompute all others."""
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

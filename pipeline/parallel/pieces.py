@@ -1,4 +1,4 @@
-"""Which part of which full weight a rank holds. The parallel plan says how a weight is cut; here that becomes numbers."""
+"""Pieces: the slices of the full weights that a rank holds, computed from the parallel plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.models.plan import SPLITS
 
 @dataclass(frozen=True)
 class Slice:
-    """The slice `start:stop` along `dim`, which the ranks of a mesh axis share out."""
+    """The slice `start:stop` along `dim`, sharded over a mesh axis."""
 
     axis: str
     dim: int
@@ -23,15 +23,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a full weight: all of it, but for its slices.
+    """A rank's part of a full weight: the full weight, restricted by its slices.
 
     Attributes:
-        name: the weight's name in the whole model; one that stands there twice (a tied head) has its first.
-        full_shape: its shape there.
-        slices: at most one a dim.
+        name: the weight's name in the full model; a tied weight has its first name.
+        full_shape: the shape of the full weight.
+        slices: at most one per dim.
         role: its role in the plan.
-        shared: "tied_embedding" or "pipeline" where further stages hold the weight: the last one, or all.
-        copy: whether another rank of the pipeline holds it too and counts it.
+        shared: "tied_embedding" if the last stage holds the weight too, "pipeline" if all stages hold it, else empty.
+        copy: whether the primary copy is on another rank of the pipeline.
     """
 
     name: str
@@ -42,44 +42,44 @@ class Piece:
     copy: bool = False
 
     def is_sliced_along(self, axis: str) -> bool:
-        """Whether the ranks of a mesh axis hold different parts."""
-        return any(cut.axis == axis for cut in self.slices)
+        """Whether the weight is sharded over a mesh axis."""
+        return any(s.axis == axis for s in self.slices)
 
     def start(self, dim: int) -> int:
-        """The full weight's index that is 0 in the piece."""
-        return next((cut.start for cut in self.slices if cut.dim == dim), 0)
+        """Offset of the piece in the full weight along a dim."""
+        return next((s.start for s in self.slices if s.dim == dim), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the piece."""
         sizes = list(self.full_shape)
-        for cut in self.slices:
-            sizes[cut.dim] = cut.stop - cut.start
+        for s in self.slices:
+            sizes[s.dim] = s.stop - s.start
         return tuple(sizes)
 
     @property
     def elements(self) -> int:
-        """Of the piece."""
+        """Number of elements of the piece."""
         return prod(self.shape)
 
-    def of(self, full: Tensor) -> Tensor:
-        """The piece of a full weight, as a view."""
+    def narrow(self, full: Tensor) -> Tensor:
+        """Return the piece of a full weight, as a view."""
         assert tuple(full.shape) == self.full_shape, f"{self.name}: {tuple(full.shape)} is not {self.full_shape}"
-        for cut in self.slices:
-            full = full.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        for s in self.slices:
+            full = full.narrow(s.dim, s.start, s.stop - s.start)
         return full
 
 
 def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[int, int]]) -> Piece:
-    """The piece of one rank.
+    """Return the piece of a weight that one rank holds.
 
     Args:
-        name: the weight's name in the whole model.
-        shape: its full shape, (output, input) for a matrix, (experts, output, input) for a stack of experts.
+        name: the weight's name in the full model.
+        shape: its full shape, (output, input) for a matrix, (experts, output, input) for stacked experts.
         role: its role in the plan.
         axes: mesh axis -> (ranks, this rank's index), for "tensor" and "expert".
     """
-    cuts = []
+    slices = []
     for axis, dim in SPLITS[role].items():
         ranks, rank = axes[axis]
         if ranks == 1:
@@ -87,5 +87,5 @@ def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str
         size = shape[dim]
         assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
         width = -(-size // ranks)  # the last pieces of a vocabulary may be shorter
-        cuts.append(Slice(axis, dim, min(rank * width, size), min((rank + 1) * width, size)))
-    return Piece(name, shape, tuple(cuts), role)
+        slices.append(Slice(axis, dim, min(rank * width, size), min((rank + 1) * width, size)))
+    return Piece(name, shape, tuple(slices), role)

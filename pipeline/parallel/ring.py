@@ -1,8 +1,8 @@
-"""Ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889): keys and values travel from rank to rank, queries stay.
+"""Ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889): keys and values rotate around the ring, queries stay local.
 
-Each rank holds two of 2n chunks of every sequence, number r and number 2n-1-r (parallel/context.py). Under a causal mask each step of the
-ring is then the same work on every rank: its own keys under the mask, then either all of its queries with the first half of the
-arrived keys (they come from a lower rank) or the second half of its queries with all of them (from a higher rank).
+Each of n ranks holds two of 2n chunks of every sequence, chunks r and 2n-1-r (parallel/context.py). Under a causal mask, every step of the
+ring then has the same cost on every rank: first the local keys under the mask, then either all local queries with the first half of the
+received keys (if they belong to a lower rank) or the second half of the local queries with all received keys (a higher rank).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pipeline.parallel import collectives
 
 @dataclass(frozen=True)
 class RingCore:
-    """An attention core over the tokens of all ranks of a group; each gives and gets its own tokens."""
+    """An attention core over sequences that are sharded over a group; inputs and output are the local tokens."""
 
     group: ProcessGroup
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-        """See Core (layers/attention.py); the mask's documents are those of this rank's tokens, its slopes those of the heads."""
-        assert mask.bias is None, "a bias for each query and key is not cut along the sequence"
-        assert mask.key_documents is None, "the ring is for attention to oneself"
-        assert mask.key_positions is None, "the ring is for attention to oneself"
+        """See Core (layers/attention.py); the mask has the documents of the local tokens and the slopes of the local heads."""
+        assert mask.bias is None, "ring attention does not shard a bias per query and key"
+        assert mask.key_documents is None, "ring attention supports self-attention only"
+        assert mask.key_positions is None, "ring attention supports self-attention only"
         out: Tensor = _Ring.apply(q, k, v, RingPlan(self.group, q.shape[2], q.device, mask, window), scale)
         return out
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank computes at one step of the ring: `queries` of its own towards `keys` of those that arrived, under a mask."""
+class AttentionBlock:
+    """The attention that a rank computes in one step of the ring: slices of its queries and of the received keys, and their mask."""
 
     queries: slice
     keys: slice
@@ -47,13 +47,13 @@ class Part:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The ranks that a sequence is cut over, and what this one has to do with the keys of each.
+    """The attention blocks that this rank computes, one for each source rank of keys and values.
 
     Attributes:
-        group: the ranks.
-        tokens: of each.
-        device: where they are.
-        mask: of this rank's tokens.
+        group: the context-parallel group.
+        tokens: local sequence length.
+        device: device of the tokens.
+        mask: the mask of the local tokens.
         window: as in Mask.visible.
     """
 
@@ -64,119 +64,119 @@ class RingPlan:
     window: int | None
 
     def source(self, step: int) -> int:
-        """Whose keys are here after so many steps."""
+        """The rank whose keys and values this rank holds at a step."""
         return (self.group.rank() - step) % self.group.size()
 
-    def part(self, step: int) -> Part | None:
-        """What there is to compute at a step, None when no query sees a key."""
+    def block(self, step: int) -> AttentionBlock | None:
+        """The attention block of a step, None when no query attends to any of its keys."""
         rank, source = self.group.rank(), self.source(step)
-        half, everything = self.tokens // 2, slice(0, self.tokens)
+        half, full = self.tokens // 2, slice(0, self.tokens)
         if not self.mask.causal or self.mask.prefix is not None:
-            return Part(everything, everything, self._towards(source, everything, everything))
-        apart = abs(rank - source)
-        if self.window is not None and (apart - 1) * half + 1 >= self.window:
-            return None  # the nearest of its keys is too far back
-        queries = everything if source <= rank else slice(half, self.tokens)
-        keys = everything if source >= rank else slice(0, half)
-        return Part(queries, keys, self._towards(source, queries, keys))
+            return AttentionBlock(full, full, self._block_mask(source, full, full))
+        distance = abs(rank - source)
+        if self.window is not None and (distance - 1) * half + 1 >= self.window:
+            return None  # even the nearest key is outside the window
+        queries = full if source <= rank else slice(half, self.tokens)
+        keys = full if source >= rank else slice(0, half)
+        return AttentionBlock(queries, keys, self._block_mask(source, queries, keys))
 
-    def _towards(self, source: int, queries: slice, keys: slice) -> Mask:
-        """The mask of some queries towards some keys of another rank."""
+    def _block_mask(self, source: int, queries: slice, keys: slice) -> Mask:
+        """The mask between a slice of the local queries and a slice of the keys of rank `source`."""
         mask = self.mask
         plain = mask.documents is None and mask.slopes is None and self.window is None and mask.prefix is None
         if plain:
             return Mask(causal=mask.causal and source == self.group.rank())
-        ranks, here = self.group.size(), self.group.rank()
-        theirs = None if mask.documents is None else self._documents()[source][:, keys]
+        ranks, rank = self.group.size(), self.group.rank()
+        key_documents = None if mask.documents is None else self._documents()[source][:, keys]
         return mask.having(
             documents=None if mask.documents is None else mask.documents[:, queries],
-            key_documents=theirs,
-            positions=places(here, ranks, self.tokens, self.device)[None, queries],
-            key_positions=places(source, ranks, self.tokens, self.device)[None, keys],
+            key_documents=key_documents,
+            positions=token_positions(rank, ranks, self.tokens, self.device)[None, queries],
+            key_positions=token_positions(source, ranks, self.tokens, self.device)[None, keys],
         )
 
     def _documents(self) -> list[Tensor]:
-        """Those of every rank's tokens, exchanged once for all blocks."""
+        """The documents of every rank's tokens; gathered once for all layers."""
         documents = self.mask.documents
         assert documents is not None
-        found: list[Tensor] = self.mask.once("documents of the ring", lambda: collectives.gather(documents, self.group))
-        return found
+        gathered: list[Tensor] = self.mask.once("documents of the ring", lambda: collectives.all_gather(documents, self.group))
+        return gathered
 
 
-def places(rank: int, ranks: int, tokens: int, device: torch.device) -> Tensor:
-    """Positions of a rank's tokens in the whole sequence, int64 (tokens,): chunks `rank` and `2 ranks - 1 - rank` of 2 `ranks`."""
+def token_positions(rank: int, ranks: int, tokens: int, device: torch.device) -> Tensor:
+    """Positions of a rank's tokens in the full sequence, int64 (tokens,): chunks `rank` and `2 ranks - 1 - rank` of 2 `ranks`."""
     half = tokens // 2
     chunk = torch.arange(half, device=device)
     return torch.cat((chunk + rank * half, chunk + (2 * ranks - 1 - rank) * half))
 
 
 class _Ring(torch.autograd.Function):
-    """Softmax attention over a ring; the backward pass sends keys, values and the gradients that they collect around once more."""
+    """Softmax attention over a ring. The backward pass rotates keys and values once more, together with their accumulated gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, scale: float | None) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
-        total = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        ranks, width = plan.group.size(), k.shape[3]
-        here = torch.cat((k, v), dim=3)
+        logsumexp = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        ranks, widths = plan.group.size(), (k.shape[3], v.shape[3])
+        kv = torch.cat((k, v), dim=3)
         for step in range(ranks):
-            coming = _RingExchange(here, plan.group) if step < ranks - 1 else None
-            if (part := plan.part(step)) is not None:
-                rows = part.queries
-                keys, values = here[:, :, part.keys].split((width, v.shape[3]), dim=3)
-                some = partial_attention.forward(q[:, :, rows], keys, values, part.mask, window=plan.window, scale=scale)
-                out[:, :, rows], total[:, :, rows] = partial_attention.merge(out[:, :, rows], total[:, :, rows], *some)
-            if coming is not None:
-                here = coming.arrived()
+            next_kv = _RingExchange(kv, plan.group) if step < ranks - 1 else None
+            if (block := plan.block(step)) is not None:
+                rows = block.queries
+                keys, values = kv[:, :, block.keys].split(widths, dim=3)
+                partial = partial_attention.forward(q[:, :, rows], keys, values, block.mask, window=plan.window, scale=scale)
+                out[:, :, rows], logsumexp[:, :, rows] = partial_attention.merge(out[:, :, rows], logsumexp[:, :, rows], *partial)
+            if next_kv is not None:
+                kv = next_kv.wait()
         out = out.to(v.dtype)
         ctx.plan, ctx.scale = plan, scale
-        ctx.save_for_backward(q, k, v, out, total)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, total = ctx.saved_tensors
+        q, k, v, out, logsumexp = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         ranks, widths = plan.group.size(), (k.shape[3], v.shape[3])
-        grad_q = torch.zeros_like(q, dtype=total.dtype)
-        here = torch.cat((k, v), dim=3)
-        collected: _RingExchange | None = None
+        grad_q = torch.zeros_like(q, dtype=logsumexp.dtype)
+        kv = torch.cat((k, v), dim=3)
+        next_grad: _RingExchange | None = None
         for step in range(ranks):
-            coming = _RingExchange(here, plan.group) if step < ranks - 1 else None
-            own = torch.zeros_like(here, dtype=total.dtype)
-            if (part := plan.part(step)) is not None:
-                rows = part.queries
-                keys, values = here[:, :, part.keys].split(widths, dim=3)
-                some = partial_attention.backward(
+            next_kv = _RingExchange(kv, plan.group) if step < ranks - 1 else None
+            grad_kv = torch.zeros_like(kv, dtype=logsumexp.dtype)
+            if (block := plan.block(step)) is not None:
+                rows = block.queries
+                keys, values = kv[:, :, block.keys].split(widths, dim=3)
+                block_grad_q, *block_grad_kv = partial_attention.backward(
                     grad[:, :, rows],
                     q[:, :, rows],
                     keys,
                     values,
                     out[:, :, rows],
-                    total[:, :, rows],
-                    part.mask,
+                    logsumexp[:, :, rows],
+                    block.mask,
                     window=plan.window,
                     scale=ctx.scale,
                 )
-                grad_q[:, :, rows] += some[0]
-                own[:, :, part.keys] = torch.cat(some[1:], dim=3).to(total.dtype)
-            # The gradients follow their keys one step behind; the last hop brings them home.
-            if collected is not None:
-                own += collected.arrived()
-            collected = _RingExchange(own, plan.group, tag=1)
-            if coming is not None:
-                here = coming.arrived()
-        assert collected is not None
-        grad_k, grad_v = collected.arrived().split(widths, dim=3)
+                grad_q[:, :, rows] += block_grad_q
+                grad_kv[:, :, block.keys] = torch.cat(block_grad_kv, dim=3).to(logsumexp.dtype)
+            # The gradients follow their keys one step behind; the last exchange returns them to the rank of the keys.
+            if next_grad is not None:
+                grad_kv += next_grad.wait()
+            next_grad = _RingExchange(grad_kv, plan.group, tag=1)
+            if next_kv is not None:
+                kv = next_kv.wait()
+        assert next_grad is not None
+        grad_k, grad_v = next_grad.wait().split(widths, dim=3)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
 class _RingExchange:
-    """A tensor on its way to the next rank, while the previous rank's comes here.
+    """An asynchronous send to the next rank and receive from the previous rank.
 
-    Two may be on their way at once, keys with values and the gradients that follow them, so each kind has a tag of its own.
+    Two exchanges may be in flight at once, of keys with values and of their gradients; separate tags keep them apart.
     """
 
     def __init__(self, tensor: Tensor, group: ProcessGroup, tag: int = 0) -> None:
@@ -191,8 +191,8 @@ class _RingExchange:
         receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % ranks, tag=tag)
         self._work = dist.batch_isend_irecv([send, receive])
 
-    def arrived(self) -> Tensor:
-        """What the previous rank sent."""
+    def wait(self) -> Tensor:
+        """Wait for the exchange and return the received tensor."""
         for work in self._work:
             work.wait()
         return self._received

@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism: weights are cut by the plan, modules that must talk are swapped or hooked.
+"""Tensor and sequence parallelism: weights are sharded by the plan; modules that communicate are replaced or get hooks.
 
-A block's attention and feed-forward are regions where each rank holds a piece of the weights: column-cut products at the
-entry, row-cut products at the exit (Shoeybi et al. 2019). Entry and exit are collectives; with sequence parallelism
-(Korthikanti et al. 2022) everything between two regions is cut along the sequence.
+Attention and feed-forward of a block are tensor-parallel regions, in which each rank holds a piece of the weights: column-parallel linear
+layers at the entry, row-parallel ones at the exit (Shoeybi et al. 2019). Entry and exit are collectives. With sequence parallelism
+(Korthikanti et al. 2022), activations between two regions are sharded along the sequence.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pipeline.models.plan import role
 from pipeline.parallel import collectives
 from pipeline.parallel.pieces import Piece
 
-Region = Callable[[Tensor], Tensor]
+RegionBoundary = Callable[[Tensor], Tensor]
 
 
-class RowLinear(nn.Module):
-    """A linear map whose input is cut: the ranks' parts of the output are summed, then the bias is added once."""
+class RowParallelLinear(nn.Module):
+    """A linear layer with a sharded input: the partial outputs of the ranks are summed, then the bias is added once."""
 
-    def __init__(self, linear: nn.Linear, leave: Region) -> None:
+    def __init__(self, linear: nn.Linear, leave: RegionBoundary) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.leave = leave
@@ -41,8 +41,8 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyEmbedding(nn.Module):
-    """Rows `first_token` and on of the embedding; tokens of other ranks give zero, and the sum over ranks is the lookup."""
+class VocabParallelEmbedding(nn.Module):
+    """The rows of the embedding from `first_token` on; tokens of other ranks embed to zero, and the sum over ranks is the lookup."""
 
     def __init__(self, weight: nn.Parameter, first_token: int, group: ProcessGroup) -> None:
         super().__init__()
@@ -53,15 +53,15 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, sequence) -> (batch, sequence, hidden)."""
         local = tokens - self.first_token
-        foreign = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return collectives.reduce(rows.masked_fill(foreign.unsqueeze(-1), 0.0), self.group)
+        out_of_range = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(out_of_range, 0), self.weight)
+        return collectives.reduce(rows.masked_fill(out_of_range.unsqueeze(-1), 0.0), self.group)
 
 
-class VocabularyHead(nn.Module):
-    """Rows `first_token` and on of the output matrix, with the cross-entropy over all of them."""
+class VocabParallelHead(nn.Module):
+    """The rows of the output matrix from `first_token` on, with the cross-entropy over the full vocabulary."""
 
-    def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: Region) -> None:
+    def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: RegionBoundary) -> None:
         super().__init__()
         self.project, self.weight, self.bias = head.project, head.weight, head.bias
         self.factor, self.label_smoothing = head.factor, head.label_smoothing
@@ -72,7 +72,7 @@ class VocabularyHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
         """The mean loss, a 0-dim tensor; arguments as in OutputHead."""
-        assert targets is not None, "logits of a cut vocabulary are never put together"
+        assert targets is not None, "logits of a sharded vocabulary are not gathered"
         if self.project is not None:
             hidden = self.project(hidden)
         if self.factor != 1.0:
@@ -92,17 +92,17 @@ class VocabularyHead(nn.Module):
 
 
 def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, str], group: ProcessGroup, *, sequence: bool) -> None:
-    """Put the collectives around the regions of a model whose weights are cut.
+    """Insert the collectives around the tensor-parallel regions of a model with sharded weights.
 
     Args:
-        model: a pipeline stage (or the whole).
-        pieces: which piece of which full weight each parameter is.
+        model: a pipeline stage, or the full model.
+        pieces: parameter -> its piece of the full weight.
         plan: the family's parallel plan.
-        group: the tensor ranks.
-        sequence: cut activations along the sequence between the regions.
+        group: the tensor-parallel group.
+        sequence: shard activations along the sequence between the regions.
     """
-    enter: Region = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
-    leave: Region = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)
+    enter: RegionBoundary = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
+    leave: RegionBoundary = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)
 
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
@@ -111,30 +111,30 @@ def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, s
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
             if roles[name] == "row":
-                setattr(module, name, RowLinear(linear, leave))
+                setattr(module, name, RowParallelLinear(linear, leave))
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):
-                setattr(module, name, VocabularyHead(child, pieces[child.weight], group, enter))
-        if isinstance(module, MoE):  # one region, its router included: the stacks are cut inside it
+                setattr(module, name, VocabParallelHead(child, pieces[child.weight], group, enter))
+        if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave(output))  # noqa: ARG005 - hook's signature
-        if isinstance(module, SentenceHead):  # a region where all ranks compute the same, from the first row of each
+        if isinstance(module, SentenceHead):  # all ranks compute the same, from the first token of each sequence
             module.register_forward_pre_hook(lambda _, args: (enter(args[0]),))
-            module.register_forward_hook(lambda _, args, output: collectives.share(output, group))  # noqa: ARG005 - hook's signature
+            module.register_forward_hook(lambda _, args, output: collectives.scale_gradient(output, group))  # noqa: ARG005 - hook's signature
         if isinstance(module, PerHead):
-            module.register_forward_hook(lambda _, args, output: collectives.own_heads(output, group))  # noqa: ARG005 - hook's signature
+            module.register_forward_hook(lambda _, args, output: collectives.scatter_heads(output, group))  # noqa: ARG005 - hook's signature
         if isinstance(module, Embedding):
             weight = module.tokens.weight
-            module.tokens = VocabularyEmbedding(weight, pieces[weight].start(0), group)  # type: ignore[arg-type, index, assignment]
+            module.tokens = VocabParallelEmbedding(weight, pieces[weight].start(0), group)  # type: ignore[arg-type, index, assignment]
             if sequence:
                 module.register_forward_hook(lambda _, args, output: collectives.scatter_sequence(output, group))  # noqa: ARG005 - as above
 
 
 def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:
-    """Whether each tensor rank has a part of a weight's gradient.
+    """Whether the gradient of a weight is partial on each tensor rank and must be summed.
 
-    True for what every rank holds whole within a region of cut weights; with activations cut along the sequence also for what it applies
-    to its own rows: norms, and the biases added after a region. An embedding's parts are applied before the cut.
+    True for weights that are replicated within a tensor-parallel region. With sequence parallelism also for weights that are applied to
+    the local tokens: norms, and the biases added after a region. The weights of an embedding are applied before the sequence is sharded.
     """
     if piece.role == "partial":
         return True

@@ -1,4 +1,4 @@
-"""Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): for attention, ranks swap tokens for heads and back, all-to-all."""
+"""Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): all-to-all from tokens to heads before attention, and back after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.parallel import collectives
 
 @dataclass(frozen=True)
 class UlyssesCore:
-    """An attention core that runs another one on all tokens of some heads. Rank r holds the r-th part of each sequence."""
+    """An attention core that runs another core on all tokens of some heads. Rank r holds the r-th contiguous shard of each sequence."""
 
     inner: Core
     group: ProcessGroup
@@ -29,15 +29,15 @@ class UlyssesCore:
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """See Core (layers/attention.py); the mask's documents are those of this rank's tokens, its slopes those of all heads."""
-        whole: Mask = mask.once("of all tokens", lambda: self._of_all_tokens(mask))
-        q, k, v = (collectives.heads_for_tokens(x, self.group) for x in (q, k, v))
-        return collectives.tokens_for_heads(self.inner(q, k, v, whole, window=window, scale=scale), self.group)
+        """See Core (layers/attention.py); the mask has the documents of the local tokens and the slopes of all heads."""
+        full_mask: Mask = mask.once("of all tokens", lambda: self._full_mask(mask))
+        q, k, v = (collectives.scatter_heads_gather_sequence(x, self.group) for x in (q, k, v))
+        return collectives.scatter_sequence_gather_heads(self.inner(q, k, v, full_mask, window=window, scale=scale), self.group)
 
-    def _of_all_tokens(self, mask: Mask) -> Mask:
-        """Tokens in order, so that positions count from 0; the slopes of the heads that are swapped in."""
-        assert mask.bias is None, "a bias for each query and key is not cut along the sequence"
-        assert mask.key_documents is None, "swapping is for attention to oneself"
-        documents = None if mask.documents is None else torch.cat(collectives.gather(mask.documents, self.group), dim=1)
+    def _full_mask(self, mask: Mask) -> Mask:
+        """The mask of full sequences, with positions that start at 0, and the slopes of the local heads."""
+        assert mask.bias is None, "ulysses does not shard a bias per query and key"
+        assert mask.key_documents is None, "ulysses supports self-attention only"
+        documents = None if mask.documents is None else torch.cat(collectives.all_gather(mask.documents, self.group), dim=1)
         slopes = None if mask.slopes is None else mask.slopes.chunk(self.group.size())[self.group.rank()]
         return mask.having(documents=documents, positions=None, slopes=slopes)

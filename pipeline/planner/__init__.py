@@ -1,1 +1,1 @@
-"""What a run will cost, before it is started."""
+"""Estimates of the FLOPs and memory of a run before it starts."""

@@ -1,4 +1,4 @@
-"""The stages, one file each; run() starts the configured one."""
+"""The stages, one file per stage. run() starts the configured stage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pipeline.launch.ranks import Ranks
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Run the configured stage, or imagine it when dry_run is set."""
+    """Run the configured stage, or the dry run if dry_run.enabled is set."""
     name = "dry_run" if config.dry_run.enabled else config.stage.name
     importlib.import_module(f"pipeline.stages.{name}").run(config, ranks)

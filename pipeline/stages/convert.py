@@ -1,9 +1,8 @@
-"""convert: a native checkpoint -> a Hugging Face folder, or back. One process, no GPU, no process group."""
+"""convert: native checkpoint -> Hugging Face folder, or the reverse. Runs in a single process without GPU or process group."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 from pipeline import artifact
@@ -13,8 +12,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError, together
-from pipeline.files import digest, publish_folder
+from pipeline.errors import UserError, collect_errors
+from pipeline.files import atomic_folder, digest
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
 from pipeline.parallel.parallelize import DTYPES
@@ -24,9 +23,9 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Import from `stage.input` where it is set, else export. The model is the input's; `model=` need not be repeated."""
+    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is not required."""
     if ranks.rank > 0:
-        return  # the work is one process's, however many were started
+        return  # single-process stage: additional ranks do nothing
     stage = config.stage
     assert isinstance(stage, Convert)
     if stage.input is None:
@@ -36,13 +35,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 
 def export_model(config: RunConfig, stage: Convert) -> None:
-    """Write the configured checkpoint as a Hugging Face folder.
+    """Export the configured checkpoint to a Hugging Face folder.
 
     Raises:
-        UserError: there is no checkpoint, it and the tokenizer contradict each other, or no stock class is such a model.
+        UserError: the checkpoint is missing, the tokenizer does not match it, or no transformers class implements the model.
     """
     output = Path(stage.output or Path(config.run_dir) / "hf")
-    path, tokenizer = together(
+    path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )
@@ -53,43 +52,45 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
     }
-    if artifact.finished(output, key="stage.output", stage="convert", settings=settings):
+    if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
     checkpoint = reader.Checkpoint(path)
     model = families.from_dict(checkpoint.config["model"])
-    together(
+    collect_errors(
         lambda: _check_output(output),
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
         lambda: registry.adapter(model),
     )
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run left behind
-    partial.mkdir(parents=True)
-    dtype = DTYPES[stage.dtype]
-    parameters = huggingface_export.write_weights(partial, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
-    named = checkpoint.config.get("data", {}).get("decoder_start")
-    padding = tokenizer.first_of([named] if named else DECODER_STARTS)
-    huggingface_export.write_configs(partial, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
-    huggingface_export.copy_tokenizer(
-        Path(config.tokenizer.path), partial, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
-    )
-    files = {file.name: artifact.entry(file) for file in sorted(partial.iterdir())}
-    artifact.write(partial, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
-    publish_folder(partial, output)
+    dtype, tokenizer_folder = DTYPES[stage.dtype], Path(config.tokenizer.path)
+    with atomic_folder(output) as folder:
+        parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
+        named = checkpoint.config.get("data", {}).get("decoder_start")
+        padding = tokenizer.first_of([named] if named else DECODER_STARTS)
+        huggingface_export.write_configs(folder, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
+        huggingface_export.copy_tokenizer(
+            tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
+        )
+        files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
+        artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
 
 
 def _check_output(output: Path) -> None:
-    """Replace nothing that convert did not write."""
+    """Refuse to replace files that convert did not write."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError.of("stage.output", output, "holds what convert did not write", "name another folder, or remove this one")
+        raise UserError.of(
+            "stage.output",
+            output,
+            "contains files that stage=convert did not write",
+            "set stage.output to another folder, or remove this one",
+        )
 
 
 def _check_vocabulary(path: str, entries: int, rows: int) -> None:
-    """Every id of the tokenizer must have a row in the embedding."""
+    """Refuse a tokenizer with more ids than rows of the embedding."""
     if entries > rows:
-        rule = f"has {entries} entries, more than the checkpoint's model.vocab_size={rows}"
-        raise UserError.of("tokenizer.path", path, rule, "name the tokenizer that the model was trained with")
+        rule = f"has {entries} entries, which exceeds model.vocab_size={rows} of the checkpoint"
+        raise UserError.of("tokenizer.path", path, rule, "set it to the tokenizer of the training run")

@@ -1,4 +1,4 @@
-"""The part of convert that imports: a Hugging Face folder -> a native checkpoint of step 0, from which pretrain continues."""
+"""Import by stage=convert: Hugging Face folder -> native checkpoint of step 0, from which pretrain continues."""
 
 from __future__ import annotations
 
@@ -14,72 +14,69 @@ from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError, together
-from pipeline.files import digest, publish_folder
+from pipeline.errors import UserError, collect_errors
+from pipeline.files import atomic_folder, digest
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 
 log = logging.getLogger("pipeline")
 
-#: Below run_dir: the stock model's config.json and tokenizer, and the manifest that says that the import is done.
+#: Folder in run_dir with config.json and tokenizer of the imported model, and the manifest that marks the import as complete.
 FOLDER = "imported"
 
 
 def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
-    """Write run_dir/checkpoints/step-00000000: the weights, no moments. Says the `model=` that pretrain then needs.
+    """Write run_dir/checkpoints/step-00000000 with weights and without optimizer moments. Logs the `model=` overrides for pretrain.
 
     Args:
-        config: of the run; its model is not looked at.
+        config: configuration of the run; its model is ignored.
         source: the Hugging Face folder.
-        file_bytes: size of a file of the checkpoint.
+        file_bytes: maximum size of a checkpoint file, bytes.
 
     Raises:
-        UserError: the folder's model has what no family has, its weights are not its class's, or run_dir holds another run.
+        UserError: the model has an unsupported feature, its weights do not match its class, or run_dir contains another run.
     """
     content = huggingface_import.read_config(source)
     family, adapter = registry.adapter_of(content)
-    model, files = together(
+    model, files = collect_errors(
         lambda: config_json.read(adapter, FAMILIES[family], content),
         lambda: huggingface_import.weight_files(source),
     )
     run_dir = Path(config.run_dir)
-    words = " ".join(model_option.overrides(model))
+    overrides = " ".join(model_option.overrides(model))
     settings = {"stage.input": {file.name: digest(file) for file in (source / "config.json", *files)}}
-    if artifact.finished(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings):
-        log.info("convert: %s was imported before, nothing to do; continue with stage=pretrain %s", source, words)
+    if artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings):
+        log.info("convert: %s is already imported, nothing to do; continue with stage=pretrain %s", source, overrides)
         return
     weights = ImportedWeights(StockWeights(source, adapter), model)
-    _, unused = together(lambda: _check_run(run_dir), weights.check)
+    _, unused = collect_errors(lambda: _check_run(run_dir), weights.check)
     if unused:
-        log.warning("convert: the model does not compute with %s; left out", ", ".join(unused))
-    of_training = sorted(key for key in content if config_json.is_dropout(key) and content[key])
-    if of_training:
+        log.warning("convert: the model does not use %s; skipped", ", ".join(unused))
+    dropout_keys = sorted(key for key in content if config_json.is_dropout(key) and content[key])
+    if dropout_keys:
         log.warning(
-            "convert: %s is not taken over: training here has no dropout", ", ".join(f"{key}={content[key]}" for key in of_training)
+            "convert: %s is ignored: dropout is not supported in training", ", ".join(f"{key}={content[key]}" for key in dropout_keys)
         )
 
-    described = {**dataclasses.asdict(config), "model": dataclasses.asdict(model)}
-    index = native.Index(native.TrainState(), described)
-    path = save.save_whole(run_dir, index, weights.fragments(), file_bytes)
-    _keep_beside(run_dir / FOLDER, source, settings, {"model": words})
-    log.info("convert: wrote %s (%s); continue with stage=pretrain run_dir=%s %s", path, adapter.architecture, run_dir, words)
+    saved_config = {**dataclasses.asdict(config), "model": dataclasses.asdict(model)}
+    index = native.Index(native.TrainState(), saved_config)
+    path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
+    _copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})
+    log.info("convert: wrote %s (%s); continue with stage=pretrain run_dir=%s %s", path, adapter.architecture, run_dir, overrides)
 
 
 def _check_run(run_dir: Path) -> None:
-    """An import begins a run. The checkpoint of step 0 may be there: an interrupted import wrote it."""
+    """Refuse a run_dir with checkpoints, except a checkpoint of step 0, which an interrupted import may have written."""
     found = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, 0)]
     if found:
-        raise UserError.of("run_dir", run_dir, f"holds a run already, {found[-1].name}", "choose another run_dir")
+        raise UserError.of("run_dir", run_dir, f"already contains a run: {found[-1].name}", "choose another run_dir")
 
 
-def _keep_beside(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
-    """What else pretraining and a later export want of the stock model."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name in ("config.json", *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
-    files = {file.name: artifact.entry(file) for file in sorted(partial.iterdir())}
-    artifact.write(partial, artifact.Manifest("convert", settings, files, totals))
-    publish_folder(partial, folder)
+def _copy_originals(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
+    """Copy config.json and the tokenizer of the imported model, which pretraining and a later export read."""
+    with atomic_folder(folder) as new:
+        for name in ("config.json", *TOKENIZER_FILES):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, new / name)
+        files = {file.name: artifact.entry(file) for file in sorted(new.iterdir())}
+        artifact.write(new, artifact.Manifest("convert", settings, files, totals))

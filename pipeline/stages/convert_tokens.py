@@ -1,4 +1,4 @@
-"""convert_tokens: token shards -> Megatron's indexed datasets or Parquet, and such datasets -> token shards, on any number of ranks."""
+"""convert_tokens: token shards -> Megatron indexed datasets or Parquet, and Megatron indexed datasets -> token shards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.data import mpi
 from pipeline.data.mpi import Comm
 from pipeline.data.tokenize import megatron, parquet_tokens, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import remove_strangers, work
-from pipeline.errors import UserError, together
+from pipeline.data.unfinished import remove_stale, work
+from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
 from pipeline.launch.ranks import Ranks
 from pipeline.progress import Progress
@@ -40,7 +40,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _export(folder: Path, output: Path, to: str, comm: Comm) -> None:
-    """Token shards in another format: a dataset for each split of each corpus, or a Parquet file for each shard."""
+    """Export token shards: one indexed dataset per split and corpus, or one Parquet file per shard."""
     manifest = comm.bcast(artifact.read(folder, key="data.tokens", stage="tokenize") if comm.rank == 0 else None)
     shards = {name: entry for name, entry in sorted(manifest.files.items()) if "split" in entry}
     groups: dict[str, list[str]] = {}
@@ -56,23 +56,25 @@ def _export(folder: Path, output: Path, to: str, comm: Comm) -> None:
 
     settings = {"data.tokens": artifact.fingerprint(manifest), "stage.to": to}
     sizes = {part: sum(shards[name]["bytes"] for name in names) for part, names in groups.items()}
-    kept = ("vocab_size", "end_of_document", "tokenizer", "dtype", *tokens.SPLITS, "corpora")
-    _all(comm, output, ("stage.output", "convert_tokens"), settings, sizes, convert, lambda _: {key: manifest.totals[key] for key in kept})
+    copied = ("vocab_size", "end_of_document", "tokenizer", "dtype", *tokens.SPLITS, "corpora")
+    _convert_parts(
+        comm, output, ("stage.output", "convert_tokens"), settings, sizes, convert, lambda _: {key: manifest.totals[key] for key in copied}
+    )
 
 
 def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
-    """Indexed datasets as token shards, as if stage=tokenize had made them."""
-    early = _plan(config, stage) if comm.rank == 0 else None  # rank 0 tells the mistakes
+    """Import indexed datasets as token shards in the format of stage=tokenize."""
+    planned = _plan(config, stage) if comm.rank == 0 else None  # rank 0 first: it reports the errors
     comm.barrier()
-    plan, encoder = early or _plan(config, stage)
+    plan, encoder = planned or _plan(config, stage)
 
     def convert(name: str) -> Files:
-        source, first, stop, about = plan[name]
-        return {name: megatron.read(source, first, stop, folder / name, encoder, about)}
+        source, first, stop, metadata = plan[name]
+        return {name: megatron.read(source, first, stop, folder / name, encoder, metadata)}
 
     def totals(files: Files) -> dict[str, Any]:
-        made = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document}
-        return {**made, "tokenizer": encoder.fingerprint, "dtype": encoder.dtype.name, **tokens.totals(files)}
+        vocabulary = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document}
+        return {**vocabulary, "tokenizer": encoder.fingerprint, "dtype": encoder.dtype.name, **tokens.totals(files)}
 
     folder, prefixes = Path(config.data.tokens), [Path(name) for name in stage.input]
     datasets = comm.bcast({prefix.name: _fingerprint(prefix) for prefix in prefixes} if comm.rank == 0 else None)
@@ -83,67 +85,75 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
         "data.shard_megabytes": config.data.shard_megabytes,
     }
     sizes = {name: int(source.starts[stop] - source.starts[first]) for name, (source, first, stop, _) in plan.items()}
-    _all(comm, folder, ("data.tokens", "tokenize"), settings, sizes, convert, totals)
+    _convert_parts(comm, folder, ("data.tokens", "tokenize"), settings, sizes, convert, totals)
 
 
-Piece = tuple[megatron.Indexed, int, int, dict[str, Any]]
-"""What becomes a shard: a dataset, its first document, the one after the last, and the shard's split and corpus."""
+ShardSource = tuple[megatron.Indexed, int, int, dict[str, Any]]
+"""The documents of a shard: dataset, index of the first document, index after the last one, and {"split", "corpus"} of the shard."""
 
 
-def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, Piece], TextEncoder]:
-    """Shard -> what it is made of; and the tokenizer.
+def _plan(config: RunConfig, stage: ConvertTokens) -> tuple[dict[str, ShardSource], TextEncoder]:
+    """Return shard name -> documents of the shard, and the tokenizer.
 
     Raises:
-        UserError: a dataset or the tokenizer cannot be used.
+        UserError: a dataset or the tokenizer is invalid.
     """
     if not stage.input:
-        raise UserError.of("stage.input", "[]", "names no dataset", "name datasets without .bin and .idx: 'stage.input=[data/train-text]'")
-    *sources, encoder = together(
+        raise UserError.of(
+            "stage.input", "[]", "contains no dataset", "set it to datasets without .bin and .idx: 'stage.input=[data/train-text]'"
+        )
+    *sources, encoder = collect_errors(
         *(lambda name=name: megatron.Indexed(Path(name)) for name in stage.input),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
     )
-    plan: dict[str, Piece] = {}
+    plan: dict[str, ShardSource] = {}
     for source in sources:
         split, _, corpus = source.prefix.name.partition("-")
         if split not in tokens.SPLITS or not corpus:
             split, corpus = "train", source.prefix.name
         stem = split if corpus == "default" else f"{split}-{corpus}"
         if f"{stem}-00000.tar" in plan:
-            rule = f"is not the only one that becomes the {split} split of the corpus {corpus}"
-            raise UserError.of("stage.input", source.prefix, rule, "give the datasets names of their own, or merge them")
-        pieces = source.pieces(max(1, round(config.data.shard_megabytes * 1e6 / encoder.dtype.itemsize)))
-        for number, (first, stop) in enumerate(pieces):
+            rule = f"maps to the {split} split of the corpus {corpus}, as another dataset does"
+            raise UserError.of("stage.input", source.prefix, rule, "rename one of the datasets, or merge them")
+        ranges = source.pieces(max(1, round(config.data.shard_megabytes * 1e6 / encoder.dtype.itemsize)))
+        for number, (first, stop) in enumerate(ranges):
             plan[f"{stem}-{number:05d}.tar"] = source, first, stop, {"split": split, "corpus": corpus}
-    if not any(about["split"] == "train" for *_, about in plan.values()):
-        raise UserError.of("stage.input", stage.input, "holds no document to train on", "name a dataset for training, too")
+    if not any(metadata["split"] == "train" for *_, metadata in plan.values()):
+        raise UserError.of("stage.input", stage.input, "contains no training documents", "add a dataset of the train split")
     return plan, encoder
 
 
 def _fingerprint(prefix: Path) -> list[str]:
+    """Return the checksums of both files of an indexed dataset."""
     return [digest(prefix.with_name(f"{prefix.name}{suffix}")) for suffix in (".bin", ".idx")]
 
 
-def _all(
+def _convert_parts(
     comm: Comm,
     folder: Path,
-    made_as: tuple[str, str],
+    key_and_stage: tuple[str, str],
     settings: dict[str, Any],
     sizes: dict[str, int],
     convert: Callable[[str], Files],
     totals: Callable[[Files], dict[str, Any]],
 ) -> None:
-    """Convert every part that is not there yet, this rank its share, and declare the folder complete.
+    """Convert the missing parts, distributed over the ranks, and write the manifest.
 
     Args:
-        made_as: the key that names the folder, and the stage that its manifest names.
-        settings: all that determines the content.
-        sizes: part -> its size, to share the parts evenly.
-        convert: makes a part; returns its files.
-        totals: the manifest's totals from all files.
+        key_and_stage: the configuration key of the folder, and the stage recorded in its manifest.
+        settings: all settings that determine the content.
+        sizes: part -> size, for load balancing.
+        convert: writes a part and returns the manifest entries of its files.
+        totals: computes the totals of the manifest from all files.
     """
-    if comm.rank == 0 and folder.exists() and any(folder.iterdir()) and not {path.name for path in folder.iterdir()} & _OWN:
-        raise UserError.of(made_as[0], folder, "holds what convert_tokens did not write", "name another folder, or remove this one")
-    with work(comm, folder, made_as, settings, lambda _: "converted") as unfinished:
+    if comm.rank == 0 and folder.exists() and any(folder.iterdir()) and not {path.name for path in folder.iterdir()} & _STAGE_FILES:
+        raise UserError.of(
+            key_and_stage[0],
+            folder,
+            "contains files that stage=convert_tokens did not write",
+            f"set {key_and_stage[0]} to another folder, or remove this one",
+        )
+    with work(comm, folder, key_and_stage, settings, lambda _: "converted") as unfinished:
         if not unfinished:
             return
         mine = [part for part in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(part) is None]
@@ -155,11 +165,11 @@ def _all(
         if comm.rank == 0:
             files = {name: entry for part in sizes for name, entry in unfinished.note(part).items()}
             for pattern in ("*-?????.tar", "*.parquet", "*.bin", "*.idx"):
-                remove_strangers(folder, pattern, set(files))
-            artifact.write(folder, Manifest(made_as[1], settings, files, totals(files)))
+                remove_stale(folder, pattern, set(files))
+            artifact.write(folder, Manifest(key_and_stage[1], settings, files, totals(files)))
             unfinished.clear()
             log.info("convert_tokens: wrote %s (%s files)", folder, len(files))
 
 
-_OWN = {artifact.MANIFEST, ".unfinished", ".lock"}
-"""What tells a folder that a stage wrote, or is writing."""
+_STAGE_FILES = {artifact.MANIFEST, ".unfinished", ".lock"}
+"""A folder that a stage has written, or is writing, contains at least one of these files."""

@@ -1,4 +1,4 @@
-"""dry_run=true: what one rank of a pretraining job would hold and do. No GPU, no Slurm, no other rank."""
+"""dry_run=true: model state and batch arithmetic of one rank of a pretraining job. Requires neither GPU nor Slurm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 
 from pipeline.config import warmup
@@ -17,90 +16,86 @@ from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.errors import UserError
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
-from pipeline.models import registry
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
 from pipeline.planner.memory import model_state
-from pipeline.training.gradients import is_primary_copy
+from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Be the rank on a fake process group, build its part of the model on the meta device, and print what there is to know.
+    """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage is another one than pretrain, or its job cannot be written.
+        UserError: the stage is not pretrain, or the cluster options of the job are invalid.
     """
     if config.stage.name != "pretrain":
-        raise UserError.of("dry_run.enabled", True, "is for stage=pretrain", "leave it out: the other stages hold no piece of a model")
+        raise UserError.of("dry_run.enabled", True, "requires stage=pretrain", "remove it: other stages have no parallel layout to inspect")
     if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(problems)
     if ranks.rank > 0:
-        return  # one process imagines, however many were started
+        return  # single-process mode: additional ranks do nothing
     started = time.perf_counter()
     local, model = init_fake(config, job_size(config, ranks.world_size))
     layout = local.layout
     sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
-    lines = [*place(config, layout), *parts(config, local, model), *memory(config, layout, model), *batch(config, layout), "", sbatch]
+    lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, layout, model)]
+    lines += [*batch_lines(config, layout), "", sbatch]
     print("\n".join(lines))
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
 
 
 def init_fake(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
-    """The mesh and the part of the model, on the meta device, of rank `dry_run.rank` among so many."""
+    """Return the mesh of rank `dry_run.rank` and its part of the model on the meta device."""
     device = mesh.init_fake(config.dry_run.rank, world_size)
     try:
-        local = mesh.build(Layout.of(config, world_size), device)
+        local = mesh.build_mesh(Layout.of(config, world_size), device)
         return local, parallelize(config, local)
     finally:
-        mesh.stop()
+        mesh.destroy_process_group()
 
 
-def place(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Where the rank stands."""
-    where = layout.coordinates(config.dry_run.rank)
+def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield the coordinates of the rank on each mesh axis."""
+    coordinates = layout.coordinates(config.dry_run.rank)
     yield f"rank {config.dry_run.rank} of {layout.world_size:,}"
     for axis in ("pipeline", "data", "expert", "context", "tensor"):
-        yield f"  {axis:<14}{getattr(where, axis)} of {getattr(layout, axis)}"
+        yield f"  {axis:<14}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
 
 
-def parts(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
-    """The stages of the rank and how many parameters they hold."""
+def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
+    """Yield the pipeline stages of the rank and their number of parameters."""
     yield "holds"
     for index, stage in model.stages.items():
         layers = [int(key) for key in stage.blocks]  # type: ignore[union-attr]
         held = [name for name in ("embed", "norm", "head") if getattr(stage, name) is not None]
         blocks = f"layers {layers[0]} to {layers[-1]} ({len(layers)} of {config.model.layers})"
         yield f"  {f'stage {index}':<14}{', '.join([blocks, *held])}"
-    with torch.device("meta"):
-        whole = sum(parameter.numel() for parameter in registry.build(config.model).parameters())
-    counted = sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, local))
-    yield f"  {'parameters':<14}{count(model):,}"
-    yield f"  {'primary copies':<14}{counted:,} of {whole:,} (what other ranks of the model hold too counts once)"
+    primary, total = count_primary_parameters(model, local), count_model_parameters(config.model)
+    yield f"  {'parameters':<14}{count_local_parameters(model):,}"
+    yield f"  {'primary copies':<14}{primary:,} of {total:,} (each replicated parameter is counted on one rank only)"
 
 
-def memory(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
-    """Bytes of model state."""
+def memory_lines(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
+    """Yield the size of weights, gradients and optimizer state on the rank."""
     zero = config.parallel.zero_stage
-    tensors = OPTIMIZERS[config.optimizer.name].state
-    state = model_state(
-        count(model), dtype=DTYPES[config.precision.dtype], zero_stage=zero, data=layout.data * layout.context, state_tensors=len(tensors)
-    )
+    parameters, dtype = count_local_parameters(model), DTYPES[config.precision.dtype]
+    ranks, tensors = layout.data * layout.context, OPTIMIZERS[config.optimizer.name].state
+    state = model_state(parameters, dtype=dtype, zero_stage=zero, data=ranks, state_tensors=len(tensors))
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
-    shared = f"over {layout.data * layout.context} data ranks"
-    yield f"model state under ZeRO {zero} (activations and buffers come on top)"
-    yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{f', sharded {shared}' if zero == 3 else ''}"
-    yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32, whole until they are reduced at the end of a step"
-    kept = f"{master}{' and '.join(tensors)}"
-    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {kept}{f', sharded {shared}' if zero else ''}"
-    yield f"  {'sum':<14}{state.total / GIB:9.3f} GiB"
+    over, kept = f"over {ranks} data ranks", f"{master}{' and '.join(tensors)}"
+    yield f"model state under ZeRO {zero} (without activations and buffers)"
+    yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{f', sharded {over}' if zero == 3 else ''}"
+    yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32, unsharded until the reduction at the end of a step"
+    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {kept}{f', sharded {over}' if zero else ''}"
+    yield f"  {'total':<14}{state.total / GIB:9.3f} GiB"
 
 
-def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """The arithmetic of a step and of the run."""
+def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield the samples and tokens of a step and of the run."""
     training = config.training
     tokens = training.global_batch_size * training.sequence_length
     yield "a step"
@@ -110,14 +105,9 @@ def batch(config: RunConfig, layout: Layout) -> Iterator[str]:
     samples = warmup.samples(training, training.steps)
     yield f"  {'steps':<14}{training.steps:,} = {samples * training.sequence_length:,} tokens"
     if training.token_budget:
-        steps = warmup.steps_for(training, training.token_budget)
+        steps = warmup.steps_for_tokens(training, training.token_budget)
         yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
-    if config.data.blend and config.data.blend_weights == "samples":  # epochs would need the corpora's sizes
+    if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
         yield "the blend"
         for name, count in zip(sorted(config.data.blend), BlendSchedule(phases(config)).counts(samples).tolist(), strict=True):
             yield f"  {name:<14}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"
-
-
-def count(model: LocalModel) -> int:
-    """Parameters of the rank."""
-    return sum(parameter.numel() for parameter in model.pieces)

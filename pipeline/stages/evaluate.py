@@ -1,4 +1,4 @@
-"""evaluate: a checkpoint's loss and bits per byte on the validation split, in any layout."""
+"""evaluate: loss and bits per byte of a checkpoint on the validation split, in any layout."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Write run_dir/evaluation.json: step, loss (nats a target), bits a byte (null where not every token is one).
+    """Write run_dir/evaluation.json: step, loss (nats per target), bits per byte (null if not every token is a target).
 
     Raises:
-        UserError: there is no checkpoint, no validation split, or they do not belong together.
+        UserError: the checkpoint or the validation split is missing, or they do not match.
     """
     stage = config.stage
     assert isinstance(stage, Evaluate)
     path = native.find(Path(config.run_dir), stage.checkpoint)
     training_data, data = open_data(config, (ranks.rank, ranks.world_size))
     if data is None:
-        rule = "has a validation split shorter than one sequence"
-        raise UserError.of("data.tokens", config.data.tokens, rule, "shard with a larger data.validation_fraction")
-    device = meshes.start(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+        rule = "has a validation split shorter than training.sequence_length"
+        raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
-        trainer = Trainer(config, meshes.build(Layout.of(config, ranks.world_size), device))
+        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device))
         state = loop.resume(config, trainer, path, training_data)
         loss, bits = loop.validate(config, trainer, data, state.step, None, stage.batches)
         if ranks.rank == 0:
             result = {"checkpoint": str(path), "step": state.step, "validation_loss": loss, "bits_per_byte": bits}
             with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
                 json.dump(result, handle, indent=1)
-            measured = "" if bits is None else f", {bits:.4f} bits a byte"
-            log.info("step %d: validation loss %.4f nats a target%s", state.step, loss, measured)
+            per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+            log.info("step %d: validation loss %.4f nats per target%s", state.step, loss, per_byte)
     finally:
-        meshes.stop()
+        meshes.destroy_process_group()

@@ -1,4 +1,4 @@
-"""shard: documents -> clean, deduplicated, shuffled text shards, with the same bytes on any number of ranks."""
+"""shard: documents -> cleaned, deduplicated, shuffled text shards. The output is byte-identical for any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     folder, array = Path(config.data.shards), array_task()
     mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
-        # One rank looks around and tells the others: a parallel file system should not answer the same questions a thousand times.
-        parts, bad, settings = comm.bcast(_look(config) if comm.rank == 0 else None)
+        # Rank 0 lists the input and broadcasts it, which keeps metadata requests off the parallel file system.
+        parts, bad, settings = comm.bcast(_list_input(config) if comm.rank == 0 else None)
         cleaner = Cleaner(config.clean)
         with work(comm, folder, ("data.shards", "shard"), settings, _summary, array.job if array else None) as unfinished:
             if not unfinished:
@@ -38,9 +38,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             job = Job(config, comm, parts, unfinished)
             tasks = array or ArrayTask("", 0, 1)
             job.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
-            with _turn(job, unfinished, comm) if array else contextlib.nullcontext(True) as ours:
+            with _claim_final_passes(job, unfinished, comm) if array else contextlib.nullcontext(True) as ours:
                 if not ours:
-                    log.info("shard: this task's share is done; the last task of the job array goes on with all of them")
+                    log.info("shard: this task has read its parts; the last task of the job array completes the stage")
                     return
                 totals = job.write(bad)
             if totals:
@@ -48,22 +48,22 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def _turn(job: Job, unfinished: Unfinished, comm: Comm) -> Iterator[bool]:
-    """Whether this task of a job array is the one that goes on: every part is read, and no other task was faster."""
+def _claim_final_passes(job: Job, unfinished: Unfinished, comm: Comm) -> Iterator[bool]:
+    """Yield whether this task of a job array runs the remaining passes: all parts are read and no other task has claimed them."""
     with contextlib.ExitStack() as claim:
         ours = comm.rank == 0 and job.all_read()
         if ours:
             try:
                 claim.enter_context(claimed(unfinished.folder, "data.shards"))
-                ours = job.all_read()  # a task that has written everything has cleared the notes
-            except UserError as error:  # another task was faster; or the folder cannot be written, which the log must say
-                log.info("shard: not for this task to finish: %s", error)
+                ours = job.all_read()  # False if another task has completed the stage since and removed its progress records
+            except UserError as error:  # another task holds the claim, or the folder is not writable
+                log.info("shard: this task does not complete the stage: %s", error)
                 ours = False
         yield comm.bcast(ours)
 
 
-def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
-    """The parts of the input, what is no input after all, and all that determines the shards."""
+def _list_input(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
+    """Return the parts of the input, the unreadable inputs, and all settings that determine the shards."""
     data = config.data
     found, bad = sources.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in config.dedup.against]
@@ -84,16 +84,21 @@ def _look(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
 
 
 def _summary(totals: dict[str, Any]) -> str:
-    """The totals for people."""
+    """Format the totals for the log."""
     return "; ".join(_summary_parts(totals))
 
 
 def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
+    """Yield the non-empty counts of the summary."""
     for split in ("train", "validation"):
         count = totals[split]
         yield f"{split} {count['documents']:,} documents, {count['bytes'] / 1e6:,.1f} MB, {count['shards']} shards"
-    for what, words in (("empty", "empty documents left out"), ("bad", "not readable"), ("cleaned", "left out by cleaning")):
+    for what, words in (
+        ("empty", "empty documents dropped"),
+        ("bad", "unreadable documents"),
+        ("cleaned", "documents dropped by cleaning"),
+    ):
         if totals[f"{what}_documents"]:
             yield f"{totals[f'{what}_documents']:,} {words}"
     if totals["exact_duplicates"] or totals["near_duplicates"]:
-        yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates left out"
+        yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped"

@@ -1,4 +1,4 @@
-"""tokenize: text shards -> token shards of the same names, with the same bytes on any number of ranks."""
+"""tokenize: text shards -> token shards with the same names. The output is byte-identical for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.data import mpi
 from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.tokenize import engines, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import Unfinished, remove_strangers, work
-from pipeline.errors import UserError, together
+from pipeline.data.unfinished import Unfinished, remove_stale, work
+from pipeline.errors import UserError, collect_errors
 from pipeline.launch.ranks import Ranks
 
 log = logging.getLogger("pipeline")
@@ -25,13 +25,13 @@ log = logging.getLogger("pipeline")
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Write the folder `data.tokens` from the text shards of `data.shards` with the tokenizer of `tokenizer.path`."""
     shards, folder = Path(config.data.shards), Path(config.data.tokens)
-    brought = Path(config.tokenizer.path), config.tokenizer.end_of_document
+    tokenizer = Path(config.tokenizer.path), config.tokenizer.end_of_document
     mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
-        with suppress(UserError):  # all ranks load it at once; if they cannot, rank 0 says so in _look
-            _encoder(*brought)
-        text, settings = comm.bcast(_look(shards, *brought) if comm.rank == 0 else None)
-        encoder = _encoder(*brought)
+        with suppress(UserError):  # all ranks load it in parallel; on failure, rank 0 reports the error in _read_inputs
+            _encoder(*tokenizer)
+        text, settings = comm.bcast(_read_inputs(shards, *tokenizer) if comm.rank == 0 else None)
+        encoder = _encoder(*tokenizer)
         with work(comm, folder, ("data.tokens", "tokenize"), settings, _summary) as unfinished:
             if not unfinished:
                 return
@@ -51,9 +51,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 _encoder = cache(TextEncoder)
 
 
-def _look(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest, dict[str, Any]]:
-    """The text shards, and all that determines the token shards made from them."""
-    text, encoder = together(
+def _read_inputs(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest, dict[str, Any]]:
+    """Return the manifest of the text shards, and all settings that determine the token shards."""
+    text, encoder = collect_errors(
         lambda: artifact.read(shards, key="data.shards", stage="shard"),
         lambda: _encoder(tokenizer, end_of_document),
     )
@@ -65,8 +65,8 @@ def _look(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest
 
 
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:
-    """All shards are there: write the manifest."""
-    remove_strangers(folder, "*-?????.tar", set(files))
+    """Write the manifest after all shards are complete."""
+    remove_stale(folder, "*-?????.tar", set(files))
     totals = {
         "vocab_size": encoder.vocab_size,
         "end_of_document": encoder.end_of_document,
@@ -80,10 +80,10 @@ def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files
 
 
 def _summary(totals: dict[str, Any]) -> str:
-    """The totals for people."""
+    """Format the totals for the log."""
     parts = []
     for split in ("train", "validation"):
         count = totals[split]
         per_token = count["bytes"] / max(count["tokens"], 1)
-        parts.append(f"{split} {count['tokens']:,} tokens of {count['documents']:,} documents, {per_token:.2f} bytes a token")
+        parts.append(f"{split} {count['tokens']:,} tokens in {count['documents']:,} documents, {per_token:.2f} bytes per token")
     return "; ".join(parts)

@@ -1,1 +1,1 @@
-"""One engine, one loop: optimizer, gradient sums, metrics."""
+"""Training: engines, the training loop, optimizer, gradient reduction and metrics."""

@@ -12,7 +12,7 @@ from pipeline.training.gradients import is_primary_copy
 
 
 def global_norm(model: LocalModel, mesh: Mesh) -> Tensor:
-    """The 2-norm of the gradient of the full model, after the reduction over data ranks: a 0-dim fp32 tensor, equal on every rank."""
+    """Return the 2-norm of the full model's gradient, after the reduction over data: 0-dim, fp32, the same on every rank."""
     primary = [p.grad for p, piece in model.pieces.items() if p.grad is not None and is_primary_copy(piece, mesh)]
     norms = torch.stack(torch._foreach_norm(primary)) if primary else torch.zeros(1, device=mesh.device)
     square = norms.square().sum()

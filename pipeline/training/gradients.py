@@ -1,4 +1,4 @@
-"""What autograd leaves open: sums of gradients between ranks that hold the same weight."""
+"""Gradient reduction between ranks that hold the same weight, and the global gradient norm."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor import sums_over_tensor
 
-#: Elements of one all-reduce.
+#: Bucket size of an all-reduce, in elements.
 BUCKET_ELEMENTS = 1 << 26
 
 
 def finalize_gradients(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> None:
-    """Make every gradient the mean over what the ranks with other data indices do not see; the mean over these remains.
+    """Reduce all gradients over the tensor, pipeline and expert axes; the mean over the data axis remains to be taken.
 
-    - A norm on rows that are cut along the sequence, or a weight that tensor ranks hold whole within their region, has a part of its
-      gradient on each tensor rank: the sum is the whole.
-    - An embedding tied across the first and the last stage, or a weight that all stages hold, has a part on each.
-    - An expert has seen the tokens of all ranks of the expert axis, every other weight those of its own samples: one is divided, the
-      other averaged.
+    - With sequence parallelism, norms have partial gradients on each tensor rank, as have weights that are replicated within a
+      tensor-parallel region: they are summed.
+    - An embedding tied across the first and the last stage, or a weight that all stages hold, has a partial gradient on each: summed.
+    - An expert processes the tokens of all expert ranks, so its gradient is divided by their number; the gradient of any other weight
+      covers the local samples only and is averaged over the expert ranks.
     """
     pieces = model.pieces.items()
     if mesh.layout.tensor > 1:
@@ -42,26 +42,26 @@ def finalize_gradients(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool
 
 
 def sum_over(group: ProcessGroup, pieces: Iterable[tuple[nn.Parameter, Piece]], *, mean: bool = False) -> None:
-    """Replace the gradients by their sum (or mean) over the group, a bucket at a time. A missing gradient counts as zero."""
+    """All-reduce the gradients over the group (sum or mean), in buckets. A missing gradient counts as zero."""
     if group.size() == 1:
         return
     bucket: list[Tensor] = []
-    held = 0
+    elements = 0
     for parameter, piece in pieces:
         if parameter.grad is None:
-            # ZeRO 3 has taken the weight itself away. A gradient must have the weight's shape when it is set, but not afterwards.
+            # ZeRO 3 has released the weight. torch checks the shape of a gradient only when it is assigned.
             parameter.grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             parameter.grad.data = torch.zeros(piece.shape, dtype=torch.float32, device=parameter.device)
         bucket.append(parameter.grad)
-        held += piece.elements
-        if held >= BUCKET_ELEMENTS:
-            _reduce(bucket, group, mean)
-            bucket, held = [], 0
+        elements += piece.elements
+        if elements >= BUCKET_ELEMENTS:
+            _all_reduce_bucket(bucket, group, mean)
+            bucket, elements = [], 0
     if bucket:
-        _reduce(bucket, group, mean)
+        _all_reduce_bucket(bucket, group, mean)
 
 
-def _reduce(gradients: list[Tensor], group: ProcessGroup, mean: bool) -> None:
+def _all_reduce_bucket(gradients: list[Tensor], group: ProcessGroup, mean: bool) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     if mean:
@@ -71,10 +71,10 @@ def _reduce(gradients: list[Tensor], group: ProcessGroup, mean: bool) -> None:
 
 
 def is_primary_copy(piece: Piece, mesh: Mesh) -> bool:
-    """Whether this rank's copy of a piece represents it in the global norm and in a checkpoint.
+    """Whether this rank's copy of a piece is the one that counts in the global norm and is saved in a checkpoint.
 
-    A sliced piece always does. A weight that every rank of an axis holds whole is represented by the first of them, and one that several
-    pipeline stages hold by the first stage.
+    True for a piece that is sharded over an axis. Of a weight that is replicated over an axis, rank 0 of the axis holds the primary copy;
+    of a weight that several pipeline stages hold, the first stage does.
     """
-    index = {"tensor": mesh.where.tensor, "expert": mesh.where.expert}
-    return not piece.copy and all(piece.is_sliced_along(axis) or place == 0 for axis, place in index.items())
+    index = {"tensor": mesh.coordinates.tensor, "expert": mesh.coordinates.expert}
+    return not piece.copy and all(piece.is_sliced_along(axis) or coordinate == 0 for axis, coordinate in index.items())

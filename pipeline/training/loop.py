@@ -1,4 +1,4 @@
-"""The training loop: next batch, step, metrics, checkpoint. All state is the engine's and the number of samples consumed."""
+"""The training loop: batch, step, metrics, validation, checkpoint. The state is that of the engine and the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.progress import Progress
-from pipeline.training.batches import Batches
+from pipeline.training.batches import BatchLoader
 from pipeline.training.metrics import Metrics
 from pipeline.training.trainer import Trainer
 
@@ -33,30 +33,30 @@ def train(
     state: TrainState,
     metrics: Metrics,
 ) -> TrainState:
-    """Train from `state` to the configured number of steps.
+    """Train from `state` up to training.steps.
 
     Args:
-        config: of the run.
-        trainer: with the state that belongs to `state`.
-        training_data: the train split.
+        config: configuration of the run.
+        trainer: its model and optimizer are in the state `state`.
+        training_data: the training split.
         validation_data: the validation split, None if there is none.
-        state: where to continue.
-        metrics: where the numbers go.
+        state: the state to continue from.
+        metrics: writer of metrics.jsonl.
 
     Returns:
-        The state at the end.
+        The final state.
     """
     training, checkpoint = config.training, config.checkpoint
-    batches = Batches(training_data, config, trainer.mesh)
+    loader = BatchLoader(training_data, config, trainer.mesh)
     started = time.monotonic()
     with Progress(training.steps - state.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
-        for tokens, batch in batches.training(state.samples, range(state.step, training.steps)):
+        for tokens, batch in loader.training(state.samples, range(state.step, training.steps)):
             waited = time.monotonic() - started
             loss, result = trainer.train(tokens, batch)
             size = warmup.batch_size(training, state.step)
             state = TrainState(state.step + 1, state.samples + size, state.updates)
             now = time.monotonic()
-            metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": batches.stalls})
+            metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": loader.stalls})
             started = now
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 
@@ -77,19 +77,19 @@ def train(
 def validate(
     config: RunConfig, trainer: Trainer, data: Objective, step: int, metrics: Metrics | None, batches: int | None
 ) -> tuple[float, float | None]:
-    """Mean loss and bits per byte over the first global batches of the validation split (all of it when `batches` is None).
+    """Compute mean loss and bits per byte over the first `batches` global batches of the validation split (all of it when None).
 
-    The split is read in whole global batches; a last one that it does not fill goes on with the split's beginning.
+    Only full global batches are read; the last one is filled up from the start of the split.
 
     Returns:
-        (nats a target, bits a byte; None where the objective does not predict every token).
+        (nats per target, bits per byte); the latter is None if the objective does not predict every token.
     """
-    whole = math.ceil(int(data.samples.counts[0]) / config.training.global_batch_size)
-    count = whole if batches is None else min(batches, whole)
-    source = Batches(data, config, trainer.mesh)
+    available = math.ceil(int(data.samples.counts[0]) / config.training.global_batch_size)
+    count = available if batches is None else min(batches, available)
+    loader = BatchLoader(data, config, trainer.mesh)
     total = torch.zeros((), device=trainer.mesh.device)
     with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
-        for tokens, batch in source.validation(count):
+        for tokens, batch in loader.validation(count):
             total += trainer.evaluate(tokens, batch)
             bar.advance(1)
     loss = float(total) / count
@@ -100,12 +100,12 @@ def validate(
 
 
 def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> TrainState:
-    """Read a checkpoint into the trainer; the beginning when there is none.
+    """Load a checkpoint into the trainer, and return its state; the initial state when `path` is None.
 
-    The checkpoint must have seen what the samples that it consumed are now.
+    The samples that the checkpoint has consumed must be those of the current data configuration.
 
     Raises:
-        UserError: it belongs to another model or other data, or is corrupt.
+        UserError: the checkpoint is of another model or other data, or is corrupt.
     """
     if path is None:
         return TrainState()

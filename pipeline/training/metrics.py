@@ -1,4 +1,4 @@
-"""metrics.jsonl, Weights & Biases and log lines, from rank 0, without holding up the device."""
+"""Writes metrics.jsonl, Weights & Biases and log lines from rank 0, without a synchronization of the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,7 @@ FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step whose numbers may still be on their way from the device."""
+    """A step whose metrics may not have been copied from the device yet."""
 
     state: TrainState
     values: Tensor
@@ -37,18 +38,18 @@ class _Pending:
 
 
 class Metrics:
-    """Writes one JSON object a step.
+    """Writes one JSON object per step.
 
-    A step's numbers are copied to the host in the background and written when the next step has been queued, so the host
-    stays ahead of the device. What was written after the checkpoint that a run resumes from is cut off first.
+    The metrics of a step are copied to the host asynchronously and written when the next step has been queued, so the host
+    stays ahead of the device. On resume, lines after the checkpoint are removed first.
 
     Args:
-        config: of the run.
-        rank: ranks above 0 write nothing.
-        resumed: where the run continues.
-        tokens_per_sample: of the samples that are counted.
-        flops_per_token: of the whole model, forward and backward.
-        peak_flops: of all devices of the job together, None where it is not known (a CPU): mfu is null then.
+        config: configuration of the run.
+        rank: only rank 0 writes.
+        resumed: the state that the run continues from.
+        tokens_per_sample: sequence length of a sample.
+        flops_per_token: forward and backward FLOPs of the full model.
+        peak_flops: peak of all devices of the job in FLOP/s, None if unknown (a CPU); mfu is null then.
     """
 
     def __init__(
@@ -58,24 +59,24 @@ class Metrics:
         self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
         self._skipped_before = resumed.step - resumed.updates
         self._pending: _Pending | None = None
-        self._last_log = (resumed.samples, time.monotonic())
+        self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = config.training.steps, {}  # type: int, dict[str, Any]
         if rank == 0:
             path = Path(config.run_dir) / FILE
-            _cut_after(path, resumed.step)
+            _truncate_after(path, resumed.step)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            self._wandb = _start_wandb(config, resumed.step)
+            self._wandb = _init_wandb(config, resumed.step)
 
     def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
-        """Note a step that was just queued, and write the one before it.
+        """Record a step that was just queued, and write the previous one.
 
         Args:
             state: after the step.
             loss: mean loss of the global batch, 0-dim.
-            result: of the step.
-            samples: of its global batch.
-            seconds: the step took, from queue to queue.
-            extra: further numbers for the line, known on the host.
+            result: result of the step.
+            samples: size of its global batch.
+            seconds: time between the ends of queuing the previous step and this one.
+            extra: further metrics of the line, known on the host.
         """
         if self._rank > 0:
             return
@@ -91,13 +92,13 @@ class Metrics:
             self._write(previous)
 
     def flush(self) -> None:
-        """Write what is pending, so that the file holds every step done."""
+        """Write the pending step, so that the file contains all completed steps."""
         if self._rank == 0 and self._pending is not None:
             self._write(self._pending)
             self._pending = None
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Note a validation: a line of its own, with "validation_loss"."""
+        """Write the line of a validation, with "validation_loss" and "bits_per_byte"."""
         self.flush()
         if self._rank == 0:
             self._emit({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte})
@@ -106,11 +107,11 @@ class Metrics:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last step's line."""
+        """The line of the last written step."""
         return self._last
 
     def _write(self, pending: _Pending) -> None:
-        """Turn a step's numbers into its line."""
+        """Write the line of a step."""
         if pending.ready is not None:
             pending.ready.synchronize()
         loss, norm, lr, skipped, *more = pending.values.tolist()
@@ -135,10 +136,12 @@ class Metrics:
         if skipped:
             log.warning("step %d was skipped: the gradient is not finite (%d skipped so far)", step, self._skipped_before)
         if step % self._config.tracking.log_every == 0 or step == self._steps:
-            before, since = self._last_log
-            mean = (pending.state.samples - before) * self._tokens_per_sample / max(time.monotonic() - since, 1e-9)
-            self._last_log = (pending.state.samples, time.monotonic())
-            log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s", step, self._steps, loss, norm, lr, f"{mean:,.0f}")
+            before, logged_step, since = self._last_log
+            elapsed = max(time.monotonic() - since, 1e-9)
+            mean = (pending.state.samples - before) * self._tokens_per_sample / elapsed
+            left = timedelta(seconds=round(elapsed / (step - logged_step) * (self._steps - step)))
+            self._last_log = (pending.state.samples, step, time.monotonic())
+            log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s, %s left", step, self._steps, loss, norm, lr, f"{mean:,.0f}", left)
 
     def _emit(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -159,8 +162,8 @@ class Metrics:
             self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Drop the lines after a step (those of an interrupted run, a half-written last one included)."""
+def _truncate_after(path: Path, step: int) -> None:
+    """Remove the lines after a step, which an interrupted run wrote, including an incomplete last line."""
     if not path.is_file():
         return
     kept = []
@@ -175,8 +178,8 @@ def _cut_after(path: Path, step: int) -> None:
     os.replace(partial, path)
 
 
-def _start_wandb(config: RunConfig, step: int) -> Any:
-    """The Weights & Biases run, None when it is disabled."""
+def _init_wandb(config: RunConfig, step: int) -> Any:
+    """Start the Weights & Biases run; None when it is disabled."""
     if config.tracking.wandb == "disabled":
         return None
     import dataclasses

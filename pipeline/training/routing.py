@@ -1,4 +1,4 @@
-"""What is done with a step's routing after it: numbers for metrics.jsonl, and balance without a loss."""
+"""Router statistics of MoE layers after each step: metrics, and auxiliary-loss-free load balancing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 
 
-class RoutingWatch:
-    """Sums up the records of all mixtures; every rank of the job calls it after each step.
+class RouterStatistics:
+    """Aggregates the routing records of all MoE layers. Collective: every rank calls it after each step.
 
     Args:
         model: this rank's stages.
-        mesh: this rank's groups.
-        experts: of a mixture; 0 in a model that has none.
+        mesh: this rank's process groups.
+        experts: number of experts per MoE layer; 0 for a dense model.
     """
 
     def __init__(self, model: LocalModel, mesh: Mesh, experts: int) -> None:
@@ -26,46 +26,46 @@ class RoutingWatch:
 
     @torch.no_grad()
     def after_step(self, skipped: Tensor) -> dict[str, Tensor]:
-        """Correct the routers' biases by the step's load and forget its records.
+        """Update the routers' biases from the load of the step, and reset the records.
 
         Args:
-            skipped: as in StepResult; a skipped step corrects nothing.
+            skipped: as in StepResult; a skipped step does not update the biases.
 
         Returns:
             0-dim tensors, the same on every rank: router_entropy (nats, mean over layers), router_load_max (largest load over the mean, of
-            the worst layer), router_dropped (share of the choices), aux_loss (sum over layers). Empty for a model without experts.
+            the worst layer), router_dropped (fraction of token-expert assignments), aux_loss (sum over layers). Empty for a dense model.
         """
         if not self._experts:
             return {}
-        records = self._global_records()
+        records = self._all_reduce_records()
         load, (entropy, dropped, loss, batches) = records[:, :-4], records[:, -4:].unbind(dim=1)
-        self._correct(load, 1 - skipped.to(load.device))
+        self._update_biases(load, 1 - skipped.to(load.device))
         batches = batches.clamp(min=1)
         sums = torch.stack([(entropy / batches).sum(), (dropped / batches).sum(), (loss / batches).sum(), batches.new_tensor(len(records))])
-        worst = load.new_zeros(len(records) + 1)
-        worst[1:] = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
-        most = worst.amax()
+        imbalance = load.new_zeros(len(records) + 1)
+        imbalance[1:] = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
+        load_max = imbalance.amax()
         if self._mesh.pipeline.size() > 1:
             dist.all_reduce(sums, group=self._mesh.pipeline)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._mesh.pipeline)
+            dist.all_reduce(load_max, op=dist.ReduceOp.MAX, group=self._mesh.pipeline)
         layers = sums[3]
-        return {"router_entropy": sums[0] / layers, "router_load_max": most, "router_dropped": sums[1] / layers, "aux_loss": sums[2]}
+        return {"router_entropy": sums[0] / layers, "router_load_max": load_max, "router_dropped": sums[1] / layers, "aux_loss": sums[2]}
 
-    def _global_records(self) -> Tensor:
-        """MoE.record of each layer of this rank, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
+    def _all_reduce_records(self) -> Tensor:
+        """MoE.record of each local layer, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
         records = torch.zeros(len(self._moe_layers), self._experts + 4, device=self._mesh.device)
         for row, moe in zip(records, self._moe_layers, strict=True):
             record = moe.take_record()
             if record is not None:
                 row.copy_(record)
-        for group in (self._mesh.data, self._mesh.expert):  # the tensor ranks have the same record
+        for group in (self._mesh.data, self._mesh.expert):  # tensor ranks have identical records
             if group.size() > 1:
                 dist.all_reduce(records, group=group)
         return records
 
-    def _correct(self, load: Tensor, counts: Tensor) -> None:
-        """Raise the bias of experts below the mean load by a step, lower it above (Wang et al. 2024, https://arxiv.org/abs/2408.15664)."""
+    def _update_biases(self, load: Tensor, enabled: Tensor) -> None:
+        """Increase the bias of experts below the mean load, decrease it above (Wang et al. 2024, https://arxiv.org/abs/2408.15664)."""
         for row, moe in zip(load, self._moe_layers, strict=True):
             bias = moe.router.bias
             if bias is not None:
-                bias.add_(counts * moe.router.bias_update_speed * (row.mean() - row).sign())
+                bias.add_(enabled * moe.router.bias_update_speed * (row.mean() - row).sign())

@@ -1,4 +1,4 @@
-"""One rank's model, engine and pipeline, and what they do with a batch."""
+"""The trainer of one rank: model, engine and pipeline, and their training and evaluation steps."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
-from pipeline.training.routing import RoutingWatch
+from pipeline.training.routing import RouterStatistics
 
 
 class Trainer:
-    """Trains and evaluates on batches that somebody else chooses.
+    """Runs training and evaluation steps on batches that the caller provides.
 
     Args:
-        config: of the run.
-        mesh: this rank's groups.
-        model: this rank's stages; made from the configuration when None.
+        config: configuration of the run.
+        mesh: this rank's process groups.
+        model: this rank's stages; built from the configuration when None.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel | None = None) -> None:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
         self.engine = build_engine(config, self.model, mesh)
-        self._routing = RoutingWatch(self.model, mesh, getattr(config.model, "experts", 0))
+        self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0))
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
 
@@ -41,23 +41,23 @@ class Trainer:
 
         Args:
             tokens: int64 (sequences, sequence), this rank's share of the global batch, on the mesh's device.
-            batch: what belongs to them, with targets.
+            batch: the other model inputs, with targets.
 
         Returns:
-            The mean loss of the global batch, a 0-dim tensor the same on every rank, and what the step did.
+            The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
-        batch = self._scaled(batch)
+        batch = self._with_loss_scale(batch)
         with self.engine.accumulate():
             loss = self._pipeline(tokens, batch).train(tokens, batch)
         result = self.engine.step()
-        return self._mean(loss), replace(result, more=self._routing.after_step(result.skipped))
+        return self._global_mean(loss), replace(result, more=self._routing.after_step(result.skipped))
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> Tensor:
-        """The mean loss of the global batch; arguments as in train."""
-        return self._mean(self._pipeline(tokens, batch).evaluate(tokens, self._scaled(batch)))
+        """Return the mean loss of the global batch; arguments as in train."""
+        return self._global_mean(self._pipeline(tokens, batch).evaluate(tokens, self._with_loss_scale(batch)))
 
-    def _scaled(self, batch: Batch) -> Batch:
-        """The batch with Batch.loss_scale, where not every position counts: the mean is over what counts in the global batch."""
+    def _with_loss_scale(self, batch: Batch) -> Batch:
+        """Add Batch.loss_scale if some positions have no target: the loss is the mean over the counted targets of the global batch."""
         if objective_of(self._config).every_position_counts(self._config):
             return batch
         targets = batch["targets"]
@@ -68,16 +68,16 @@ class Trainer:
         return {**batch, "loss_scale": scale.expand(len(targets)).contiguous()}
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
-        """The pipeline for batches of this shape; a warm-up has several."""
+        """Return the pipeline for batches of this shape; a warm-up has several shapes."""
         shape = (*tokens.shape, *batch["decoder_tokens"].shape[1:]) if "decoder_tokens" in batch else tuple(tokens.shape)
         if shape not in self._pipelines:
             self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
         return self._pipelines[shape]
 
-    def _mean(self, loss: Tensor) -> Tensor:
-        """The mean over all shares of the batch of what the last stage's ranks know, for everyone."""
+    def _global_mean(self, loss: Tensor) -> Tensor:
+        """Average the losses of all shares of the batch, which the ranks of the last stage hold, over all ranks."""
         if self.mesh.layout.world_size == 1:
             return loss
-        total = loss.clone() if self.mesh.where.tensor == 0 else torch.zeros_like(loss)
+        total = loss.clone() if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss)
         dist.all_reduce(total)
         return total / (self.mesh.layout.batch_shards * self.mesh.layout.context)

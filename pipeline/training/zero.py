@@ -45,7 +45,7 @@ class _Mpu:
         return self._mesh.tensor
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return self._mesh.where.tensor
+        return self._mesh.coordinates.tensor
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return self._mesh.layout.tensor
@@ -95,8 +95,8 @@ class ZeroEngine(Engine):
         self._config, self._mesh = config, mesh
         for parameter in model.pieces:
             parameter.grad_dtype = torch.float32
-            # These attributes decide what the global norm includes: ZeRO 3 reads only the first; ZeRO 1 and 2 read the second, too, since they
-            # include every other parameter of tensor rank 0.
+            # These attributes decide what the global norm includes. ZeRO 3 reads only the first; ZeRO 1 and 2 also read the second, since
+            # they include every other parameter of tensor rank 0.
             primary = gradients.is_primary_copy(model.pieces[parameter], mesh)
             parameter.model_parallel = primary  # type: ignore[attr-defined]
             parameter.ds_pipe_replicated = not primary  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-# JUWELS Booster (Jülich): an example of a site with modules and a fast network, written from its documentation, not run there.
+# JUWELS Booster (Jülich): example of a cluster with modules and InfiniBand, based on its documentation, not tested there.
 module load Stages/2025 GCC OpenMPI Python
 source .venv/bin/activate
-export SLURM_MPI_TYPE=pspmix         # ParaStation's Slurm plugin, which starts Open MPI programs
-export NCCL_SOCKET_IFNAME=ib0        # connections are set up over InfiniBand, not the management network
+export SLURM_MPI_TYPE=pspmix         # Slurm plugin of ParaStation, which starts Open MPI programs
+export NCCL_SOCKET_IFNAME=ib0        # bootstrap over InfiniBand instead of the management network
 export GLOO_SOCKET_IFNAME=ib0
 export NCCL_IB_TIMEOUT=22

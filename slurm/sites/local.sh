@@ -1,8 +1,8 @@
-# Any cluster without a file of its own: the virtual environment that tools/install made, and Slurm's own PMI-2 for MPI.
+# Default for clusters without a file in slurm/sites/: the virtual environment of tools/install, and PMI-2 of Slurm for MPI.
 if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
 export SLURM_MPI_TYPE=pmi2
-# MPICH 5.0.2 sends a UCX address with the heap behind it, 4 kB in all, in lines that Slurm cuts at 1,024 bytes:
-# now and then a job of many ranks died in MPI_Init. A libfabric address is one line of 66 bytes. Which provider libfabric takes by
-# itself depends on the machine; one hung in 3 of 20 starts of 8 ranks, tcp in none of 165.
+# MPICH 5.0.2 over UCX exchanges addresses of 4 kB (including trailing heap memory), but Slurm truncates PMI-2 lines at 1,024 bytes, so that
+# jobs with many ranks sometimes fail in MPI_Init. A libfabric address is one line of 66 bytes. The default provider of libfabric
+# depends on the machine; one provider hung in 3 of 20 starts of 8 ranks, tcp in none of 165.
 export MPIR_CVAR_CH4_NETMOD=ofi
 export FI_PROVIDER=tcp

@@ -105,7 +105,7 @@ def test_a_second_import(run, tmp_path):
     source, run_dir, _, words = run
     assert "nothing to do" in pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}")
     save_gpt(tmp_path / "gpt")
-    assert "was made with stage.input=" in pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
+    assert "was created with stage.input=" in pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
     assert words[0].startswith("model=llama")
 
 

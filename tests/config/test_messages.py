@@ -1,4 +1,4 @@
-"""What a user's mistakes get: one message that names key, value, rule and fix, all mistakes at once, exit code 2, no traceback."""
+"""Error messages: all violations in one message with key, value, rule and fix; exit code 2; no traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers import pipeline, torchrun
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
-    """The message of a refusal, which must leave nothing behind."""
+    """Run a command that must be refused without writing files, and return its message."""
     message = pipeline(*arguments, f"run_dir={tmp_path / 'run'}", expect=2)
     assert "Traceback" not in message
     assert "fix:" in message
@@ -32,25 +32,25 @@ def refused(tmp_path: Path, *arguments: str) -> str:
         (["optimizer.lr=1e-4,3e-4"], ["optimizer.lr=1e-4,3e-4", "several values", "add -m"]),
         (
             ["training.activation_checkpointing=selective", "parallel.zero_stage=3"],
-            ["selective: ZeRO 3 gathers weights", "use full or none"],
+            ["selective: ZeRO 3 gathers weights", "set it to full or none"],
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_one_mistake(arguments: list[str], said: list[str], tmp_path: Path) -> None:
+def test_one_violation(arguments: list[str], said: list[str], tmp_path: Path) -> None:
     message = refused(tmp_path, *arguments)
     for text in said:
         assert text in message
 
 
-def test_several_that_do_not_compose_are_told_at_once(tmp_path: Path) -> None:
+def test_several_overrides_that_do_not_compose(tmp_path: Path) -> None:
     message = refused(tmp_path, "optimizr.lr=1", "model=lama-tiny", "training.steps=many", "parallel.tensor=1")
     assert message.startswith("3 problems")
     assert all(text in message for text in ("optimizr.lr=1", "model=lama-tiny", "training.steps=many"))
     assert "parallel.tensor" not in message
 
 
-def test_several_out_of_range_are_told_at_once(tmp_path: Path) -> None:
+def test_several_values_out_of_range(tmp_path: Path) -> None:
     message = refused(tmp_path, "optimizer.lr=-1", "parallel.zero_stage=7", "training.micro_batch_size=0", "optimizer.beta2=0.9")
     assert message.startswith("3 problems")
     for key in ("optimizer.lr=-1", "parallel.zero_stage=7", "training.micro_batch_size=0"):
@@ -58,39 +58,39 @@ def test_several_out_of_range_are_told_at_once(tmp_path: Path) -> None:
     assert "optimizer.beta2" not in message
 
 
-def test_several_impossible_combinations_are_told_at_once(tmp_path: Path) -> None:
+def test_several_invalid_combinations(tmp_path: Path) -> None:
     message = refused(tmp_path, "parallel.tensor=3", "parallel.pipeline=64", "training.sequence_length=100000")
     assert int(re.match(r"(\d+) problems", message)[1]) >= 3
     for text in ("parallel.tensor=3: must divide model.heads", "model.layers=4", "world size"):
         assert text in message
 
 
-def test_ranks_say_it_once(tmp_path: Path) -> None:
+def test_only_one_rank_reports_an_error(tmp_path: Path) -> None:
     message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", ranks=2, expect=2)
     assert message.count("optimizer.lr=-1") == 1
 
 
-def test_a_late_rank_0_gets_to_speak(tmp_path: Path) -> None:
-    """torchrun ends all ranks when one has failed: that must not be one that says nothing, before rank 0 has spoken."""
+def test_a_delayed_rank_0_reports_the_error(tmp_path: Path) -> None:
+    """torchrun terminates all ranks when one has failed: the other ranks must not exit before rank 0 has reported the error."""
     late = ("sh", "-c", '[ "$RANK" = 1 ] || sleep 1; exec "$@"', "late")
     message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *late), expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 
-def test_a_mistake_that_rank_0_does_not_find_is_told_all_the_same(tmp_path: Path) -> None:
+def test_an_error_that_rank_0_does_not_find_is_reported(tmp_path: Path) -> None:
     elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")
     message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *elsewhere), expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 
-def test_launcher_variables_that_contradict_each_other(tmp_path: Path) -> None:
+def test_inconsistent_launcher_variables(tmp_path: Path) -> None:
     broken = {"RANK": "4", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     message = pipeline(f"run_dir={tmp_path / 'run'}", expect=2, env=broken)
     assert "rank 4 of 2" in message
     assert "Traceback" not in message
 
 
-def test_help_names_every_stage_and_key() -> None:
+def test_help_lists_stages_and_keys() -> None:
     text = pipeline("--help")
     for word in (
         "stage=shard",

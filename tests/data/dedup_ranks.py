@@ -1,8 +1,8 @@
-"""One rank of a deduplication: `python dedup_ranks.py CASES RESULTS BYTES`. tests/data/test_duplicates.py says what must come out.
+"""One rank of a deduplication: `python dedup_ranks.py CASES RESULTS BYTES`. tests/data/test_duplicates.py verifies the results.
 
-CASES is a JSON list of {"texts", "scores", "settings"}. The documents are dealt to the ranks at random; the second of
-many gets none.
-BYTES is what travels in one round.
+CASES is a JSON list of {"texts", "scores", "settings"}. The documents are assigned to the ranks at random; with more than two ranks, rank 1
+gets none.
+BYTES is the size of one round of an exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.data.words import Words
 
 
 def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
-    """What this rank learns."""
+    """The result of this rank."""
     texts, settings = case["texts"], DedupConfig(**case["settings"])
     numbers = np.random.default_rng(comm.size).permutation(len(texts))
     holders = np.random.default_rng(len(texts)).integers(0, comm.size, len(texts))
@@ -45,17 +45,17 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     lines, offsets = paragraphs.hashes(own, settings.paragraph_characters)
     repeated = np.split(paragraphs.find_repeated(comm, mine, lines, offsets), offsets[1:-1])
     shortened = [paragraphs.without(text, flags, settings.paragraph_characters) for text, flags in zip(own, repeated, strict=bool(own))]
-    whole = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
-    return {**dataclasses.asdict(clusters), "drop": clusters.drop.tolist(), "shortened": [whole[n] for n in range(len(texts))]}
+    all_shortened = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
+    return {**dataclasses.asdict(clusters), "drop": clusters.drop.tolist(), "shortened": [all_shortened[n] for n in range(len(texts))]}
 
 
 def check_exchange(comm: mpi.Comm) -> None:
-    """Every row arrives where it should, in order; what the root shares arrives everywhere."""
+    """Every row arrives on its owner, in order; the rows of the root arrive on every rank."""
     owners = [np.random.default_rng(rank).integers(0, comm.size, 50 * rank) for rank in range(comm.size)]
     sent = [np.arange(len(mine)) + 1000 * rank for rank, mine in enumerate(owners)]
     expected = np.concatenate([rows[mine == comm.rank] for rows, mine in zip(sent, owners, strict=True)])
     assert np.array_equal(mpi.exchange(comm, sent[comm.rank], owners[comm.rank]), expected)
-    shared = mpi.share(comm, np.arange(99) if comm.rank == 0 else np.arange(comm.rank))
+    shared = mpi.broadcast(comm, np.arange(99) if comm.rank == 0 else np.arange(comm.rank))
     assert np.array_equal(shared, np.arange(99))
 
 

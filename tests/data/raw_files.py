@@ -1,4 +1,4 @@
-"""Files of every form, for tests that read them, and what is in them."""
+"""Files of every format with their expected documents, for the tests of the readers."""
 
 import datetime
 import gzip
@@ -18,7 +18,7 @@ from tests.helpers import words
 
 
 def read(*named: Path | str, suffixes: tuple[str, ...] = (), **options: object) -> tuple[list[Document], list[Bad]]:
-    """Every document below the inputs, and every complaint."""
+    """Every document below the inputs, and every Bad."""
     found, bad = sources.find({"default": [str(name) for name in named]}, suffixes, [".*"])
     results = [each for part in sources.parts(found, 64 << 20) for span in part.spans for each in reader.read(span, ReadOptions(**options))]
     documents = [each for each in results if isinstance(each, Document)]
@@ -40,7 +40,7 @@ def page(text: str, title: str = "Titel") -> bytes:
 
 
 def warc_record(body: bytes, kind: str = "response", uri: str = "http://example.org/", **headers: str) -> bytes:
-    """One record; a response is wrapped in HTTP."""
+    """One WARC record; the body of a response is wrapped in HTTP."""
     if kind == "response":
         headers = {"Content-Type": "text/html; charset=utf-8"} | {name.replace("_", "-"): value for name, value in headers.items()}
         status = headers.pop("status", "200 OK")
@@ -92,8 +92,8 @@ RECORDS = [
 ]
 WET = [warc_record(b"software", kind="warcinfo"), warc_record("Grün".encode(), kind="conversion")]
 
-#: ending -> (a file of that form, its texts, the metadata of the first)
-FORMS: dict[str, tuple[bytes, list[str], dict]] = {
+#: suffix -> (a file of that format, its texts, the metadata of the first document)
+FORMATS: dict[str, tuple[bytes, list[str], dict]] = {
     ".jsonl": ((json_line("eins", lang="de", n=1) + "\n" + json_line("zwei")).encode(), ["eins", "zwei"], {"lang": "de", "n": 1}),
     ".ndjson": (b"\xef\xbb\xbf" + json_line("eins").replace("\n", "\r\n").encode(), ["eins"], {}),
     ".json": (b'{"text": "eins", "score": NaN}', ["eins"], {"score": None}),

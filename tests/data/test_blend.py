@@ -18,13 +18,15 @@ from pipeline.config import warmup
 from pipeline.config.layout import Layout
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
-from pipeline.data.load.loader import Corpus, Samples, TokenDataset, Windows
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import Samples, TokenDataset
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.windows import Windows
 from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.batches import Batches
+from pipeline.training.batches import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -74,7 +76,7 @@ def alone(folder, name, corpus):
 def test_a_blend_deals_out_the_samples_of_its_corpora(corpora):
     more = f"++data.blend={{en:{{weight:5}},de:{{weight:3}},x:{{weight:2,tokens:{corpora}/more,corpus:code}}}}"
     samples = blend.open_training(config_of(corpora, more))
-    chosen, numbers = BlendSchedule([Phase([3, 5, 2])]).place(np.arange(6000))  # in the order of their names
+    chosen, numbers = BlendSchedule([Phase([3, 5, 2])]).locate(np.arange(6000))  # in the order of their names
     parts = [alone(corpora / "both", "de", "de"), alone(corpora / "both", "en", "en"), alone(corpora / "more", "x", "code")]
     assert (np.bincount(chosen) > np.array([part.counts[0] for part in parts])).any(), "epochs end within the test"
     found = samples.samples(np.arange(6000))
@@ -92,7 +94,7 @@ def test_phases_begin_at_their_tokens_and_keep_what_came_before(corpora):
     phases = "data.phases=[{until_tokens:%d,weights:{en:1}},{weights:{de:1,en:1}}]"
     names = "++data.blend={en:{},de:{}}"
     first = blend.open_training(config_of(corpora, names, phases % (100 * LENGTH)))
-    corpus, _ = first.schedule.place(np.arange(200))
+    corpus, _ = first.schedule.locate(np.arange(200))
     assert (corpus[:100] == 1).all(), "only en, the second by name"
     assert abs((corpus[100:] == 0).sum() - 50) <= 1
     longer = blend.open_training(config_of(corpora, names, phases % (150 * LENGTH)))
@@ -168,7 +170,7 @@ def test_another_tokenizer_is_refused(corpora, tmp_path):
 
 def test_sentinels_must_be_special_tokens_of_the_tokenizer(corpora, tokenizer):
     overrides = ("data.infill.rate=1", f"tokenizer.path={tokenizer}", 'data.infill.prefix="<|endoftext|>"')
-    with pytest.raises(UserError, match=r"data\.infill\.middle=<\|fim_middle\|>: is no special token"):
+    with pytest.raises(UserError, match=r"data\.infill\.middle=<\|fim_middle\|>: is not a special token"):
         blend.open_training(config_of(corpora, *overrides))
     marks = [f'data.infill.{name}="<|endoftext|>"' for name in ("prefix", "middle", "suffix")]
     samples = blend.open_training(config_of(corpora, *overrides, *marks))
@@ -200,7 +202,7 @@ def test_what_was_seen_is_known_by_its_content_alone(corpora):
 def batches(config, samples, ranks, rank):
     """The batches of one data rank among several, without a process group."""
     layout = Layout(pipeline=1, data=ranks, tensor=1)
-    return Batches(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
+    return BatchLoader(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)

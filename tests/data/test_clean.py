@@ -1,4 +1,4 @@
-"""Cleaning: every step on texts that it keeps, changes and drops; and that a document's fate depends on the document alone."""
+"""Cleaning: every step on texts that it keeps, changes and drops; the result for a document depends only on that document."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ PROSE = (
 
 
 def config(*steps: str, **knobs: dict) -> CleanConfig:
-    """A configuration with these steps and, by step, these knobs."""
+    """A configuration with the given steps, and the given knobs of each step."""
     made = CleanConfig(steps=list(steps))
     for step, values in knobs.items():
         for key, value in values.items():
@@ -33,7 +33,7 @@ def config(*steps: str, **knobs: dict) -> CleanConfig:
 
 
 def clean(texts: list[str], wanted: CleanConfig, meta: dict | None = None) -> tuple[list[str | None], dict]:
-    """Every text after cleaning, None where it was dropped, and the counts."""
+    """Return every text after cleaning, None if it was dropped, and the counts."""
     counts: dict = {}
     batch = Batch([Document("x.jsonl", number, text, meta or {}) for number, text in enumerate(texts)])
     batch = Cleaner(wanted).clean(batch, counts)
@@ -61,14 +61,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_texts_are_mended(case):
+def test_texts_are_repaired(case):
     step, before, after = CHANGES[case]
     texts, counts = clean([PROSE, before], config(step))
     assert texts == [PROSE, before if after is None else after]
     assert sum(counts[step].changed.values()) == (after is not None)
 
 
-def test_a_changed_text_is_looked_at_again_by_the_next_step():
+def test_the_next_step_processes_the_changed_text():
     texts, _ = clean(["jane&#64;mail.example.org", PROSE], config("repair", "personal"))
     assert texts == ["<email>", PROSE]
 
@@ -100,7 +100,7 @@ DROPS = {
 
 
 @pytest.mark.parametrize("case", DROPS)
-def test_texts_are_dropped_for_the_right_reason(case):
+def test_texts_are_dropped_for_the_expected_reason(case):
     step, text, reason = DROPS[case]
     texts, counts = clean([PROSE, text, PROSE], config(step, language={"keep": ["en"]}))
     assert texts == [PROSE, None, PROSE]
@@ -123,27 +123,27 @@ def test_prose_passes_every_step():
         ("un", "0x1f 0x2e 93 17 ...."),
     ],
 )
-def test_languages_are_told(code, text):
+def test_languages_are_identified(code, text):
     assert identify(text)[0] == code
-    assert identify("\x00\x1b" + text + "\uffff")[0] == code  # what CLD2 itself refuses
+    assert identify("\x00\x1b" + text + "\uffff")[0] == code  # characters that CLD2 itself rejects
 
 
-def test_sources_and_licences_that_are_not_allowed_go():
+def test_sources_and_licenses_that_are_not_allowed_are_dropped():
     wanted = config("allow", allow={"licences": ["cc-by*", "cc0"]})
     assert clean([PROSE], wanted, {"license": "CC-BY-4.0"})[0] == [PROSE]
     assert clean([PROSE], wanted, {"license": "all rights reserved"})[0] == [None]
     assert clean([PROSE], wanted)[0] == [None]
-    assert clean([PROSE], config("allow", allow={"sources": ["*.txt"]}))[0] == [None]  # without metadata, the file's name counts
+    assert clean([PROSE], config("allow", allow={"sources": ["*.txt"]}))[0] == [None]  # without metadata, the file name is the source
 
 
-def test_a_run_of_words_of_a_benchmark_is_found_whatever_case_and_punctuation(tmp_path):
+def test_an_ngram_of_a_benchmark_is_found_regardless_of_case_and_punctuation(tmp_path):
     (tmp_path / "bench.jsonl").write_text(json.dumps({"text": PROSE[:220]}))
     wanted = config("contamination", contamination={"files": [str(tmp_path / "bench.jsonl")]})
     words = PROSE.split()
     caught = "Something else: " + " ".join(words[3:16]).upper() + " and more"
     missed = "Something else: " + " ".join(words[3:15]) + " and more"
     assert clean([caught, missed], wanted)[0] == [None, missed]
-    for files, rule in (([], "hold no text of 13 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
+    for files, rule in (([], "contain no text of 13 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
         with pytest.raises(UserError, match=rule):
             Cleaner(config("contamination", contamination={"files": files}))
 
@@ -171,14 +171,14 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(PIECES, max_size=12).map(" ".join), min_size=1, max_size=6))
-def test_a_document_fares_the_same_whoever_is_in_its_batch(texts):
+def test_the_result_for_a_document_does_not_depend_on_its_batch(texts):
     wanted = config(*(set(STEPS) - {"contamination"}), length={"least": 20})
     together, _ = clean(texts, wanted)
     assert together == [clean([text], wanted)[0][0] for text in texts]
 
 
 def covered(words: list[str], length: int) -> int:
-    """Characters of words in n-grams that stood earlier, straight from the definition."""
+    """Characters of words in n-grams that occurred earlier, directly from the definition."""
     seen, inside = set(), set()
     for start in range(len(words) - length + 1):
         gram = tuple(words[start : start + length])
@@ -190,7 +190,7 @@ def covered(words: list[str], length: int) -> int:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(["aa", "b", "ccc"]), min_size=1, max_size=60), st.floats(0.05, 0.5))
-def test_repetition_follows_its_definition(words, share):
+def test_repetition_matches_its_definition(words, share):
     text = " ".join(words)
     rules = {"top_ngrams": [share] * 3, "long_ngrams": [share] * 6}
     everything = {"lines": 1.0, "line_characters": 1.0, "paragraphs": 1.0, "paragraph_characters": 1.0}
@@ -205,13 +205,13 @@ def test_repetition_follows_its_definition(words, share):
     assert kept == [None if faults else text]
 
 
-def test_batches_hold_every_document_once():
+def test_batches_contain_every_document_once():
     documents = [Document("x", number, "y" * 40_000, {}) for number in range(20)]
     assert [document for batch in batches(documents) for document in batch.documents] == documents
     assert len(list(batches(documents))) > 1
 
 
-def test_unknown_steps_are_refused_with_the_known_ones():
+def test_unknown_steps_are_refused_with_the_list_of_known_ones():
     printed = pipeline("stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", expect=2)
     assert "spelling" in printed
     assert "choose allow, repair" in printed

@@ -98,7 +98,7 @@ def test_parquet_on_any_number_of_ranks(tokens, tmp_path):
     assert [size for table in tables for size in table["length"].to_pylist()] == [len(row) for row in rows]
     assert {corpus for table in tables for corpus in table["corpus"].to_pylist()} == {"default"}
     assert "nothing to do" in convert(tokens, "parquet", f"stage.output={tmp_path}/0")
-    assert "was made with stage.to=parquet" in convert(tokens, "megatron", f"stage.output={tmp_path}/0", expect=2)
+    assert "was created with stage.to=parquet" in convert(tokens, "megatron", f"stage.output={tmp_path}/0", expect=2)
 
 
 def test_a_rerun_does_what_is_missing_and_other_peoples_files_are_safe(tokens, indexed, tmp_path):
@@ -143,9 +143,9 @@ def test_datasets_that_cannot_be_read(tokenizer, indexed, tmp_path):
     for told in ("cut.idx: is cut short", "short.idx: does not cover", "other.idx: is no index", "missing.idx: has no missing.bin"):
         assert told in printed
     assert "holds the token 60000" in refused("large")
-    assert "holds no document to train on" in refused("validation-only")
-    assert "is not the only one" in refused("whole", "whole")
-    assert "names no dataset" in refused()
+    assert "contains no training documents" in refused("validation-only")
+    assert "as another dataset does" in refused("whole", "whole")
+    assert "contains no dataset" in refused()
     assert not list(tmp_path.glob("t/*.tar"))
 
 

@@ -1,4 +1,4 @@
-"""Duplicates, on any number of ranks, held against a search that compares everything with everything."""
+"""Duplicates, on any number of ranks, compared with an exhaustive search over all pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCABULARY = [f"wort{number}" for number in range(3000)]
 
 
 def changed(chance: random.Random, words: list[str], count: int) -> list[str]:
-    """The words, some of them replaced by others, evenly over the text: each is in five shingles."""
+    """Replace `count` words, evenly distributed over the text; each word is in five shingles."""
     words = list(words)
     for part in range(count):
         words[(part * len(words) + chance.randrange(len(words))) // count % len(words)] = chance.choice(VOCABULARY)
@@ -35,7 +35,7 @@ def changed(chance: random.Random, words: list[str], count: int) -> list[str]:
 
 
 def planted(seed: int) -> dict:
-    """Documents of 200 words with copies, near copies, chains of near copies, and some that only seem alike."""
+    """Documents of 200 words with copies, near copies, chains of near copies, and some below the threshold."""
     chance = random.Random(seed)
     texts: list[str] = []
     for _ in range(15):
@@ -46,13 +46,13 @@ def planted(seed: int) -> dict:
                 texts += [texts[-1]] * chance.randrange(1, 4)
             case 1:
                 texts += [" ".join(changed(chance, words, 2)) for _ in range(3)]
-            case 2:  # each link resembles the one before, the last not the first
+            case 2:  # each document is a near copy of the previous one, the last not of the first
                 for _ in range(4):
                     words = changed(chance, words, 3)
                     texts.append(" ".join(words))
             case 3:
                 texts.append(texts[-1].upper().replace(" ", ", "))
-            case 4:  # below the threshold: by little, by much
+            case 4:  # slightly and far below the threshold
                 texts += [" ".join(changed(chance, words, count)) for count in (6, 25)]
     chance.shuffle(texts)
     return {"texts": texts, "scores": [chance.randrange(3) for _ in texts]}
@@ -87,7 +87,7 @@ def shingle_set(text: str, length: int) -> set[tuple[str, ...]]:
 
 
 def compared(texts: list[str], scores: list[int], settings: DedupConfig) -> tuple[list[int], int]:
-    """(documents to drop, copies among them), by comparing every pair."""
+    """Return (documents to drop, copies among them) by comparing all pairs."""
     sets = [shingle_set(text, settings.shingle) for text in texts]
     cluster = list(range(len(texts)))
     for a, b in combinations(range(len(texts)), 2):
@@ -100,7 +100,7 @@ def compared(texts: list[str], scores: list[int], settings: DedupConfig) -> tupl
 
 
 def ranks_find(folder: Path, cases: list[dict], ranks: int, round_bytes: int = 1 << 26) -> list[dict]:
-    """What the cases give on so many ranks; every rank has compared its answer with the others'."""
+    """Run the cases on `ranks` ranks; every rank verifies that all ranks have the same result."""
     (folder / "cases.json").write_text(json.dumps(cases))
     script = (ROOT / "tests/data/dedup_ranks.py", folder / "cases.json", folder / "results.json", round_bytes)
     code, printed = python(*script, ranks=ranks, env={"RAYON_NUM_THREADS": "1"})
@@ -131,8 +131,8 @@ def test_all_pairs_and_no_others_are_found(one_rank, name):
             assert jaccard == (1 if case["texts"][a] == case["texts"][b] else pytest.approx(len(left & right) / len(left | right)))
 
 
-def test_planted_cases_hold_what_they_promise(one_rank):
-    """Otherwise the comparison above would compare nothing."""
+def test_planted_cases_contain_duplicates(one_rank):
+    """Otherwise the comparison above would be empty."""
     found = [one_rank[name] for name in CASES if name.startswith("planted")]
     assert sum(result["exact"] for result in found) >= 5
     assert sum(result["near"] for result in found) >= 20
@@ -141,11 +141,11 @@ def test_planted_cases_hold_what_they_promise(one_rank):
 
 
 @pytest.mark.parametrize("ranks, round_bytes", [(2, 100), (4, 1 << 26)])
-def test_any_number_of_ranks_finds_the_same(one_rank, tmp_path, ranks, round_bytes):
+def test_the_result_does_not_depend_on_the_number_of_ranks(one_rank, tmp_path, ranks, round_bytes):
     assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
 
 
-def test_repeated_lines_go_but_for_the_first(one_rank):
+def test_repeated_lines_are_removed_except_the_first(one_rank):
     seen: set[str] = set()
     for text, shortened in zip(CASES["lines"]["texts"], one_rank["lines"]["shortened"], strict=True):
         kept = []
@@ -168,13 +168,13 @@ def edges_of(pairs: list[tuple[int, int]]) -> np.ndarray:
 
 
 @given(EDGES, st.randoms(use_true_random=False))
-def test_one_document_of_every_cluster_stays_the_best(pairs, chance):
+def test_the_best_document_of_every_cluster_is_kept(pairs, chance):
     groups: list[set[int]] = []
     for pair in pairs:
         touched = [group for group in groups if group & set(pair)]
         groups = [group for group in groups if group not in touched] + [set(pair).union(*touched)]
     numbers = sorted(set().union(*groups))
-    scores = {number: chance.randrange(3) if number >= 0 else duplicates.KEPT_ANYWAY for number in numbers}
+    scores = {number: chance.randrange(3) if number >= 0 else duplicates.ALWAYS_KEPT for number in numbers}
     best = {min(group, key=lambda number: (-scores[number], number)) for group in groups}
 
     found = clusters.resolve(edges_of(pairs), np.array([scores[number] for number in numbers], dtype=np.int64))
@@ -214,7 +214,7 @@ def test_shingles_are_equal_where_their_words_are(texts, length):
 
 
 def test_signatures_agree_as_often_as_the_jaccard_index_says():
-    """In every place, within the bounds of a binomial distribution."""
+    """In every element, within the bounds of a binomial distribution."""
     chance = np.random.default_rng(0)
     pairs, shingles, common = 1000, 90, 80  # 80 of 100 distinct ones in common
     values = chance.integers(0, 1 << 64, (pairs, 2 * shingles - common), dtype=np.uint64)
@@ -225,7 +225,7 @@ def test_signatures_agree_as_often_as_the_jaccard_index_says():
     assert abs(equal.mean() - 0.8) < 0.005
     deviation = np.sqrt(0.8 * 0.2 / pairs)
     assert np.abs(equal.mean(axis=0) - 0.8).max() < 4 * deviation
-    assert equal.mean(axis=0).std() < 1.3 * deviation  # the places are no worse than independent draws
+    assert equal.mean(axis=0).std() < 1.3 * deviation  # the elements are no worse than independent draws
     assert 0.7 < minhash.estimated_jaccard(first, second).std() / np.sqrt(0.8 * 0.2 / 128) < 1.1
     shuffled = chance.permuted(left, axis=1)
     twice = np.concatenate([shuffled, shuffled], axis=1)
@@ -233,14 +233,14 @@ def test_signatures_agree_as_often_as_the_jaccard_index_says():
 
 
 def test_saved_signatures_stay_comparable():
-    """Another rensa with other values or another way to hash words needs another minhash.ALGORITHM."""
+    """A rensa version with other values, or another hash of words, requires another minhash.ALGORITHM."""
     made = minhash.signatures(*minhash.shingles(Words(["Der Wald steht schwarz und schweiget."])))
     assert minhash.ALGORITHM == "shingles 1, rensa RMinHash 2, seed 1"
     assert made[0, :3].tolist() == [3478983431, 3705117907, 3982736318]
 
 
-def find_alone(texts: list[str], keys: np.ndarray, made: np.ndarray, read: Counter[int] | None = None) -> clusters.Clusters:
-    """What one rank finds with such keys and signatures; `read` counts how often each text is asked for."""
+def find_on_one_rank(texts: list[str], keys: np.ndarray, made: np.ndarray, read: Counter[int] | None = None) -> clusters.Clusters:
+    """The result of one rank for the given keys and signatures; `read` counts how often each text is read."""
 
     def reader(wanted: Sequence[int]) -> list[str]:
         if read is not None:
@@ -251,38 +251,38 @@ def find_alone(texts: list[str], keys: np.ndarray, made: np.ndarray, read: Count
     return duplicates.find(SingleProcessComm(), numbers, keys, made, -numbers, reader, DedupConfig())
 
 
-def test_boilerplate_that_fills_whole_buckets_is_read_a_few_times_only():
+def test_boilerplate_that_fills_a_bucket_is_read_in_linear_time():
     chance = random.Random(0)
     common = [chance.choice(VOCABULARY) for _ in range(300)]
     texts = [" ".join([*common, f"seite{number}"]) for number in range(1500)]
     copies = texts[:10]
     read: Counter[int] = Counter()
     made = minhash.signatures(*minhash.shingles(Words(texts + copies)))
-    found = find_alone(texts + copies, exact.keys(texts + copies), made, read)
+    found = find_on_one_rank(texts + copies, exact.keys(texts + copies), made, read)
     assert found.drop.tolist() == list(range(1, 1510))
     assert (found.exact, found.near, found.sizes) == (10, 1499, {1510: 1})
     assert max(read) < 1500
     assert read.total() < 4 * len(texts)
 
 
-def test_a_bucket_that_begins_with_a_stranger_is_searched_on():
+def test_a_bucket_whose_first_document_differs_is_still_searched():
     texts = ["ein ganz anderer Text steht hier", "der Wald steht schwarz und schweiget", "Der Wald steht schwarz und schweiget!"]
     made = np.random.default_rng(0).integers(0, 1 << 32, (3, 128), dtype=np.uint32)
-    assert find_alone(texts, exact.keys(texts), made).drop.tolist() == []
-    made[:, :8] = 5  # one band of sixteen
-    assert find_alone(texts, exact.keys(texts), made).drop.tolist() == [2]
+    assert find_on_one_rank(texts, exact.keys(texts), made).drop.tolist() == []
+    made[:, :8] = 5  # one of sixteen bands
+    assert find_on_one_rank(texts, exact.keys(texts), made).drop.tolist() == [2]
 
 
-def test_half_of_a_key_makes_no_copy():
+def test_half_of_a_key_does_not_match():
     keys = np.array([[1, 2], [1, 3], [4, 2], [1, 3]], dtype=np.uint64)
     made = np.full((4, 128), minhash.NO_WORDS)
     read: Counter[int] = Counter()
-    assert find_alone([""] * 4, keys, made, read).drop.tolist() == [3]
-    assert not read  # texts without words resemble nothing
+    assert find_on_one_rank([""] * 4, keys, made, read).drop.tolist() == [3]
+    assert not read  # texts without words have no near duplicates
 
 
 def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files: int) -> str:
-    """A text-shard folder as far as dedup.against looks at it."""
+    """A text-shard folder with the files that dedup.against reads."""
     entries = {}
     for file in range(files):
         part = texts[file::files]
@@ -296,7 +296,7 @@ def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_another_corpus_holds_is_dropped(tmp_path, ranks):
+def test_documents_of_another_corpus_are_dropped(tmp_path, ranks):
     chance = random.Random(1)
     old = [[chance.choice(VOCABULARY) for _ in range(200)] for _ in range(12)]
     new = [chance.choice(VOCABULARY) for _ in range(200)]
@@ -324,7 +324,7 @@ def test_what_another_corpus_holds_is_dropped(tmp_path, ranks):
     ]
 
 
-def test_signatures_are_saved_as_they_are_also_out_of_larger_rows(tmp_path):
+def test_signatures_are_saved_correctly_from_strided_views(tmp_path):
     kind = np.dtype([("other", "<u4"), ("keys", "<u8", 2), ("signatures", "<u4", 128)])
     rows = np.frombuffer(np.random.default_rng(0).bytes(9 * kind.itemsize), dtype=kind)
     name = f"{signatures.PREFIX}00000.safetensors"
@@ -337,12 +337,12 @@ def test_signatures_are_saved_as_they_are_also_out_of_larger_rows(tmp_path):
 
 def test_signatures_that_cannot_be_compared_are_refused(tmp_path):
     folder = against_folder(tmp_path / "a", ["ein Text"], DedupConfig(), 1)
-    with pytest.raises(UserError, match=r"holds signatures made as .* 128 permutations .* wanted are .* 120 permutations"):
+    with pytest.raises(UserError, match=r"contains signatures computed with .* 128 permutations .* required: .* 120 permutations"):
         signatures.load(SingleProcessComm(), DedupConfig(against=[folder], bands=15))
     with pytest.raises(UserError, match=r"3 words \(dedup.shingle\)"):
         signatures.load(SingleProcessComm(), DedupConfig(against=[folder], shingle=3))
     artifact.write(tmp_path / "b", artifact.Manifest("shard", {}, {}))
-    with pytest.raises(UserError, match="holds no signatures"):
+    with pytest.raises(UserError, match="contains no signatures"):
         signatures.load(SingleProcessComm(), DedupConfig(against=[folder, str(tmp_path / "b")]))
     (path,) = Path(folder).glob("signatures-*")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -368,7 +368,7 @@ def test_urls_of_one_page_are_equal(one, other, same):
     assert np.array_equal(first, second) == same
 
 
-def test_settings_that_find_nothing_are_refused():
+def test_settings_without_effect_are_refused():
     printed = pipeline("stage=shard", "dedup.threshold=0.5", "dedup=none", "dedup.near=true", "dedup.against=[old]", expect=2)
     assert "dedup.rows=8: with dedup.bands=16 finds 6% of the pairs at dedup.threshold=0.5" in printed
     assert "dedup.against=['old']: needs dedup.exact and dedup.near" in printed

@@ -152,10 +152,10 @@ def test_a_pair_that_is_cut_is_told_of_once(files, with_pad, caplog):
 @pytest.mark.parametrize(
     "name, content, told",
     [
-        ("a.tsv", "one\ttwo\nthree\n", "line 2 is no pair"),
-        ("a.tsv", "one\t \n", "line 1 is no pair"),
-        ("a.jsonl", '{"en": "one"}\n', "line 1 is no pair"),
-        ("a.jsonl", "no json\n", "line 1 is no pair"),
+        ("a.tsv", "one\ttwo\nthree\n", "line 2 is not a pair"),
+        ("a.tsv", "one\t \n", "line 1 is not a pair"),
+        ("a.jsonl", '{"en": "one"}\n', "line 1 is not a pair"),
+        ("a.jsonl", "no json\n", "line 1 is not a pair"),
         ("a.tsv", "", "is empty"),
         ("a.txt", "one\ttwo\n", "neither .tsv nor .jsonl"),
     ],

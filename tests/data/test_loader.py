@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
 from pipeline.data.load import stream as streams
-from pipeline.data.load.loader import Corpus, TokenDataset
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import TokenDataset
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard
@@ -180,14 +181,14 @@ def test_a_corrupt_shard_is_found_while_others_are_read(tokens, tmp_path):
     starts = np.cumsum([0, *(shard.entry["tokens"] for shard in shards)])
     elsewhere = TokenStream(shards, lazy_checks=True)
     elsewhere.read(starts[[0, 2]], 5)
-    elsewhere.verified()
+    elsewhere.wait_verified()
     mine, others = (TokenStream(shards, lazy_checks=True, share=(rank, 2)) for rank in (1, 0))
     for stream in (mine, others):
         stream.read(starts[:3], 5)
-    others.verified()
+    others.wait_verified()
     others.read(starts[:3], 5)
     with pytest.raises(UserError, match=rf"{damaged.name}: is corrupt"):
-        mine.verified()
+        mine.wait_verified()
     with pytest.raises(UserError, match=rf"{damaged.name}: is corrupt"):
         mine.read(starts[[0]], 5)
 

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.data.load.boundaries import cumulative_lengths, document_ids, positions
+from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill
-from pipeline.data.load.loader import Corpus, Samples
+from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import BestFit, best_fit, split_long

@@ -1,4 +1,4 @@
-"""From files of any form to documents."""
+"""Reading documents from files of all supported formats."""
 
 import gzip
 import tarfile
@@ -8,17 +8,17 @@ import pytest
 from pipeline.data.read import reader, sources, suffixes
 from pipeline.data.read.documents import ReadOptions
 from pipeline.errors import UserError
-from tests.data.raw_files import FORMS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, json_line, page, read, tar_of, texts, warc_record
+from tests.data.raw_files import FORMATS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, json_line, page, read, tar_of, texts, warc_record
 from tests.helpers import pipeline, words
 
 
-def test_every_form_is_in_the_table() -> None:
-    assert FORMS.keys() == suffixes.FORMS.keys()
+def test_every_format_is_in_the_table() -> None:
+    assert FORMATS.keys() == suffixes.FORMATS.keys()
 
 
-@pytest.mark.parametrize("ending, packing", [(e, p) for e in FORMS for p in PACKED if e != ".parquet" or not p])
-def test_every_form_is_read(tmp_path, ending, packing):
-    content, expected, meta = FORMS[ending]
+@pytest.mark.parametrize("ending, packing", [(e, p) for e in FORMATS for p in PACKED if e != ".parquet" or not p])
+def test_every_format_is_read(tmp_path, ending, packing):
+    content, expected, meta = FORMATS[ending]
     (tmp_path / f"x{ending}{packing}").write_bytes(PACKED[packing](content))
     documents, bad = read(tmp_path, suffixes=(f"{ending}{packing}",))
     assert not bad
@@ -28,7 +28,7 @@ def test_every_form_is_read(tmp_path, ending, packing):
 
 
 @pytest.mark.parametrize("ending, padding", [(".gz", b""), (".gz", bytes(700)), (".zst", b"")])
-def test_files_of_many_compressed_pieces_are_read_whole(tmp_path, ending, padding):
+def test_files_of_many_compressed_members_are_read_completely(tmp_path, ending, padding):
     lines = [json_line(words(n, 2000)) for n in range(30)]
     (tmp_path / f"x.jsonl{ending}").write_bytes(b"".join(PACKED[ending](line.encode()) for line in [*lines, ""]) + padding)
     documents, bad = read(tmp_path)
@@ -36,7 +36,7 @@ def test_files_of_many_compressed_pieces_are_read_whole(tmp_path, ending, paddin
     assert texts(documents) == [words(n, 2000) for n in range(30)]
 
 
-def test_the_whole_page_is_kept_where_that_is_asked_for(tmp_path):
+def test_the_full_page_is_kept_without_main_content(tmp_path):
     (tmp_path / "x.html").write_bytes(page(LONG))
     documents, _ = read(tmp_path, main_content=False)
     assert "Menu" in documents[0].text
@@ -52,7 +52,7 @@ def test_every_format_of_tar_is_read(tmp_path, form):
     assert (texts(documents), bad) == (names, [])
 
 
-def test_shards_written_here_are_read_back(shards, corpus):
+def test_text_shards_of_this_pipeline_are_read_back(shards, corpus):
     documents, bad = read(shards, suffixes=(".tar",))
     originals, _ = read(corpus)
     assert not bad
@@ -72,7 +72,7 @@ def test_corpora_are_named_by_the_user_and_kept_apart(tmp_path):
     refused = pipeline("stage=shard", "data.corpora={Web:[x],default:[x]}", "data.corpora.web=[x]", f"data.shards={tmp_path}/s", expect=2)
     assert "2 problems" in refused
     assert "data.corpora=Web: must consist of a-z" in refused
-    assert "data.corpora=default: is what data.input is called" in refused
+    assert "data.corpora=default: is the reserved name of the corpus of data.input" in refused
     assert "write data.corpora={NAME: [x]}" in pipeline("stage=shard", "data.corpora=[x]", expect=2)
 
 
@@ -88,7 +88,7 @@ def test_urls_are_read_through_fsspec(tmp_path):
         "a.jsonl", "deep/b ü.jsonl.gz", "deep/c.parquet", "deep/e.warc.gz",
     ]  # fmt: skip
     assert len(documents) == 1 + 1 + 5 + 1 + 4
-    assert [told.source for told in bad] == ["deep/d.warc.gz"]
+    assert [report.source for report in bad] == ["deep/d.warc.gz"]
     assert [d.source for d in read("memory://corpus/deep/b*")[0]] == ["b ü.jsonl.gz"]
     assert [d.source for d in read("memory://corpus/a.jsonl")[0]] == ["a.jsonl"]
     (tmp_path / "x.txt").write_text("local")

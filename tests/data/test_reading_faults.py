@@ -1,4 +1,4 @@
-"""What is bad in files is told with file, position and reason, and never ends the reading."""
+"""Faults in files are reported with file, position and reason, and never stop the reader."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.data.read import reader, sources, suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from tests.data.raw_files import (
-    FORMS,
+    FORMATS,
     GOOD,
     LONG,
     PACKED,
@@ -38,7 +38,7 @@ UNDECODABLE = parquet_of([{"text": "good"}, {"text": "b" + "a" * 9}, {"text": "g
 )
 GZIPPED = gzip.compress(warc_record(PAGE))
 INCOMPRESSIBLE = json_line(os.urandom(9000).hex()).encode()
-#: case -> (name, content, documents that are read all the same, (position, a part of the reason) of what is told)
+#: case -> (name, content, number of documents that are still read, (position, a part of the reason) of every report)
 FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "broken JSON": ("x.jsonl", GOOD + b'{"text": "bro\n' + GOOD, 2, [("line 2", "is not JSON")]),
     "last line cut": ("x.jsonl", GOOD + b'{"text": "bro', 1, [("line 2", "is not JSON")]),
@@ -66,35 +66,35 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "large row": ("x.parquet", parquet_of([{"text": "ü" * 60_000}, {"text": "good"}]), 1, [("row 0", "larger than")]),
     "Latin-1 text": ("x.txt", "grün".encode("latin-1"), 0, [("", "not UTF-8: byte 0xfc at position 2")]),
     "UTF-16 text": ("x.txt", "grün".encode("utf-16"), 0, [("", "not UTF-8")]),
-    "NUL text": ("x.txt", b"a\0b", 0, [("", "is no text: a NUL stands at position 1")]),
+    "NUL text": ("x.txt", b"a\0b", 0, [("", "is not a text: NUL at position 1")]),
     "empty lines file": ("x.jsonl", b"", 0, [("", "is an empty file")]),
     "empty gzip file": ("x.jsonl.gz", b"", 0, [("", "is an empty file")]),
     "empty Parquet file": ("x.parquet", b"", 0, [("", "is an empty file")]),
-    "blank lines": ("x.jsonl", b"\n \n", 0, [("", "holds no document")]),
-    "tar of images": ("x.tar", tar_of({"1.jpg": b"\xff\xd8"}), 0, [("", "holds no document")]),
+    "blank lines": ("x.jsonl", b"\n \n", 0, [("", "contains no document")]),
+    "tar of images": ("x.tar", tar_of({"1.jpg": b"\xff\xd8"}), 0, [("", "contains no document")]),
     "cut gzip": ("x.jsonl.gz", gzip.compress(GOOD * 500 + INCOMPRESSIBLE)[:-2000], 500, [("byte ", "ends within its gzip data")]),
     "cut gzip trailer": ("x.jsonl.gz", gzip.compress(GOOD * 500)[:-3], 500, [("byte 8500", "ends within its gzip data")]),
     "second member cut": ("x.jsonl.gz", gzip.compress(GOOD) + gzip.compress(INCOMPRESSIBLE)[:-99], 1, [("byte ", "ends within")]),
     "bad checksum": ("x.jsonl.gz", gzip.compress(GOOD)[:-8] + bytes(8), 0, [("byte 0", "incorrect data check")]),
-    "no gzip": ("x.jsonl.gz", GOOD, 0, [("byte 0", "is damaged or cut short")]),
+    "no gzip": ("x.jsonl.gz", GOOD, 0, [("byte 0", "is damaged or truncated")]),
     "rubbish after gzip": ("x.jsonl.gz", gzip.compress(GOOD) + b"rubbish", 1, [("byte 17", "is damaged")]),
     "cut zstd": ("x.jsonl.zst", zstandard.compress(GOOD * 500 + INCOMPRESSIBLE)[:-9], 0, [("byte ", "ends within its zstd data")]),
-    "no zstd": ("x.jsonl.zst", GOOD, 0, [("byte 0", "is damaged or cut short")]),
+    "no zstd": ("x.jsonl.zst", GOOD, 0, [("byte 0", "is damaged or truncated")]),
     "cut text": ("x.txt.gz", gzip.compress(b"good")[:-3], 0, [("byte 4", "ends within its gzip data")]),
-    "no Parquet": ("x.parquet", GOOD, 0, [("", "is damaged or cut short")]),
-    "cut Parquet": ("x.parquet", PARQUET[: len(PARQUET) // 2], 0, [("", "is damaged or cut short")]),
+    "no Parquet": ("x.parquet", GOOD, 0, [("", "is damaged or truncated")]),
+    "cut Parquet": ("x.parquet", PARQUET[: len(PARQUET) // 2], 0, [("", "is damaged or truncated")]),
     "other schema": ("x.parquet", parquet_of([{"body": "x"}]), 0, [("", "has no column 'text' (data.text_field), only 'body'")]),
     "other type": ("x.parquet", parquet_of([{"text": 7}]), 0, [("", "has int64 instead of text in column 'text'")]),
     "null row": ("x.parquet", parquet_of([{"text": "good"}, {"text": None}, {"text": "good"}]), 2, [("row 1", "null instead of text")]),
-    "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "no UTF-8")]),
-    "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 3, [("byte 3586", "the archive ends too early")]),
-    "tar without end": ("x.tar", TAR[: 4 * 1024], 4, [("byte 4096", "the archive ends too early")]),
-    "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1, [("byte 1024", "no header of a tar member")]),
+    "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "invalid UTF-8")]),
+    "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 3, [("byte 3586", "the archive is truncated")]),
+    "tar without end": ("x.tar", TAR[: 4 * 1024], 4, [("byte 4096", "the archive is truncated")]),
+    "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1, [("byte 1024", "invalid tar header")]),
     "cut tar.gz": ("x.tar.gz", gzip.compress(TAR)[:-20], 3, [("byte ", "ends within its gzip data")]),
     "broken record beside text": ("x.tar", tar_of({"1.txt": b"t", "1.json": b"{"}), 0, [("member 1.txt", "has a .json that is not JSON")]),
     "broken line in tar": ("x.tar", tar_of({"a b.jsonl": GOOD + b"{\n" + GOOD}), 2, [("member a b.jsonl, line 2", "is not JSON")]),
-    "cut WARC": ("x.warc", warc_record(PAGE) * 2 + warc_record(PAGE)[:-900], 2, [("byte ", "is cut short")]),
-    "cut WARC header": ("x.warc", warc_record(PAGE) * 2 + warc_record(PAGE)[:50], 2, [("byte ", "is cut within its header")]),
+    "cut WARC": ("x.warc", warc_record(PAGE) * 2 + warc_record(PAGE)[:-900], 2, [("byte ", "is truncated")]),
+    "cut WARC header": ("x.warc", warc_record(PAGE) * 2 + warc_record(PAGE)[:50], 2, [("byte ", "is truncated within its header")]),
     "cut WARC.gz": (
         "x.warc.gz",
         gzip.compress(warc_record(PAGE)) * 3 + gzip.compress(warc_record(PAGE))[:-99],
@@ -105,9 +105,9 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
         "x.warc",
         warc_record(PAGE) + b"rubbish\r\n" + warc_record(PAGE),
         1,
-        [("after the record at byte 0", "no WARC record")],
+        [("after the record at byte 0", "no readable WARC record")],
     ),
-    "no WARC": ("x.warc", GOOD, 0, [("", "no WARC record that can be read")]),
+    "no WARC": ("x.warc", GOOD, 0, [("", "no readable WARC record")]),
     "no gzip in WARC": (
         "x.warc",
         warc_record(b"no gzip", Content_Encoding="gzip") + warc_record(PAGE),
@@ -119,22 +119,22 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_is_told_and_all_else_is_read(tmp_path, case):
+def test_a_fault_is_reported_and_the_other_documents_are_read(tmp_path, case):
     name, content, good, faults = FAULTS[case]
     (tmp_path / f"Bücher & {name}").write_bytes(content)
     documents, bad = read(tmp_path, document_bytes=100_000)
     assert set(texts(documents)) <= {"good", LONG}
     assert len(documents) == good
     assert len(bad) == len(faults)
-    for told, (position, reason) in zip(bad, faults, strict=True):
-        assert told.source == f"Bücher & {name}"
-        assert told.position.startswith(position)
-        assert bool(told.position) == bool(position)
-        assert reason in told.reason
+    for report, (position, reason) in zip(bad, faults, strict=True):
+        assert report.source == f"Bücher & {name}"
+        assert report.position.startswith(position)
+        assert bool(report.position) == bool(position)
+        assert reason in report.reason
 
 
 @pytest.mark.parametrize("content", [b"", b"<html><body><p>good", b"<b><i>good</b></i></html></div>", b"\xff\0<p>good", b"<!DOCTYPE"])
-def test_broken_html_is_read_as_browsers_do(tmp_path, content):
+def test_broken_html_is_read_like_in_a_browser(tmp_path, content):
     (tmp_path / "x.html").write_bytes(content or b" ")
     documents, bad = read(tmp_path)
     assert not bad
@@ -142,25 +142,25 @@ def test_broken_html_is_read_as_browsers_do(tmp_path, content):
     assert documents[0].meta == {}
 
 
-def test_one_wrong_byte_does_not_change_the_encoding_of_a_page(tmp_path):
+def test_one_invalid_byte_does_not_change_the_encoding_of_a_page(tmp_path):
     (tmp_path / "x.html").write_bytes(page(LONG).replace(b"</p>", b" \xff</p>"))
     documents, _ = read(tmp_path)
     assert documents[0].text == LONG + " \ufffd"
 
 
-def test_a_file_that_vanishes_is_told(tmp_path):
+def test_a_file_that_disappears_is_reported(tmp_path):
     span = sources.Span(sources.Source(str(tmp_path / "x.jsonl"), "x.jsonl", 5))
     assert list(reader.read(span, ReadOptions())) == [Bad("x.jsonl", "", "cannot be read: No such file or directory")]
 
 
-def test_what_cannot_be_a_document_in_a_folder_is_told(tmp_path):
+def test_unreadable_folder_entries_are_reported(tmp_path):
     folder = tmp_path / "Köche & Bücher"
     (folder / "x.jsonl" / "tief er").mkdir(parents=True)
     (folder / "x.jsonl" / "tief er" / "größe.txt").write_text("gut")
     (folder / "broken.txt").symlink_to("nowhere")
     (folder / "loop").symlink_to(folder)
-    (folder / "notes.md").write_text("not asked for")
-    (folder / ".hidden.txt").write_text("not asked for")
+    (folder / "notes.md").write_text("not a document")
+    (folder / ".hidden.txt").write_text("not a document")
     Path(os.fsdecode(os.fsencode(folder) + b"/gr\xfcn.txt")).write_text("Latin-1 name")
     with socket.socket(socket.AF_UNIX) as pipe:
         pipe.bind(os.path.relpath(folder / "socket.txt"))
@@ -171,15 +171,15 @@ def test_what_cannot_be_a_document_in_a_folder_is_told(tmp_path):
         r"gr\xfcn.txt": "Latin-1 name",
     }
     json.dumps([document.id for document in documents]).encode()
-    assert {(told.source, told.reason.partition(":")[0]) for told in bad} == {
+    assert {(report.source, report.reason.partition(":")[0]) for report in bad} == {
         ("broken.txt", "is a broken link"),
-        ("socket.txt", "is no regular file"),
-        (str(tmp_path / "nothing"), f"holds no file ending in {', '.join(suffixes.SEARCHED)}"),
+        ("socket.txt", "is not a regular file"),
+        (str(tmp_path / "nothing"), f"contains no file with suffix {', '.join(suffixes.SEARCHED)}"),
     }
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_told(tmp_path):
+def test_a_file_without_read_permission_is_reported(tmp_path):
     (tmp_path / "x.txt").write_text("x")
     (tmp_path / "y.txt").write_text("y")
     (tmp_path / "x.txt").chmod(0)
@@ -188,11 +188,11 @@ def test_a_file_without_permission_is_told(tmp_path):
     assert "permissions" in bad[0].reason
 
 
-def test_the_stage_quarantines_what_is_bad(tmp_path):
+def test_the_stage_quarantines_unreadable_input(tmp_path):
     (tmp_path / "good.jsonl").write_bytes(GOOD * 200)
     (tmp_path / "bad one.jsonl.gz").write_bytes(gzip.compress(GOOD * 3)[:-1])
     printed = pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
-    assert "1 not readable" in printed
+    assert "1 unreadable documents" in printed
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
     assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 203
 
@@ -209,22 +209,22 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
     assert "5 problems" in printed
     assert "nowhere.jsonl: no such file" in printed
     assert "*.parquet: no such file, folder or match" in printed
-    assert "notes.md: does not end in .jsonl" in printed
+    assert "notes.md: does not have the suffix .jsonl" in printed
     assert "common parent" in printed
     assert f"data.corpora.web={tmp_path}/missing: no such file" in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "s").exists()
     (tmp_path / "empty").mkdir()
     nothing = pipeline("stage=shard", f"data.input=[{tmp_path}/empty]", f"data.shards={tmp_path}/s", expect=2)
-    assert "empty: holds no file ending in .jsonl" in nothing
+    assert "empty: contains no file with suffix .jsonl" in nothing
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
-@given(st.sampled_from(list(FORMS)), st.sampled_from(list(PACKED)), st.data())
-def test_damage_of_any_kind_never_ends_the_reading(tmp_path_factory, ending, packing, data):
+@given(st.sampled_from(list(FORMATS)), st.sampled_from(list(PACKED)), st.data())
+def test_no_kind_of_damage_stops_the_reader(tmp_path_factory, ending, packing, data):
     packing = "" if ending == ".parquet" else packing
-    content = FORMS[ending][0]
-    for step in (PACKED[packing], bytes):  # damage within, damage without
+    content = FORMATS[ending][0]
+    for step in (PACKED[packing], bytes):  # damage before compression, then after it
         for _ in range(data.draw(st.integers(0, 2))):
             first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
             content = content[:first] + data.draw(st.binary(max_size=9)) + content[data.draw(st.sampled_from([first, first + 1, last])) :]

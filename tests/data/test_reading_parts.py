@@ -1,4 +1,4 @@
-"""Input is cut into parts for ranks: byte ranges hold each document once, parts cover all files."""
+"""The input is divided into parts for ranks: byte ranges contain each document once, parts cover all files."""
 
 import itertools
 import json
@@ -17,18 +17,18 @@ LINE_OR_FAULT = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(LINE_OR_FAULT, max_size=20), st.integers(1, 200))
-def test_byte_ranges_of_a_file_hold_each_document_once(tmp_path_factory, lines, size):
+def test_byte_ranges_of_a_file_contain_each_document_once(tmp_path_factory, lines, size):
     path = tmp_path_factory.mktemp("ranges") / "x.jsonl"
     path.write_bytes("".join(lines).encode())
-    whole, cut = (all_of(spans_of(path, step)) for step in (1 << 30, size))
-    assert [d for d in cut if isinstance(d, Document)] == [d for d in whole if isinstance(d, Document)]
-    assert [d.text for d in whole if isinstance(d, Document)] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
-    assert len(cut) == len(whole)
+    full, split = (all_of(spans_of(path, step)) for step in (1 << 30, size))
+    assert [d for d in split if isinstance(d, Document)] == [d for d in full if isinstance(d, Document)]
+    assert [d.text for d in full if isinstance(d, Document)] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
+    assert len(split) == len(full)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text("aä", max_size=9), min_size=1, max_size=30), st.integers(1, 9), st.integers(100, 3000))
-def test_byte_ranges_of_a_parquet_file_hold_each_row_once(tmp_path_factory, rows, group, size):
+def test_byte_ranges_of_a_parquet_file_contain_each_row_once(tmp_path_factory, rows, group, size):
     path = tmp_path_factory.mktemp("groups") / "x.parquet"
     path.write_bytes(parquet_of([{"n": n, "text": text} for n, text in enumerate(rows)], row_group_size=group))
     found = all_of(spans_of(path, size))
@@ -52,9 +52,9 @@ def test_parts_cover_the_input_once_and_every_rank_gets_its_share(files, ranks):
         assert ranges[0][0] == 0
         assert ranges[-1][1] == source.size
         assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
-        assert len(ranges) == 1 or source.cut
+        assert len(ranges) == 1 or source.splittable
     assert all(part.size <= 100_000 or len(part.spans) == 1 for part in parts)
-    shares = [sources.share(parts, rank, ranks) for rank in range(ranks)]
+    shares = [sources.assigned(parts, rank, ranks) for rank in range(ranks)]
     assert sorted(part.number for share in shares for part in share) == list(range(len(parts)))
     loads = [sum(part.cost for part in share) for share in shares]
     assert max(loads) - min(loads) <= max((part.cost for part in parts), default=0)

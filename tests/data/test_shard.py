@@ -1,4 +1,4 @@
-"""Documents to text shards, at the command line."""
+"""Text shards from documents, at the command line."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from tests.helpers import RAW, environment, pipeline, program, prose, same_files
 
 
 def samples(folder: Path, split: str = "*") -> list[dict]:
-    """Every document of the shards, as webdataset reads them."""
+    """Read every document of the shards with webdataset."""
     paths = [str(path) for path in sorted(folder.glob(f"{split}-*.tar"))]
     return list(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode()) if paths else []
 
@@ -38,13 +38,13 @@ def read_json(path: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    """Prose in three files, with copies, near copies, things to mend and to drop."""
+    """Prose in three files, with copies, near copies, and documents to repair and to drop."""
     folder = tmp_path_factory.mktemp("library") / "documents"
     folder.mkdir()
     for part in range(3):
         lines = [json_line(prose(100 * part + n), number=n) for n in range(60)]
-        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of the first file's
-        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # nearly the same in each
+        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of documents in the first file
+        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # near copies in each file
         lines += [json_line("too short"), json_line("click here " * 200), json_line("MÃ¤rchen. " + prose(900 + part))]
         (folder / f"part {part}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
@@ -55,7 +55,7 @@ LIBRARY = ("stage=shard", "data.part_megabytes=0.03", "data.shard_megabytes=0.05
 
 @pytest.fixture(scope="module")
 def cleaned(library) -> Path:
-    """The library's shards with the default steps, by one process."""
+    """The shards of the library with the default steps, written by one process."""
     pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={library.parent}/cleaned")
     return library.parent / "cleaned"
 
@@ -67,7 +67,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
         assert same_files(cleaned, tmp_path / str(ranks)), ranks
 
 
-def test_cleaning_and_deduplication_leave_what_they_should(cleaned):
+def test_cleaning_and_deduplication_keep_the_expected_documents(cleaned):
     texts = sorted(sample["txt"] for sample in samples(cleaned))
     expected = {prose(100 * part + n) for part in range(3) for n in range(60)} | {"Märchen. " + prose(900 + part) for part in range(3)}
     near = [text for text in texts if "Printed for the" in text]
@@ -78,7 +78,7 @@ def test_cleaning_and_deduplication_leave_what_they_should(cleaned):
     assert {sample["json"]["lang"] for sample in samples(cleaned)} == {"en"}
 
 
-def test_the_report_tells_where_every_document_went(library, cleaned):
+def test_the_report_accounts_for_every_document(library, cleaned):
     report = read_json(cleaned / "report.json")
     read = report["input"]["documents"]
     assert read == sum(path.read_text(encoding="utf-8").count("\n") for path in library.iterdir())
@@ -91,7 +91,7 @@ def test_the_report_tells_where_every_document_went(library, cleaned):
     by_name = {step["step"]: step for step in report["steps"]}
     assert by_name["length"]["dropped"]["too short"]["documents"] == 3
     assert by_name["length"]["examples"]["too short"][0]["before"] == "too short"
-    assert by_name["repair"]["examples"]["encoding or entities mended"][0]["after"].startswith("Märchen.")
+    assert by_name["repair"]["examples"]["encoding or entities repaired"][0]["after"].startswith("Märchen.")
     assert {(cluster["kind"], cluster["documents"]) for cluster in duplicates["clusters"]} == {("exact", 3), ("near", 3)}
     assert report["output"]["languages"]["en"][0] == len(samples(cleaned)) == sum(report["output"]["lengths"].values())
     page = (cleaned / "report.html").read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def test_the_report_tells_where_every_document_went(library, cleaned):
     assert "http" not in page, "the page must not load anything"
 
 
-def test_raw_documents_arrive_as_they_are(corpus, shards):
+def test_raw_documents_are_unchanged(corpus, shards):
     manifest = read_json(shards / "manifest.json")
     for split in ("train", "validation"):
         found = samples(shards, split)
@@ -110,12 +110,12 @@ def test_raw_documents_arrive_as_they_are(corpus, shards):
         assert {entry["corpus"] for entry in entries} == {"default"}
     lines = [json.loads(line)["text"] for path in corpus.iterdir() for line in path.read_text(encoding="utf-8").splitlines()]
     assert sorted(sample["txt"] for sample in samples(shards)) == sorted(lines)
-    # Shuffled: neither the order of the files nor their lengths survive.
+    # Shuffled: the documents are not in the order of the files.
     order = [sample["json"]["id"] for sample in samples(shards, "train")]
     assert order != sorted(order)
 
 
-def test_shards_are_of_the_wanted_size_whatever_cleaning_left(cleaned, shards):
+def test_shards_have_the_configured_size_after_cleaning(cleaned, shards):
     for folder in (cleaned, shards):
         files = read_json(folder / "manifest.json")["files"]
         sizes = [entry["text_bytes"] for name, entry in files.items() if name.startswith("train-")]
@@ -130,9 +130,9 @@ def test_shards_are_the_ustar_files_that_tarfile_writes(shards):
                 plain = tarfile.TarInfo(member.name)  # owner, group, time: all zero
                 plain.size = member.size
                 rewritten.addfile(plain, archive.extractfile(member))
-        whole = again.getvalue()
-        assert whole.startswith(path.read_bytes())
-        assert not whole[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
+        expected = again.getvalue()
+        assert expected.startswith(path.read_bytes())
+        assert not expected[path.stat().st_size :].strip(b"\0")  # tarfile pads to records of 10 kB
 
 
 def test_many_documents_can_share_a_member(library, cleaned, tmp_path):
@@ -181,7 +181,7 @@ def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_pat
     assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
 
 
-def test_another_seed_is_another_order_and_another_split(corpus, shards, tmp_path):
+def test_another_seed_changes_the_order_and_the_split(corpus, shards, tmp_path):
     settings = ("stage=shard", *RAW, f"data.input=[{corpus}]", "data.validation_fraction=0.1", "data.seed=1")
     pipeline(*settings, f"data.shards={tmp_path}/s")
     first, second = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
@@ -199,7 +199,7 @@ def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_pa
 
 
 @pytest.mark.parametrize("documents", [1, 2, 3])
-def test_few_documents_still_make_both_splits(tmp_path, documents):
+def test_few_documents_fill_both_splits(tmp_path, documents):
     for number in range(documents):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     for fraction, validation in ((0.001, min(1, documents - 1)), (0, 0)):
@@ -214,7 +214,7 @@ GROUP = st.dictionaries(st.integers(0, (1 << 12) - 1), st.integers(1, 5000), max
 
 @given(st.lists(st.tuples(GROUP, GROUP), min_size=1, max_size=3), st.booleans(), st.floats(0.001, 1.0))
 def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes):
-    """Groups of documents with a place and a size, planned, and then chosen as shards choose them."""
+    """Plan groups of documents with a shuffle key and a size, then select documents as the shard writer does."""
     names = tuple(f"c{number}" for number in range(len(corpora)))
     order = Order(names, seed=0, validation_fraction=0.1 * validation_wanted, bins=1 << 12)
     groups = [group if split == 0 or validation_wanted else {} for pair in corpora for split, group in enumerate(pair)]
@@ -222,7 +222,7 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
     for number, group in enumerate(groups):
         sizes = np.zeros(order.bins, dtype=np.int64)
         numbers = {bin_: len(documents) + i for i, bin_ in enumerate(sorted(group))}
-        documents.update({numbers[bin_]: (order.first_place(number, bin_) + 5, group[bin_]) for bin_ in group})
+        documents.update({numbers[bin_]: (order.first_key(number, bin_) + 5, group[bin_]) for bin_ in group})
         np.add.at(sizes, list(group), list(group.values()))
         first = min(((documents[n][0], n) for n in numbers.values()), default=None)
         tallies.append(Tally(len(group), sizes, first))
@@ -230,8 +230,8 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
     written = [
         number
         for shard in plan
-        for number, (place, _) in documents.items()
-        if shard.first <= place < shard.stop and number != shard.without and shard.only in (None, number)
+        for number, (key, _) in documents.items()
+        if shard.first <= key < shard.stop and number != shard.without and shard.only in (None, number)
     ]
     assert sorted(written) == sorted(documents)
     for corpus, (train, validation) in zip(names, zip(tallies[::2], tallies[1::2], strict=True), strict=True):
@@ -254,12 +254,12 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
     assert "nothing to do" in pipeline(*settings, "data.validation_fraction=0.1")
     refused = pipeline(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
     assert "data.validation_fraction=0.2" in refused
-    assert "was made with data.validation_fraction=0.1" in refused
+    assert "was created with data.validation_fraction=0.1" in refused
     assert "clean.length.least=3" in refused
     assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
 
 
-def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
+def test_an_invalid_input_or_output_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
     assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
     assert not (tmp_path / "s").exists()
@@ -267,14 +267,14 @@ def test_an_input_or_output_that_cannot_be_is_explained(tmp_path):
     below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
     assert "cannot be written: Not a directory" in below_a_file
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
-    assert "of 1 documents with any text, cleaning and deduplication left none" in printed
+    assert "cleaning and deduplication dropped all 1 non-empty documents" in printed
 
 
-def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
+def test_few_bad_documents_are_quarantined_and_many_end_the_job(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
     printed = pipeline(*settings, f"data.shards={tmp_path}/s", ranks=2)
-    assert "1 not readable" in printed
+    assert "1 unreadable documents" in printed
     (bad,) = [json.loads(line) for line in (tmp_path / "s" / "quarantine.jsonl").read_text().splitlines()]
     assert (bad["file"], bad["position"]) == ("x.jsonl", "line 100")
     assert "text" in bad["reason"]
@@ -284,11 +284,11 @@ def test_a_few_bad_documents_are_set_aside_and_many_end_the_job(tmp_path):
     refused = pipeline(*settings, f"data.shards={tmp_path}/t", ranks=2, expect=2)
     assert "data.quarantine_limit=0.01: 2 of 101 documents could not be read: x.jsonl line 100" in refused
     assert not list((tmp_path / "t").glob("*.tar"))
-    assert "2 not readable" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
+    assert "2 unreadable documents" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
 
 
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
-    """As under a launcher whose PMI does not fit: every process would think that it is alone."""
+    """As under a launcher with a mismatched PMI: every process would see a world of one rank."""
     (tmp_path / "x.txt").write_text("x")
     place = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", expect=2, env=place)
@@ -297,19 +297,19 @@ def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
 
 
 def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
-    """A file-size limit stands for the full disk: it fails the same writes, and needs no root."""
+    """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    pipeline(*settings, f"data.shards={tmp_path}/whole")
+    pipeline(*settings, f"data.shards={tmp_path}/complete")
     folder = tmp_path / "limited"
-    for kilobytes in (50, 200):  # too little for the spill; enough for it, but not for the shard
+    for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
         limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
         printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited, cold=True)
         assert f"{folder}: cannot be written" in printed
         assert "Traceback" not in printed
         assert [path.name for path in folder.iterdir()] == [".unfinished"]
     pipeline(*settings, f"data.shards={folder}")
-    assert same_files(tmp_path / "whole", folder)
+    assert same_files(tmp_path / "complete", folder)
 
 
 def start(*arguments: object) -> warm.Process:
@@ -321,24 +321,28 @@ def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) 
         time.sleep(0.001)
 
 
-def test_killed_runs_leave_nothing_final_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    for mark in (".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"):  # reading, about to write, writing
+    for mark in (
+        ".unfinished/part-000001.json",
+        ".unfinished/plan.json",
+        "train-00001.tar",
+    ):  # reading, before writing, writing
         process = start(*settings)
         wait_for(folder, mark, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
         assert not (folder / "manifest.json").exists()
-    noted = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
-    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in noted}
+    recorded = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
+    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in recorded}
     assert done
     pipeline(*settings, ranks=2)
     assert same_files(cleaned, folder)
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
 
 
-def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_undisturbed_one(library, cleaned, tmp_path):
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
     command = [program("mpirun"), "-n", "2", sys.executable, "-m", "pipeline", *settings]
@@ -375,15 +379,15 @@ def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, t
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
     for task in ("3", "1"):
-        assert "this task's share is done" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
+        assert "this task has read its parts" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
         assert not (tmp_path / "s" / "manifest.json").exists()
     pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
     assert same_files(cleaned, tmp_path / "s")
     gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
-    assert "not numbered evenly" in pipeline(*settings, env=gaps, expect=2)
+    assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
 
 
-def test_shards_of_an_earlier_run_do_not_survive_beside_new_ones(tmp_path):
+def test_shards_of_an_earlier_run_are_removed(tmp_path):
     write_corpus(tmp_path / "c")
     folder = tmp_path / "s"
     pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}", "data.shard_megabytes=0.05")

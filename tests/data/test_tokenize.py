@@ -211,4 +211,4 @@ def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokeniz
         pipeline("stage=shard", *RAW, f"data.input=[{corpus}]", f"data.shards={other}")
     wanted = {"data.shards": shards, "tokenizer.path": tokenizer, "data.tokens": tokens, key: other}
     printed = pipeline("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
-    assert f"was made with {key}=" in printed
+    assert f"was created with {key}=" in printed

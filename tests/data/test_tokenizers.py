@@ -145,7 +145,7 @@ def test_the_tokenizer_is_learned_from_the_training_split_only_and_again_the_sam
 
 def test_training_a_tokenizer_twice(shards, tokenizer, tmp_path):
     assert "nothing to do" in train(shards, tokenizer, "tokenizer.vocab_size=300", QUIET)
-    assert "was made with tokenizer.vocab_size=300" in train(shards, tokenizer, "tokenizer.vocab_size=400", QUIET, expect=2)
+    assert "was created with tokenizer.vocab_size=300" in train(shards, tokenizer, "tokenizer.vocab_size=400", QUIET, expect=2)
     (tmp_path / "precious.txt").write_text("mine")
     assert "did not write" in train(shards, tmp_path, expect=2)
     assert (tmp_path / "precious.txt").read_text() == "mine"
@@ -155,7 +155,7 @@ def test_a_small_text_yields_a_smaller_vocabulary_and_says_so(shards, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.train_megabytes=0.001", QUIET)
     totals = json.loads((tmp_path / "t" / MANIFEST).read_text())["totals"]
     assert 257 <= totals["vocab_size"] < 8192
-    assert f"yield only {totals['vocab_size']} of 8192 entries" in printed
+    assert f"yield only {totals['vocab_size']} of 8192 vocabulary entries" in printed
 
 
 def test_several_sizes_in_one_run_are_those_of_single_runs(shards, tokenizer, tmp_path):
@@ -274,7 +274,7 @@ def test_a_tiktoken_file(tokenizer, tmp_path):
             assert stock(text)["input_ids"] == original.encode_ordinary(text)
     assert TextEncoder(tmp_path / "t", EOD).end_of_document == len(ranks)
     assert "nothing to do" in pipeline(*settings, "tokenizer.split=llama3")
-    assert "was made with tokenizer.split=llama3" in pipeline(*settings, "tokenizer.split=gpt2", expect=2)
+    assert "was created with tokenizer.split=llama3" in pipeline(*settings, "tokenizer.split=gpt2", expect=2)
 
 
 AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -315,7 +315,7 @@ def test_files_that_cannot_be_imported(tmp_path):
             (tmp_path / name).write_bytes(content)
         return pipeline("stage=train_tokenizer", f"tokenizer.source={tmp_path}/{name}", f"tokenizer.path={tmp_path}/t", expect=2)
 
-    assert "is no file" in refused("missing.model", None)
+    assert "is not a file" in refused("missing.model", None)
     assert "must end in .tiktoken or .model" in refused("x.json", b"{}")
     assert "cannot be read" in refused("x.model", b"no model")
     assert "cannot be read" in refused("x.tiktoken", b"no ranks")

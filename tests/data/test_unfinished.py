@@ -1,4 +1,4 @@
-"""The lock of a folder that is being written: tasks of one job array come and go, and none is sent away."""
+"""The lock of an output folder: tasks of one job array acquire and release it concurrently, and none is refused."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from pipeline.data.unfinished import claimed
 from pipeline.errors import UserError
 
 
-def test_tasks_of_an_array_that_come_as_others_leave_are_let_in(tmp_path: Path) -> None:
+def test_tasks_of_an_array_can_lock_while_others_release(tmp_path: Path) -> None:
     lock, inside, prepared = threading.Lock(), 0, []
 
     def task(_: int) -> None:
@@ -24,10 +24,10 @@ def test_tasks_of_an_array_that_come_as_others_leave_are_let_in(tmp_path: Path) 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(task, range(600)))
     assert prepared
-    assert not any(prepared), "the folder was made ready while another task was at work"
+    assert not any(prepared), "the folder was prepared while another task held the lock"
 
 
-def test_a_job_that_is_no_task_of_the_array_is_refused(tmp_path: Path) -> None:
+def test_a_job_outside_the_array_is_refused(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match="written by another job: job array 7")
     with claimed(tmp_path, "data.shards", "7"), refused, claimed(tmp_path, "data.shards"):
         pass

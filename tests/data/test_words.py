@@ -1,4 +1,4 @@
-"""Words and lines of many texts at once, held against doing it one by one."""
+"""Words and lines of a batch of texts, compared with a character-by-character implementation."""
 
 import re
 import unicodedata
@@ -15,7 +15,7 @@ NO_SPACES = re.compile("[\u0e00-\u0eff\u4e00-\u9fff]")
 
 
 def words_of(text: str) -> list[str]:
-    """The same by a walk over the characters."""
+    """The words of a text, by a loop over its characters."""
     found, open_word = [], False
     for character in text:
         if unicodedata.category(character)[0] not in "LMN":
@@ -29,8 +29,8 @@ def words_of(text: str) -> list[str]:
     return found
 
 
-def cut(words: Words, spans) -> list[list[str]]:
-    """What the spans are of every text."""
+def span_texts(words: Words, spans) -> list[list[str]]:
+    """The strings of the spans of every text."""
     joined = words.codes.tobytes().decode("utf-32-le")
     parts = [joined[start:end] for start, end in zip(spans.starts, spans.ends, strict=True)]
     return [parts[a:b] for a, b in zip(spans.offsets[:-1], spans.offsets[1:], strict=True)]
@@ -39,11 +39,11 @@ def cut(words: Words, spans) -> list[list[str]]:
 @given(TEXTS)
 @example(["", "", ""])
 @example(["word", "", "漢字 and kanji"])
-def test_words_are_those_of_a_walk_over_the_characters(texts):
+def test_words_equal_those_of_a_loop_over_the_characters(texts):
     words = Words(texts)
-    assert cut(words, words.spans) == [words_of(text) for text in texts]
+    assert span_texts(words, words.spans) == [words_of(text) for text in texts]
     flat = [word.lower() for text in texts for word in words_of(text)]
-    # Two words have one hash exactly if they are the same but for case.
+    # Two words have the same hash if and only if they are equal except for case.
     assert len(set(words.hashes.tolist())) == len(set(flat))
     assert len(set(zip(words.hashes.tolist(), flat, strict=True))) == len(set(flat))
 
@@ -56,9 +56,9 @@ def test_a_hash_does_not_depend_on_the_neighbours(texts):
 
 
 @given(TEXTS)
-def test_lines_are_those_with_anything_in_them_without_space_around(texts):
+def test_lines_are_the_stripped_non_blank_lines(texts):
     words = Words(texts)
-    assert cut(words, words.lines) == [[line.strip() for line in text.split("\n") if line.strip()] for text in texts]
+    assert span_texts(words, words.lines) == [[line.strip() for line in text.split("\n") if line.strip()] for text in texts]
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 5))
@@ -70,8 +70,8 @@ def test_ngrams_are_equal_where_their_members_are(values, length):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1), st.lists(st.integers(0, 100)))
-def test_lookup_finds_what_is_known(known, asked):
+def test_lookup_finds_the_known_hashes(known, queries):
     lookup = Lookup(np.array(known, dtype=np.uint64), bits=4)
-    places, which = lookup.find(np.array(asked, dtype=np.uint64))
-    assert [asked[place] for place in places] == [value for value in asked if value in known]
-    assert lookup.known[which].tolist() == [asked[place] for place in places]
+    positions, indices = lookup.find(np.array(queries, dtype=np.uint64))
+    assert [queries[position] for position in positions] == [value for value in queries if value in known]
+    assert lookup.known[indices].tolist() == [queries[position] for position in positions]

@@ -1,4 +1,4 @@
-"""Job texts against golden files, the sbatch line, and what cannot be submitted."""
+"""Rendered jobs against golden files, the sbatch command, and invalid cluster options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def cluster(name: str) -> ClusterConfig:
-    """A cluster as conf/cluster/ describes it."""
+    """Load the options of a cluster from conf/cluster/."""
     merged = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(ROOT / "conf" / "cluster" / f"{name}.yaml"))
     return OmegaConf.to_object(merged)
 
@@ -58,7 +58,7 @@ def test_sbatch_line() -> None:
 
 
 @given(world_size=st.integers(1, 20000), per_node=st.integers(1, 16))
-def test_sbatch_line_starts_as_many_ranks_as_asked(world_size: int, per_node: int) -> None:
+def test_sbatch_line_starts_the_requested_number_of_ranks(world_size: int, per_node: int) -> None:
     words = shlex.split(job.sbatch_line(ClusterConfig(tasks_per_node=per_node), "pretrain", world_size, []))
     options = dict(word[2:].split("=") for word in words if word.startswith("--"))
     room = int(options["nodes"]) * int(options["ntasks-per-node"])
@@ -66,12 +66,12 @@ def test_sbatch_line_starts_as_many_ranks_as_asked(world_size: int, per_node: in
     assert room - int(options["ntasks-per-node"]) < world_size <= room
 
 
-def test_every_stage_has_a_script_that_leaves_its_exit_code() -> None:
+def test_every_script_returns_the_exit_code_of_its_stage() -> None:
     for script in (ROOT / "slurm").glob("*.sbatch"):
         assert script.read_text().splitlines()[-1] == f'exec srun --kill-on-bad-exit=1 python -m pipeline stage={script.stem} "$@"'
 
 
-def test_violations_are_named_together() -> None:
+def test_violations_are_reported_together() -> None:
     wrong = ClusterConfig(account="a\n#SBATCH --nodes=9", time="soon", sbatch=["exclusive"])
     keys = {violation.key for violation in job.violations(wrong, "brew", ROOT)}
     assert keys == {"cluster.account", "cluster.time", "cluster.sbatch", "stage"}
@@ -83,12 +83,12 @@ def test_times_of_slurm(time: str) -> None:
     assert job.violations(ClusterConfig(time=time), "shard", ROOT) == []
 
 
-def test_a_time_that_yaml_took_for_a_number_is_refused() -> None:
+def test_an_unquoted_yaml_time_is_refused() -> None:
     time = str(OmegaConf.create("time: 24:00:00").time)
     assert [v.key for v in job.violations(ClusterConfig(time=time), "shard", ROOT)] == ["cluster.time"]
 
 
-def test_submitting_where_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_submission_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="sbatch is not on this machine"):
+    with pytest.raises(UserError, match="sbatch is not installed on this machine"):
         job.submit("#!/bin/bash\n")

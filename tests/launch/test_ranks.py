@@ -1,4 +1,4 @@
-"""Which rank a process is: the variables of each launcher, and Slurm's compressed lists."""
+"""Rank detection from the variables of each launcher, and the compressed lists of Slurm."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_hosts(nodelist: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("nodelist", ["", "n[1-2", "n[2-1]", "n[]", "n[1-]", "a,,b", "n[a-b]", "n[1--2]", "a b", ",a"])
-def test_unreadable_hosts_are_refused(nodelist: str) -> None:
+def test_malformed_hosts_are_refused(nodelist: str) -> None:
     with pytest.raises(UserError, match="SLURM_STEP_NODELIST"):
         expand_hosts(nodelist)
 
 
 terms = st.tuples(
     st.from_regex(r"[a-z][a-z.-]{0,5}", fullmatch=True),
-    st.integers(0, 3),  # digits to pad to
-    st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 12)), min_size=1, max_size=4),  # (first, how many more)
+    st.integers(0, 3),  # zero-padded width
+    st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 12)), min_size=1, max_size=4),  # (first, length - 1)
     st.from_regex(r"[a-z.-]{0,3}", fullmatch=True),
 )
 
@@ -84,16 +84,16 @@ def test_tasks(runs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("counts", ["", "2(x)", "two", "2,", "-1", "2(x3"])
-def test_unreadable_tasks_are_refused(counts: str) -> None:
+def test_malformed_tasks_are_refused(counts: str) -> None:
     with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
         expand_tasks(counts)
 
 
-def test_a_process_started_by_hand_is_alone() -> None:
+def test_without_a_launcher_there_is_one_rank() -> None:
     assert detect({"PATH": "/bin"}) == Ranks(0, 1, 0, 1, "127.0.0.1", 29500, "none")
 
 
-def test_the_batch_script_itself_is_no_rank() -> None:
+def test_the_batch_script_itself_is_not_a_rank() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
     assert detect(batch).world_size == 1
 
@@ -111,29 +111,29 @@ def test_srun_with_uneven_nodes() -> None:
     assert detect({**uneven, "SLURM_PROCID": "3", "SLURM_NODEID": "1"}).local_size == 3
 
 
-def test_jobs_and_steps_that_may_share_a_node_meet_at_different_ports() -> None:
+def test_jobs_and_steps_use_different_ports() -> None:
     ports = {detect({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port for job in range(300) for step in range(16)}
     assert len(ports) == 300 * 16
     assert min(ports) >= 20000
-    assert max(ports) < 32768  # where Linux's ephemeral ports begin
+    assert max(ports) < 32768  # first ephemeral port of Linux
 
 
-def test_torchrun_also_inside_a_slurm_job() -> None:
+def test_torchrun_takes_precedence_over_srun() -> None:
     expected = Ranks(3, 4, 1, 2, "h0", 2345, "torchrun")
     assert detect(TORCHRUN) == expected
     assert detect({**SRUN, **TORCHRUN}) == expected
 
 
 @pytest.mark.parametrize("outer", [{}, SRUN])
-def test_mpirun_also_inside_a_slurm_job(outer: dict[str, str]) -> None:
+def test_mpirun_takes_precedence_over_srun(outer: dict[str, str]) -> None:
     assert detect({**outer, **MPIRUN}) == Ranks(1, 4, 1, 4, "127.0.0.1", 29500, "mpirun")
 
 
-def test_mpi_variables_of_srun_are_not_mistaken_for_mpirun() -> None:
+def test_pmi_variables_of_srun_are_not_read_as_mpirun() -> None:
     assert detect({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}) == detect(SRUN)
 
 
-def test_mpirun_on_several_hosts_needs_to_be_told_the_first() -> None:
+def test_mpirun_on_several_hosts_requires_master_addr() -> None:
     ranks = detect(OPENMPI)
     assert (ranks.rank, ranks.world_size, ranks.local_size, ranks.launcher) == (2, 3, 1, "mpirun")
     with pytest.raises(UserError, match="MASTER_ADDR"):
@@ -151,7 +151,7 @@ def test_mpirun_on_several_hosts_needs_to_be_told_the_first() -> None:
         ({"TORCHELASTIC_RUN_ID": "none"}, ["MASTER_PORT", "RANK", "WORLD_SIZE"]),
     ],
 )
-def test_contradictions_are_named(environment: dict[str, str], named: list[str]) -> None:
+def test_inconsistent_variables_are_reported(environment: dict[str, str], named: list[str]) -> None:
     with pytest.raises(UserError) as refusal:
         detect(environment)
     for text in named:

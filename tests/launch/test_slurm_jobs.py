@@ -1,4 +1,4 @@
-"""Real jobs on a real Slurm of four nodes, which tools/devcluster brings up on this machine."""
+"""Jobs on a Slurm cluster of four nodes, which tools/devcluster starts on the local machine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
 
 @pytest.fixture(scope="module", autouse=True)
 def slurm() -> Iterator[None]:
-    """A running dev cluster, its clients' environment set. One that ran before is used and left running."""
+    """Start the dev cluster and set the environment of its clients. A cluster that is already running is used and left running."""
     if os.geteuid() != 0:
-        pytest.skip("needs root: tools/devcluster gives each node a host name of its own")
+        pytest.skip("requires root: tools/devcluster assigns a separate host name to each node")
     if not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") or not shutil.which(
         "munged", path=os.environ["PATH"] + ":/usr/sbin"
     ):
-        pytest.skip("needs the packages slurm-wlm and munge")
-    ran = subprocess.run([DEVCLUSTER, "status"], capture_output=True, check=False).returncode == 0
+        pytest.skip("requires the packages slurm-wlm and munge")
+    was_running = subprocess.run([DEVCLUSTER, "status"], capture_output=True, check=False).returncode == 0
     export = subprocess.run([DEVCLUSTER, "start"], stdout=subprocess.PIPE, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", export.strip().partition("=")[2])
@@ -44,22 +44,22 @@ def slurm() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(ROOT)
         yield
-        if not ran:
+        if not was_running:
             subprocess.run([DEVCLUSTER, "stop"], check=True)
 
 
 def command(*words: str) -> str:
-    """What a command of Slurm prints."""
+    """Run a Slurm command and return its output."""
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
 
 
 def sbatch(log: Path, *words: object) -> int:
-    """Submit as a user does; the number of the job."""
+    """Submit a job with sbatch and return its id."""
     return int(command("sbatch", "--parsable", f"--output={log}", *map(str, words)))
 
 
 def ended(number: int, seconds: float = 400) -> dict[str, str]:
-    """What Slurm knows of a job once it has ended."""
+    """Wait until a job has ended and return its fields from scontrol."""
     for _ in range(int(seconds * 4)):
         facts = dict(re.findall(r"(\w+)=(\S*)", command("scontrol", "show", "job", "--oneliner", str(number))))
         if facts["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
@@ -69,7 +69,7 @@ def ended(number: int, seconds: float = 400) -> dict[str, str]:
 
 
 def succeeded(number: int, log: Path) -> str:
-    """The log of a job that must have ended well, free of control characters."""
+    """Wait for a job that must succeed and return its log, which must not contain control characters."""
     facts = ended(number)
     text = log.read_text(encoding="utf-8") if log.exists() else ""
     assert facts["JobState"] == "COMPLETED", f"{facts}\n{text}"
@@ -78,7 +78,7 @@ def succeeded(number: int, log: Path) -> str:
 
 
 def training_steps(run: Path) -> list[dict[str, Any]]:
-    """What a run noted of its optimizer steps, validations left out."""
+    """Read the training lines of metrics.jsonl, without validations."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "loss" in line]
 
@@ -131,7 +131,7 @@ def test_a_job_array_shards_without_mpi(corpus: Path, shards: Path, tmp_path: Pa
 
 
 def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_path: Path) -> None:
-    """The whole road as jobs that wait for each other, on 4 nodes x 2 tasks where a stage has ranks."""
+    """The full pipeline as a chain of dependent jobs; multi-rank stages use 4 nodes x 2 tasks."""
     run = tmp_path / "run"
     folders = [f"data.shards={tmp_path}/shards", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"run_dir={run}"]
     wide = ["--nodes=4", "--ntasks-per-node=2"]
@@ -149,7 +149,7 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
     for stage, number in numbers.items():
         succeeded(number, tmp_path / f"{stage}.log")
 
-    # Eight ranks on four nodes wrote what one process writes.
+    # Eight ranks on four nodes write the same files as one process.
     assert same_files(shards, tmp_path / "shards")
     assert same_files(tokenizer, tmp_path / "tokenizer")
     assert same_files(tokens, tmp_path / "tokens")
@@ -163,7 +163,7 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
 def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     first = sbatch(
         tmp_path / "log",
-        "--ntasks=1",  # a lone rank needs no MPI, whose start under srun fails now and then
+        "--ntasks=1",  # a single rank requires no MPI, whose start-up under srun sometimes fails
         "slurm/shard.sbatch",
         f"data.input=[{tmp_path}/none]",
         f"data.shards={tmp_path}/s",
@@ -179,8 +179,8 @@ def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("next-*"))
 
 
-def test_a_sweep_is_submitted_and_left_alone(tokens: Path, tmp_path: Path) -> None:
-    """Three runs, held until the launcher has ended; their folder has a name that shell, Slurm and Hydra must each be told how to read."""
+def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Path) -> None:
+    """Three runs, held until the launcher has exited. Their folder name requires quoting for the shell, Slurm and Hydra."""
     sweep = tmp_path / "a sweep #1 100%"
     rates = [1e-4, 3e-4, 1e-3]
     printed = pipeline(
@@ -193,17 +193,17 @@ def test_a_sweep_is_submitted_and_left_alone(tokens: Path, tmp_path: Path) -> No
         assert f"job {entry['job']}: {entry['run_dir']}" in printed
         command("scontrol", "release", str(entry["job"]))
     losses = []
-    for point, (rate, entry) in enumerate(zip(rates, record, strict=True)):
-        assert entry["run_dir"] == f"{sweep}/{point}"
+    for index, (rate, entry) in enumerate(zip(rates, record, strict=True)):
+        assert entry["run_dir"] == f"{sweep}/{index}"
         facts = ended(entry["job"])
         assert (facts["JobState"], facts["NumNodes"], facts["NumTasks"]) == ("COMPLETED", "2", "2"), Path(entry["log"]).read_text()
-        steps = training_steps(sweep / str(point))
+        steps = training_steps(sweep / str(index))
         assert max(line["lr"] for line in steps) == pytest.approx(rate)
         losses.append(steps[-1]["loss"])
     assert len(set(losses)) == 3
 
 
-def test_a_sweep_is_submitted_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_rejected_sweep_is_canceled_completely(tmp_path: Path) -> None:
     message = pipeline(
         "-m", "stage=shard", "cluster.partition=batch,nope", f"run_dir={tmp_path}", "cluster.sbatch=[--hold]", *SLURM, expect=2
     )
@@ -212,10 +212,10 @@ def test_a_sweep_is_submitted_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not (tmp_path / "sweep.json").exists()
 
 
-def test_slurms_own_words_reach_the_user() -> None:
+def test_sbatch_errors_are_reported() -> None:
     with pytest.raises(UserError, match="invalid partition specified: nope"):
         job.submit("#!/bin/bash\n#SBATCH --partition=nope\ntrue\n")
 
 
-def test_the_queue_is_empty_in_the_end() -> None:
+def test_the_queue_is_empty_at_the_end() -> None:
     assert command("squeue", "--noheader") == ""

@@ -1,4 +1,4 @@
-"""Sweeps up to the submission: every point is checked first, each has its own folder. Jobs themselves: test_slurm_jobs.py."""
+"""Sweeps without a Slurm cluster: validation of all runs, run directories, job texts. Submitted jobs: test_slurm_jobs.py."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.launch.hydra_launcher import quoted
+from pipeline.launch.hydra_launcher import quote
 from tests.helpers import RAW, pipeline
 
 SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
 
 
 @pytest.mark.parametrize("launcher", [(), SLURM], ids=["basic", "slurm"])
-def test_every_point_is_checked_before_any_starts(launcher: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:
+def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:
     message = pipeline(
         "-m", "stage=shard", f"data.input=[{corpus}]", f"data.shards={tmp_path / 'shards'}", f"run_dir={tmp_path / 'sweep'}",
         "data.shard_megabytes=1,-2,-3", "data.seed=0,-4", *launcher, expect=2,
     )  # fmt: skip
     assert message.startswith("3 problems")
-    for mistake in ("data.shard_megabytes=-2.0", "data.shard_megabytes=-3.0", "data.seed=-4"):
-        assert message.count(mistake) == 1
+    for violation in ("data.shard_megabytes=-2.0", "data.shard_megabytes=-3.0", "data.seed=-4"):
+        assert message.count(violation) == 1
     assert "Traceback" not in message
     assert not (tmp_path / "shards").exists()
     assert not list((tmp_path / "sweep").glob("*/"))
 
 
-def test_values_that_do_not_compose_are_named_one_by_one(tmp_path: Path) -> None:
+def test_values_that_do_not_compose_are_reported_separately(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,abc", "model=llama-tiny,lama-tiny", f"run_dir={tmp_path}", *SLURM, expect=2)
     assert message.startswith("2 problems")
     assert "optimizer.lr=abc" in message
     assert "model=lama-tiny" in message
 
 
-def test_points_run_here_one_after_the_other(corpus: Path, tmp_path: Path) -> None:
+def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
     pipeline(
         "-m", "stage=shard", *RAW, f"data.input=[{corpus}]", "data.seed=1,2",
         "data.shards=${run_dir}/shards", f"run_dir={tmp_path / 'sweep'}",
     )  # fmt: skip
-    manifests = [json.loads((tmp_path / "sweep" / point / "shards" / "manifest.json").read_text()) for point in "01"]
+    manifests = [json.loads((tmp_path / "sweep" / run / "shards" / "manifest.json").read_text()) for run in "01"]
     assert [m["settings"]["data.seed"] for m in manifests] == [1, 2]
 
 
-def test_a_dry_run_shows_the_jobs(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
     text = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path / 'sweep'}", "dry_run=true", *SLURM)
     assert text.count("#!/bin/bash") == 2
     assert f"--output={tmp_path}/sweep/1/slurm-%j.out" in text
@@ -54,22 +54,22 @@ def test_a_dry_run_shows_the_jobs(tmp_path: Path) -> None:
     assert not (tmp_path / "sweep" / "0").exists()
 
 
-def test_points_may_not_share_a_folder(tmp_path: Path) -> None:
+def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path}", "hydra.sweep.subdir=same", *SLURM, expect=2)
-    assert "is shared by several points" in message
+    assert "is shared by several runs" in message
 
 
-def test_every_reason_against_submitting_is_named_at_once(tmp_path: Path) -> None:
+def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps([{"overrides": ["optimizer.lr=1.0"]}]))
     message = pipeline(
         "-m", "optimizer.lr=1e-4", f"run_dir={tmp_path}", "cluster.time=soon", "hydra.sweeper.max_batch_size=2", *SLURM, expect=2
     )
     assert message.startswith("3 problems")
-    for text in ("holds another sweep", "cluster.time=soon", "hydra.sweeper.max_batch_size=2"):
+    for text in ("contains another sweep", "cluster.time=soon", "hydra.sweeper.max_batch_size=2"):
         assert text in message
 
 
 @settings(deadline=None)
 @given(st.text("ab/.=, '\"\\$[]{}%#~é", min_size=1))
-def test_folders_with_odd_names_reach_the_job(folder: str) -> None:
-    assert str(OverridesParser.create().parse_override(f"run_dir={quoted(folder)}").value()) == folder
+def test_quoted_run_dir_is_parsed_back(folder: str) -> None:
+    assert str(OverridesParser.create().parse_override(f"run_dir={quote(folder)}").value()) == folder

@@ -160,14 +160,14 @@ def train(config, trainer):
     """Losses and gradient norms of four steps, and the routers' biases after them."""
     from pipeline.layers.moe import moe_layers
 
-    layout, where = trainer.mesh.layout, trainer.mesh.where
+    layout, coordinates = trainer.mesh.layout, trainer.mesh.coordinates
     numbers = []
     for step in range(4):
         text = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(where)]))
+        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(coordinates)]))
         numbers.append((float(loss), float(result.gradient_norm)))
     biases = {}
-    for part in trainer.model.parts():
+    for part in trainer.model.stage_modules():
         for index, block in part.blocks.items():
             for moe in moe_layers(block):
                 biases[index] = moe.router.bias.tolist()
@@ -185,7 +185,7 @@ def _trained(overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    return train(config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))))
+    return train(config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))))
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +197,9 @@ def alone():
 
     config = configured(*TINY, "parallel.zero_stage=0")
     try:
-        return train(config, Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, ""))))
+        return train(config, Trainer(config, meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, ""))))
     finally:
-        meshes.stop()
+        meshes.destroy_process_group()
 
 
 LAYOUTS = [

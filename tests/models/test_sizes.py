@@ -8,7 +8,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from pipeline.config.compose import CONF_DIR, register, typed
+from pipeline.config.compose import register, to_run_config
+from pipeline.config.paths import CONF_DIR
 from pipeline.models import families, plan, registry
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
@@ -122,7 +123,7 @@ NAMES = sorted(file.stem for file in (CONF_DIR / "model").glob("*.yaml"))
 def model_config():
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        yield lambda name: typed(compose("config", [f"model={name}"])).model
+        yield lambda name: to_run_config(compose("config", [f"model={name}"])).model
 
 
 def build_on_meta(config):

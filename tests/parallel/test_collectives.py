@@ -1,4 +1,4 @@
-"""Collectives with a gradient, on four real ranks."""
+"""Differentiable collectives, on four ranks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from pipeline.parallel import collectives
 
 
 def _inner_products() -> list[float]:
-    """For each collective f: <f(x), y> summed over ranks, minus <x, f'(y)> summed over ranks. Zero when backward is forward's transpose."""
+    """For each collective f: <f(x), y> - <x, f'(y)>, summed over ranks; zero if the backward pass is the transpose of the forward pass."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     gaps = []
     for f, rows_in, rows_out in (
@@ -35,7 +35,7 @@ def test_sequence_collectives_and_their_gradients_are_transposes(world):
 
 
 def _regions() -> tuple[float, float, float]:
-    """A function of a replicated x, computed in pieces between copy and reduce: value and gradient against the whole."""
+    """A function of a replicated x, computed with sharded weights between copy and reduce: differences of value and gradient."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     weights = torch.randn(size, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -49,7 +49,7 @@ def _regions() -> tuple[float, float, float]:
     return float((parts - whole).abs().max()), float((grad - expected).abs().max()), float((grad_s - expected).abs().max())
 
 
-def test_regions_equal_the_undivided_function(world):
+def test_regions_equal_the_unsharded_function(world):
     for value, gradient, sequence_gradient in world.run(_regions):
         assert value < 1e-12
         assert gradient < 1e-12
@@ -57,7 +57,7 @@ def test_regions_equal_the_undivided_function(world):
 
 
 class _OwnRow(torch.autograd.Function):
-    """From all ranks' inputs, which every rank has, to one's own. The gradient is put together again: the world as one function."""
+    """Selects this rank's input from those of all ranks; the backward pass gathers the gradients, so that the world is one function."""
 
     @staticmethod
     def forward(ctx, rows):  # noqa: ARG004 - torch's signature
@@ -65,15 +65,15 @@ class _OwnRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ARG004 - torch's signature
-        return torch.stack(collectives.gather(grad.contiguous(), dist.group.WORLD))
+        return torch.stack(collectives.all_gather(grad.contiguous(), dist.group.WORLD))
 
 
 class _AllRows(torch.autograd.Function):
-    """From each rank's output to all of them."""
+    """All-gathers the outputs of all ranks."""
 
     @staticmethod
     def forward(ctx, row):  # noqa: ARG004 - torch's signature
-        return torch.stack(collectives.gather(row, dist.group.WORLD))
+        return torch.stack(collectives.all_gather(row, dist.group.WORLD))
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ARG004 - torch's signature
@@ -88,22 +88,22 @@ def _ring(x, group):
     return RingCore(group)(q, k, v, Mask(), window=5)
 
 
-#: What is checked: the shape of its input, whether all ranks have the same input, and whether they have the same output.
+#: Function -> shape of its input, whether all ranks have the same input, and whether all have the same output.
 DIFFERENTIABLE = {
     "copy": ((2, 3), True, False),
     "reduce": ((2, 3), False, True),
     "gather_sequence": ((1, 2, 2), False, False),
     "reduce_scatter_sequence": ((1, 4, 2), False, False),
     "scatter_sequence": ((1, 4, 2), True, False),
-    "own_heads": ((4, 2), True, False),
-    "heads_for_tokens": ((1, 4, 2, 1), False, False),
-    "tokens_for_heads": ((1, 1, 8, 1), False, False),
+    "scatter_heads": ((4, 2), True, False),
+    "scatter_heads_gather_sequence": ((1, 4, 2, 1), False, False),
+    "scatter_sequence_gather_heads": ((1, 1, 8, 1), False, False),
     "ring": ((1, 4, 2, 2), False, False),
 }
 
 
 def _gradcheck(name: str) -> bool:
-    """Whether the hand-written backward pass, all ranks together, is the derivative by finite differences."""
+    """Compare the backward pass, over all ranks together, with finite differences."""
     shape, same_input, same_output = DIFFERENTIABLE[name]
     step = _ring if name == "ring" else getattr(collectives, name)
 
@@ -122,9 +122,9 @@ def test_gradcheck(world, name):
 
 
 def _gradcheck_of_the_loss(smoothing: float) -> bool:
-    """The same of the cross-entropy over a cut vocabulary, with a bias, label smoothing and targets that count for nothing."""
+    """The same for the cross-entropy over a sharded vocabulary, with a bias, label smoothing and an ignored target."""
     from pipeline.parallel.pieces import slice_weight
-    from pipeline.parallel.tensor import VocabularyHead
+    from pipeline.parallel.tensor import VocabParallelHead
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     chance = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def _gradcheck_of_the_loss(smoothing: float) -> bool:
     piece = slice_weight("head.weight", (2 * size, 3), "vocab", {"tensor": (size, rank), "expert": (1, 0)})
 
     def loss(hidden, weights, biases):
-        head = VocabularyHead(OutputHead(2, 3, bias=True, label_smoothing=smoothing), piece, group, lambda x: collectives.copy(x, group))
+        head = VocabParallelHead(OutputHead(2, 3, bias=True, label_smoothing=smoothing), piece, group, lambda x: collectives.copy(x, group))
         del head.weight, head.bias
         head.weight, head.bias = _OwnRow.apply(weights), _OwnRow.apply(biases)
         return head(hidden, targets)
@@ -144,5 +144,5 @@ def _gradcheck_of_the_loss(smoothing: float) -> bool:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_gradcheck_of_the_loss_over_a_cut_vocabulary(world, smoothing):
+def test_gradcheck_of_the_loss_over_a_sharded_vocabulary(world, smoothing):
     assert world.run(_gradcheck_of_the_loss, smoothing) == [True] * 4

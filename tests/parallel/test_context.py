@@ -1,4 +1,4 @@
-"""Attention that is cut along the sequence is attention: ring and ulysses on real ranks against the formula on one."""
+"""Context-parallel attention: ring and ulysses on several ranks equal the reference formula on one."""
 
 from functools import cache
 
@@ -16,24 +16,24 @@ from pipeline.parallel import mesh as meshes
 
 @cache
 def _context(ranks: int):
-    """The context group of this rank, where the world is cut into groups of so many."""
+    """The context group of this rank, for groups of size `ranks`."""
     from pipeline.config.layout import Layout
 
     layout = Layout(1, dist.get_world_size() // ranks, 1, context=ranks)
-    return meshes.build(layout, torch.device("cpu")).context
+    return meshes.build_mesh(layout, torch.device("cpu")).context
 
 
 def _own(kind: str, group, tokens: int) -> torch.Tensor:
-    """The places of this rank's tokens."""
-    from pipeline.parallel.ring import places
+    """The positions of this rank's tokens."""
+    from pipeline.parallel.ring import token_positions
 
     if kind == "ring":
-        return places(group.rank(), group.size(), tokens // group.size(), torch.device("cpu"))
+        return token_positions(group.rank(), group.size(), tokens // group.size(), torch.device("cpu"))
     return torch.arange(tokens).chunk(group.size())[group.rank()]
 
 
 def _whole(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
-    """Queries, keys and values of whole sequences, the mask, and the gradient of the output."""
+    """Queries, keys and values of full sequences, the mask, and the gradient of the output."""
     chance = torch.Generator().manual_seed(case["tokens"])
     batch, tokens, heads = 2, case["tokens"], case["kv_heads"] * case["groups"]
     shapes = (heads, case["width"]), (case["kv_heads"], case["width"]), (case["kv_heads"], case["value_width"])
@@ -49,7 +49,7 @@ def _whole(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
 
 
 def _gaps(kind: str, ranks: int, case: dict) -> list[float]:
-    """Largest differences of output and gradients of q, k, v from the formula's, at this rank's tokens."""
+    """Largest differences of the output and of the gradients of q, k, v from the reference, at this rank's tokens."""
     from pipeline.parallel.ring import RingCore
     from pipeline.parallel.ulysses import UlyssesCore
 
@@ -64,8 +64,8 @@ def _gaps(kind: str, ranks: int, case: dict) -> list[float]:
     rows = _own(kind, group, case["tokens"])
     mine = [x[:, :, rows].requires_grad_() for x in inputs]
     documents = None if mask.documents is None else mask.documents[:, rows]
-    places = rows.expand(2, -1)
-    out = core(*mine, mask.having(documents=documents, positions=places), **options)
+    positions = rows.expand(2, -1)
+    out = core(*mine, mask.having(documents=documents, positions=positions), **options)
     found = (out, *torch.autograd.grad(out, mine, grad[:, :, rows]))
     return [float((a - b[:, :, rows]).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
 
@@ -90,6 +90,6 @@ CASES = st.fixed_dictionaries(
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @settings(deadline=None, max_examples=8)
 @given(case=CASES)
-def test_attention_over_cut_sequences_is_attention(world, kind, ranks, case):
+def test_attention_over_sharded_sequences_equals_the_reference(world, kind, ranks, case):
     for gaps in world.run(_gaps, kind, ranks, case):
         assert max(gaps) < 1e-12

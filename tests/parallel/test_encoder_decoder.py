@@ -1,4 +1,4 @@
-"""Encoder-decoders on four real ranks: every layout computes what one plain process computes."""
+"""Encoder-decoders on four ranks: every layout equals a single process."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TINY = (
     "optimizer.lr=0.01",
     "precision=fp32",
 )
-#: The last one cuts a model of three encoder blocks and two decoder blocks.
+#: The last model has three encoder blocks and two decoder blocks.
 MODELS = {
     "t5": ("model=t5-tiny", "model.head_width=16"),
     "t5-1.1": ("model=t5-tiny", "model.head_width=8", "model.gated=true", "model.tie_embeddings=false"),
@@ -49,19 +49,19 @@ def numbers(overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
-    where, shares = trainer.mesh.layout.batch_shard(trainer.mesh.where), trainer.mesh.layout.batch_shards
+    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    shard, shares = trainer.mesh.layout.batch_shard(trainer.mesh.coordinates), trainer.mesh.layout.batch_shards
     found = []
     for seed in range(3):
         tokens, batch = a_batch(seed)
-        mine = {name: tensor.chunk(shares)[where] for name, tensor in batch.items()}
-        loss, result = trainer.train(tokens.chunk(shares)[where], mine)
+        mine = {name: tensor.chunk(shares)[shard] for name, tensor in batch.items()}
+        loss, result = trainer.train(tokens.chunk(shares)[shard], mine)
         found.append((float(loss), float(result.gradient_norm)))
     return found
 
 
 def plain(overrides):
-    """The same of the first step in this process, by autograd alone."""
+    """Loss and gradient norm of the first step in a single process, by autograd."""
     from pipeline.models import registry
     from pipeline.models.init import initialise
 
@@ -74,23 +74,23 @@ def plain(overrides):
     return loss.item(), torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
 
 
-ALONG = ("parallel.tensor=2", "parallel.pipeline=2")
+TENSOR_PIPELINE = ("parallel.tensor=2", "parallel.pipeline=2")
 LAYOUTS = [
-    ("t5", ALONG),
+    ("t5", TENSOR_PIPELINE),
     ("t5", ("parallel.pipeline=4", "parallel.zero_stage=0", "training.activation_checkpointing=full")),
     ("t5", ("parallel.tensor=4", "parallel.sequence_parallel=false", "training.activation_checkpointing=selective")),
     ("t5", ("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.zero_stage=2")),
     ("t5", ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.tensor=2")),
     ("t5-1.1", ("parallel.zero_stage=3", "parallel.tensor=2")),
     ("t5", ("parallel.zero_stage=3", "parallel.pipeline=2")),
-    ("transformer", ALONG),
+    ("transformer", TENSOR_PIPELINE),
     ("transformer", ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.zero_stage=2")),
 ]
 
 
 @pytest.fixture(scope="module")
 def expected(world):
-    """What a model's layouts must give: by four ranks that share nothing but the batch, and the first step by one plain process."""
+    """The reference of each model: four data-parallel ranks; their first step is verified against a single process."""
     found = {}
 
     def of(name):
@@ -103,7 +103,7 @@ def expected(world):
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS, ids=str)
-def test_every_layout_is_the_plain_process(world, expected, name, layout):
+def test_every_layout_equals_one_process(world, expected, name, layout):
     for ours in world.run(numbers, (*MODELS[name], *layout)):
         for step, theirs in zip(ours, expected(name), strict=True):
             assert step == pytest.approx(theirs, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Experts over ranks: every layout trains as one plain process does, and tokens travel to their experts and back."""
+"""Expert parallelism: every layout trains like a single process; dispatch to the experts and combination of their outputs."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ def batches(config):
 
 
 def train_plainly(*overrides):
-    """Losses, norms, statistics and final weights of a straight loop over the plain model."""
+    """Losses, norms, statistics and final weights of a plain training loop."""
     from pipeline.layers.moe import moe_layers
     from pipeline.models import registry
     from pipeline.models.init import initialise
@@ -88,7 +88,7 @@ def statistics(records, experts):
 
 
 def make(*overrides):
-    """A trainer of this rank in a layout of the world."""
+    """The configuration and this rank's trainer."""
     from pipeline.config.layout import Layout
     from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
@@ -96,16 +96,16 @@ def make(*overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
 def run(config, trainer):
-    """Losses, norms and statistics of this rank's run."""
+    """Losses, norms and statistics of training steps on this rank."""
 
     numbers = []
     for batch in batches(config):
         loss, result = trainer.train(
-            *causal(batch.chunk(trainer.mesh.layout.batch_shards)[trainer.mesh.layout.batch_shard(trainer.mesh.where)])
+            *causal(batch.chunk(trainer.mesh.layout.batch_shards)[trainer.mesh.layout.batch_shard(trainer.mesh.coordinates)])
         )
         more = [float(result.more[key]) for key in ("router_entropy", "router_load_max", "router_dropped", "aux_loss")]
         numbers.append((float(loss), float(result.gradient_norm), *more))
@@ -113,8 +113,8 @@ def run(config, trainer):
 
 
 def train_in_layout(*overrides):
-    """The same on this rank's part of a layout; rank 0 has the weights."""
-    from pipeline.checkpoint.consolidate import paste
+    """The same in a layout; rank 0 returns the consolidated weights."""
+    from pipeline.checkpoint.consolidate import insert_fragment
 
     config, trainer = make(*overrides)
     numbers = run(config, trainer)
@@ -123,7 +123,7 @@ def train_in_layout(*overrides):
     dist.all_gather_object(gathered, owned)
     whole = {}
     for piece, start, values in (fragment for rank in gathered for fragment in rank):
-        paste(whole.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
+        insert_fragment(whole.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
     return numbers, whole if dist.get_rank() == 0 else None
 
 
@@ -158,7 +158,7 @@ def reference():
         "parallel.expert=2 parallel.pipeline=2 parallel.zero_stage=2 parallel.schedule=zbv model.layers=4",
     ],
 )
-def test_a_layout_trains_as_one_process_does(world, reference, layout):
+def test_a_layout_trains_like_one_process(world, reference, layout):
     same = reference if "layers" not in layout else train_plainly(*MIXTRAL, "model.layers=4")
     compare(world.run(train_in_layout, *MIXTRAL, *layout.split()), same)
 
@@ -185,7 +185,7 @@ def test_biases_follow_the_load_of_all_ranks(world, corrected, layout):
 
 
 def _save_and_load(folder, first, second):
-    """The biases of all routers: as saved in a layout, and as read in another one. They differ from the initial ones."""
+    """The biases of all routers, as saved in one layout and as loaded in another. They differ from the initial values."""
     from pipeline.checkpoint import save
     from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
@@ -207,15 +207,15 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
     for saved, loaded in world.run(_save_and_load, str(tmp_path), first, second):
         assert len(saved) == 2
         assert all(bias.abs().max() > 0.009 for bias in saved.values())
-        assert all(torch.equal(saved[name], bias) for name, bias in loaded.items()), "no bit is lost, in bf16 neither"
+        assert all(torch.equal(saved[name], bias) for name, bias in loaded.items()), "the biases are saved exactly, also in bf16"
         found |= loaded
     assert found.keys() == saved.keys()
 
 
 def _experts(group_size, counts_of_rank, dropped):
-    """Values and gradients of RemoteExperts on each rank's rows, and of all experts on the same rows without any exchange."""
+    """Values and gradients of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert import RemoteExperts
+    from pipeline.parallel.expert import ExpertParallelExperts
 
     rank, group = dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
@@ -230,7 +230,7 @@ def _experts(group_size, counts_of_rank, dropped):
     counts = torch.tensor(counts_of_rank[rank])
     x = torch.randn(int(counts.sum()) + dropped, 6, generator=generator.manual_seed(rank + 1), dtype=torch.float64)
     results = []
-    for module in (RemoteExperts(mine, group), whole):
+    for module in (ExpertParallelExperts(mine, group), whole):
         leaf = x.clone().requires_grad_()
         y = module(leaf, counts)[: counts.sum()]
         y.sin().sum().backward()
@@ -252,30 +252,30 @@ def _experts(group_size, counts_of_rank, dropped):
         [[0] * 8] * 4,
     ],
 )
-def test_remote_experts_are_the_experts(world, counts, dropped):
+def test_expert_parallel_experts_equal_the_experts(world, counts, dropped):
     for rank in world.run(_experts, 4, counts, dropped):
         for ours, expected in rank:
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def _gradcheck():
-    from pipeline.parallel.expert import exchange
+    from pipeline.parallel.expert import all_to_all
 
     rank, group = dist.get_rank(), dist.group.WORLD
     sent, received = [rank, 1, 0, 2], [[0, 1, 2, 3], [1] * 4, [0] * 4, [2] * 4][rank]
     rows = torch.randn(sum(sent), 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True)
-    there_and_back = exchange(exchange(rows, sent, received, group) * (rank + 1), received, sent, group)
+    there_and_back = all_to_all(all_to_all(rows, sent, received, group) * (rank + 1), received, sent, group)
     there_and_back.sum().backward()
     factors = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64).repeat_interleave(torch.tensor(sent)).unsqueeze(1)
     return torch.equal(there_and_back, rows * factors), torch.equal(rows.grad, factors.expand_as(rows))
 
 
-def test_an_exchange_and_its_gradient_go_the_same_way(world):
+def test_gradients_of_all_to_all_return_to_their_rows(world):
     assert world.run(_gradcheck) == [(True, True)] * 4
 
 
 def _balance_of_parts():
-    """Loss and mean gradient where each rank has a quarter of every sequence, and those of the whole."""
+    """Balance loss and mean gradient with a quarter of every sequence on each rank, and with full sequences."""
     from functools import partial
 
     from pipeline.layers.router import Balance, Router
@@ -284,10 +284,10 @@ def _balance_of_parts():
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 12, 6), (5, 6)))
-    real = torch.arange(12) < torch.tensor([[12], [7], [2]])  # the last ranks have padding alone of some sequences
+    real = torch.arange(12) < torch.tensor([[12], [7], [2]])  # the last ranks have only padding of some sequences
     balance, found = Balance(0.5, 0.3, 0.2), []
     for rows, mask, total in (
-        (x.chunk(4, dim=1)[dist.get_rank()], real.chunk(4, dim=1)[dist.get_rank()], partial(collectives.total, group=group)),
+        (x.chunk(4, dim=1)[dist.get_rank()], real.chunk(4, dim=1)[dist.get_rank()], partial(collectives.all_reduce_with_grad, group=group)),
         (x, real, None),
     ):
         router = Router(6, 5, 2).double()
@@ -300,14 +300,14 @@ def _balance_of_parts():
     return found
 
 
-def test_losses_of_cut_sequences_are_those_of_whole_ones(world):
+def test_balance_losses_of_sharded_and_full_sequences_are_equal(world):
     for parts, whole in world.run(_balance_of_parts):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_a_stack_is_drawn_matrix_by_matrix():
+def test_stacked_experts_are_initialized_matrix_by_matrix():
     from pipeline.layers.init import initial_tensor
-    from pipeline.parallel.parallelize import initial_piece
+    from pipeline.parallel.parallelize import init_piece
     from pipeline.parallel.pieces import slice_weight
 
     full = initial_tensor("blocks.0.mlp.experts.up", (4, 6, 8), 0.02, 3)
@@ -315,13 +315,13 @@ def test_a_stack_is_drawn_matrix_by_matrix():
     assert torch.equal(full[2], initial_tensor("blocks.0.mlp.experts.up.2", (6, 8), 0.02, 3))
     for expert, tensor in ((0, 0), (1, 2)):
         piece = slice_weight("blocks.0.mlp.experts.up", (4, 6, 8), "expert_column", {"expert": (2, expert), "tensor": (3, tensor)})
-        assert torch.equal(initial_piece(piece, 0.02, 3), piece.of(full))
+        assert torch.equal(init_piece(piece, 0.02, 3), piece.narrow(full))
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model=llama-tiny", "parallel.expert=2"), "the model family llama has no experts"),
+        (("model=llama-tiny", "parallel.expert=2"), "model.family=llama has no experts"),
         (("model=mixtral-tiny", "parallel.expert=3"), "must divide model.experts=4"),
         (("model=mixtral-tiny", "model.top_k=5"), "is more than model.experts=4"),
         (("model=deepseek-tiny", "model.expert_ffn_hidden=99", "parallel.tensor=2"), "must divide model.expert_ffn_hidden=99"),
@@ -332,14 +332,14 @@ def test_mistakes_are_refused(overrides, words):
     assert [violation.rule for violation in found] == [words]
 
 
-def test_a_token_is_counted_with_the_experts_it_goes_to():
+def test_flops_count_only_the_active_experts():
     from pipeline.planner.flops import flops_per_token
 
     config = configured("stage=pretrain", "model=mixtral-8x7b").model
     head, embedding = 32000 * 4096, 32000 * 4096
     norms = (2 * 32 + 1) * 4096
-    active = 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336  # six of eight experts rest
-    assert active == pytest.approx(12.88e9, rel=1e-3), "as Mistral AI publishes"
+    active = 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336  # six of eight experts are inactive
+    assert active == pytest.approx(12.88e9, rel=1e-3), "as published by Mistral AI"
     assert flops_per_token(config, 0) == 6 * (active - embedding - norms)
     assert head == embedding
 

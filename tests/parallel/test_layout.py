@@ -1,9 +1,9 @@
-"""The layout's arithmetic: every rank has one place, every layer one stage, every element of a weight one piece."""
+"""The layout: ranks and coordinates are one-to-one, each layer is in one stage, and each element of a weight in one piece."""
 
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.layout import Layout
@@ -13,13 +13,14 @@ from pipeline.parallel.pieces import slice_weight
 SIZES = st.integers(1, 6)
 
 
+@settings(deadline=None)  # thousands of ranks
 @given(SIZES, SIZES, SIZES, SIZES, SIZES)
 def test_ranks_and_coordinates_are_one_to_one(pipeline, data, tensor, expert, context):
     layout = Layout(pipeline, data, tensor, expert, context)
-    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    assert len(set(places)) == layout.world_size
-    assert [layout.rank(place) for place in places] == list(range(layout.world_size))
-    assert {layout.batch_shard(place) for place in places} == set(range(layout.batch_shards))
+    coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(coordinates)) == layout.world_size
+    assert [layout.rank(c) for c in coordinates] == list(range(layout.world_size))
+    assert {layout.batch_shard(c) for c in coordinates} == set(range(layout.batch_shards))
 
 
 @given(st.integers(2, 8), st.sampled_from(["1f1b", "interleaved", "zbv"]), st.integers(2, 4), st.integers(0, 40))
@@ -31,12 +32,12 @@ def test_every_layer_is_in_one_stage_and_every_stage_on_one_rank(pipeline, sched
     assert placed == list(range(layers))
     sizes = [len(layout.layers(stage, layers)) for stage in range(layout.stage_count)]
     assert max(sizes) - min(sizes) <= 1
-    assert sizes[0] == min(sizes), "the first stage has the embedding on top"
+    assert sizes[0] == min(sizes), "the first stage also holds the embedding"
     assert sorted(s for rank in range(pipeline) for s in layout.stages(rank)) == list(range(layout.stage_count))
     assert all(stage in layout.stages(layout.holder(stage)) for stage in range(layout.stage_count))
 
 
-def test_v_shape_has_both_ends_on_the_first_rank():
+def test_zbv_has_the_first_and_last_stage_on_the_first_rank():
     layout = Layout(4, 1, 1, schedule="zbv", stages_per_rank=2)
     assert [layout.stages(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
@@ -51,8 +52,8 @@ def test_pieces_cover_a_weight_without_overlap(tensor, expert, width, role):
     full = torch.arange(math.prod(shape)).view(shape)
     ranks = [{"tensor": (tensor, t), "expert": (expert, e)} for t in range(tensor) for e in range(expert)]
     pieces = [slice_weight("w", shape, role, axes) for axes in ranks]
-    assert all(tuple(piece.of(full).shape) == piece.shape for piece in pieces)
+    assert all(tuple(piece.narrow(full).shape) == piece.shape for piece in pieces)
     counted = [
         p for p, axes in zip(pieces, ranks, strict=True) if all(p.is_sliced_along(axis) or at == 0 for axis, (_, at) in axes.items())
     ]
-    assert sorted(torch.cat([piece.of(full).flatten() for piece in counted]).tolist()) == full.flatten().tolist()
+    assert sorted(torch.cat([piece.narrow(full).flatten() for piece in counted]).tolist()) == full.flatten().tolist()

@@ -1,4 +1,4 @@
-"""stage=convert on the command line, on checkpoints that stage=pretrain wrote."""
+"""stage=convert on the command line, with checkpoints written by stage=pretrain."""
 
 import json
 import shutil
@@ -19,15 +19,15 @@ RUNS = {
         1,
         ("model=gpt-tiny", "model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn_hidden=64", "precision=bf16"),
     ),
-    # The tied matrix lives on two pipeline ranks, in halves of unequal length.
-    "gpt-cut": (
+    # The tied embedding is on two pipeline ranks, in two pieces of unequal size.
+    "gpt-sharded": (
         4,
         (
             *("model=gpt-tiny", "model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn_hidden=64", "precision=fp32"),
             *("parallel.tensor=2", "parallel.pipeline=2", "model.vocab_size=301"),
         ),
     ),
-    "llama-cut": (
+    "llama-sharded": (
         4,
         (
             *("model=llama-tiny", "model.layers=3", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn_hidden=48"),
@@ -58,7 +58,7 @@ def run_dir(request, tmp_path_factory, tokens, tokenizer) -> Path:
     return folder
 
 
-def test_the_exported_model_is_the_trained_one(run_dir, tokenizer):
+def test_the_exported_model_equals_the_trained_one(run_dir, tokenizer):
     convert = ("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tokenizer}")
     pipeline(*convert)
     checkpoint = Checkpoint(find(run_dir, "latest"))
@@ -79,7 +79,7 @@ def test_the_exported_model_is_the_trained_one(run_dir, tokenizer):
 
 @pytest.mark.parametrize("run_dir", ["gpt"], indirect=True)
 def test_a_second_convert(run_dir, tokenizer):
-    """With the same settings: nothing to do. With others: refused, and the difference named. Elsewhere: made."""
+    """With the same settings there is nothing to do; different settings are refused; another output folder is written."""
     convert = ("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tokenizer}", f"stage.output={run_dir / 'twice'}")
     pipeline(*convert)
     written = (run_dir / "twice" / "model.safetensors").stat().st_mtime_ns
@@ -92,7 +92,7 @@ def test_a_second_convert(run_dir, tokenizer):
     assert all(torch.equal(small[key], value.bfloat16()) for key, value in full.items())
 
 
-def test_mistakes_are_told_before_anything_is_written(tmp_path, tokenizer):
+def test_errors_are_reported_before_anything_is_written(tmp_path, tokenizer):
     text = pipeline("stage=convert", f"run_dir={tmp_path}", f"tokenizer.path={tmp_path / 'none'}", expect=2)
     assert "2 problems" in text
     assert "run stage=pretrain with" in text
@@ -103,7 +103,7 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("run_dir", ["gpt"], indirect=True)
-def test_what_convert_refuses(run_dir, tokenizer, tmp_path):
+def test_refusals(run_dir, tokenizer, tmp_path):
     convert = ("stage=convert", f"run_dir={run_dir}")
     larger = tmp_path / "larger"
     shutil.copytree(tokenizer, larger)
@@ -112,10 +112,10 @@ def test_what_convert_refuses(run_dir, tokenizer, tmp_path):
     (larger / "tokenizer.json").write_text(json.dumps(described))
     occupied = tmp_path / "occupied"
     occupied.mkdir()
-    (occupied / "thesis.tex").write_text("years of work")
+    (occupied / "thesis.tex").write_text("text")
     text = pipeline(*convert, f"tokenizer.path={larger}", f"stage.output={occupied}", expect=2)
-    assert "more than the checkpoint's model.vocab_size=300" in text
-    assert "holds what convert did not write" in text
+    assert "exceeds model.vocab_size=300 of the checkpoint" in text
+    assert "contains files that stage=convert did not write" in text
     assert (occupied / "thesis.tex").exists()
     text = pipeline(*convert, f"tokenizer.path={tokenizer}", "tokenizer.end_of_document=END", expect=2)
     assert "<|endoftext|>" in text

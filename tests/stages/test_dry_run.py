@@ -1,4 +1,4 @@
-"""The dry run: what it prints on the command line, and that the ranks' parts are the model."""
+"""The dry run: its output on the command line, and the parameters of all ranks against the model."""
 
 import re
 from itertools import product
@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 from hydra import compose, initialize_config_dir
 
-from pipeline.config.compose import CONF_DIR, register, typed
+from pipeline.config.compose import register, to_run_config
 from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.launch.preflight import check
-from pipeline.stages.dry_run import count, init_fake
-from pipeline.training.gradients import is_primary_copy
+from pipeline.planner.parameters import count_local_parameters, count_primary_parameters
+from pipeline.stages.dry_run import init_fake
 from tests.helpers import pipeline
 
 LARGE = (
@@ -31,7 +32,7 @@ def test_one_rank_of_a_large_job():
     shown = dict(re.findall(r"^  (\w[\w ]*?)  +(.*)$", text, re.MULTILINE))
     assert (shown["pipeline"], shown["data"], shown["tensor"]) == ("8 of 16", "0 of 8", "5 of 8")
     assert shown["stage 8"] == "layers 48 to 53 (6 of 96)"
-    # Six blocks: a piece of an eighth of 12 h^2 + 7 h weights, whole norms and output biases (6 h).
+    # Six blocks: 1/8 of 12 h^2 + 7 h sharded weights, and 6 h replicated weights of norms and output biases.
     hidden = 12288
     held = 6 * ((12 * hidden**2 + 7 * hidden) // 8 + 6 * hidden)
     assert shown["parameters"] == f"{held:,}"
@@ -47,12 +48,12 @@ def test_one_rank_of_a_large_job():
     assert "dry_run" not in command
 
 
-def test_the_size_of_the_job_is_the_clusters_unless_given():
+def test_the_default_world_size_is_that_of_the_cluster():
     text = pipeline(*LARGE[:3], "parallel.tensor=4", "training.global_batch_size=64", "cluster.nodes=4", "cluster.tasks_per_node=4")
     assert text.startswith("rank 0 of 16\n")
 
 
-def test_a_blend_and_a_batch_warm_up_are_counted():
+def test_tokens_of_a_blend_and_a_batch_rampup():
     text = pipeline(
         *LARGE[:3],
         "parallel.tensor=4",
@@ -70,7 +71,7 @@ def test_a_blend_and_a_batch_warm_up_are_counted():
     assert shown["code"].endswith("25.00 %")
 
 
-def test_mistakes_are_refused_together():
+def test_errors_are_reported_together():
     text = pipeline(*LARGE, "dry_run.world_size=1000", "dry_run.rank=1000", "parallel.zero_stage=3", "parallel.schedule=zbv", expect=2)
     for key in ("dry_run.rank=1000", "world size=1000", "parallel.zero_stage=3"):
         assert f"- {key}" in text
@@ -82,7 +83,7 @@ def test_mistakes_are_refused_together():
 def composed():
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        yield lambda *overrides: typed(compose("config", ["training.micro_batch_size=1", *overrides]))
+        yield lambda *overrides: to_run_config(compose("config", ["training.micro_batch_size=1", *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -95,8 +96,8 @@ def composed():
         (("model=llama3-405b", "parallel.tensor=8", "parallel.pipeline=4"), 405_853_388_800),
     ],
 )
-def test_the_parts_of_all_ranks_add_up_to_the_model(composed, overrides, published):
-    """Every rank of one data index, of a job with two of them."""
+def test_the_parameters_of_all_ranks_add_up_to_the_model(composed, overrides, published):
+    """All ranks with data index 1, in a job with data-parallel size 2."""
     config = composed(*overrides)
     world_size = 2 * config.parallel.tensor * config.parallel.pipeline
     check(config, world_size)
@@ -105,10 +106,10 @@ def test_the_parts_of_all_ranks_add_up_to_the_model(composed, overrides, publish
     for stage, tensor in product(range(layout.pipeline), range(layout.tensor)):
         config.dry_run.rank = (stage * layout.data + 1) * layout.tensor + tensor
         mesh, model = init_fake(config, world_size)
-        counted += sum(parameter.numel() for parameter, piece in model.pieces.items() if is_primary_copy(piece, mesh))
-        held.append(count(model))
+        counted += count_primary_parameters(model, mesh)
+        held.append(count_local_parameters(model))
         if tensor == 0:
-            layers += [int(key) for part in model.parts() for key in part.blocks]
+            layers += [int(key) for part in model.stage_modules() for key in part.blocks]
     assert counted == published
     assert sorted(layers) == list(range(config.model.layers))
     assert sum(held) >= published

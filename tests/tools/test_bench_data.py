@@ -1,4 +1,4 @@
-"""The benchmark of the data stages: its tables, with nothing asserted of its times. The peers are left out."""
+"""The tables of tools/bench_data, without assertions on times. The peer libraries are not installed."""
 
 import json
 
@@ -12,12 +12,12 @@ def bench(*arguments: str) -> tuple[int, str]:
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """Name -> the cells behind it, of all lines that are indented."""
+    """Return row name -> its cells, for all indented lines."""
     lines = [line for line in table.splitlines() if line.startswith("  ") and line[2] != " "]
     return {line[:28].strip(): line[28:].split() for line in lines}
 
 
-def test_ours_has_its_rows_and_absent_peers_say_so(tmp_path):
+def test_ours_is_measured_and_missing_peers_are_reported(tmp_path):
     text = tmp_path / "some.jsonl"
     text.write_text("".join(json.dumps({"text": ENGLISH + words(seed, 400)}) + "\n" for seed in range(20)), encoding="utf-8")
     code, printed = bench(
@@ -30,13 +30,13 @@ def test_ours_has_its_rows_and_absent_peers_say_so(tmp_path):
     assert all(float(cells[0].replace(",", "")) > 0 for cells in measured)
     assert " ".join(found["datatrove"]) == "not installed: --no-peers"
     assert found["ours, tokenize"][-2:] == found["ours, shard and tokenize"][-2:], "the same tokens"
-    assert sum(line.endswith(("kept", "MISSED")) for line in printed.splitlines()) == 2, (
-        "of the first batch; the other aims are for other sizes"
+    assert sum(line.endswith(("met", "MISSED")) for line in printed.splitlines()) == 2, (
+        "only the targets of the first batch apply to this size"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["some.jsonl"], "left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["some.jsonl"], "temporary files remain"
 
 
-def test_an_input_that_is_missing_is_refused(tmp_path):
+def test_a_missing_input_is_refused(tmp_path):
     done = bench("--input", str(tmp_path / "none.jsonl"))
     assert done[0] == 2
     assert "none.jsonl" in done[1]

@@ -1,14 +1,15 @@
-"""tools/parity: it keeps its tolerance, fails where a weight is spoiled, and has a row for every family."""
+"""tools/parity: a family is within the tolerance, a changed weight fails, and every family has test cases."""
 
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT, python
+from tools.audit.parity_cases import VARIANTS
 
 
 def parity(*arguments: str) -> tuple[int, str]:
     return python(ROOT / "tools" / "parity", *arguments)
 
 
-def test_a_family_is_its_stock_class_both_ways():
+def test_a_family_equals_its_stock_class_in_both_directions():
     code, table = parity("--family", "gpt")
     assert code == 0, table
     lines = [line.split() for line in table.splitlines() if line.startswith("gpt ")]
@@ -18,14 +19,11 @@ def test_a_family_is_its_stock_class_both_ways():
     assert all(line[-1] == "GPT2LMHeadModel" and float(line[3]) <= 1e-5 and int(line[4]) > 100 for line in lines)
 
 
-def test_a_spoiled_weight_fails():
+def test_a_changed_weight_fails():
     code, table = parity("--family", "llama", "--spoil")
     assert code == 1
     assert "0 of " in table.splitlines()[-1]
 
 
-def test_every_family_has_its_rows(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from parity_variants import VARIANTS
-
+def test_every_family_has_test_cases():
     assert VARIANTS.keys() == FAMILIES.keys()

@@ -1,4 +1,4 @@
-"""Blends, phases and warm-ups in training: interrupted and continued, and the same numbers in every layout."""
+"""Training with blends, phases and warm-ups: resume after an interruption, and equal metrics in every layout."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def folder(tokens, tmp_path_factory):
 
 
 def phases(first: int, late: str) -> str:
-    """One phase until so many samples, then one of these weights."""
+    """One phase for the first `first` samples, then one with the weights `late`."""
     return f"data.phases=[{{until_tokens:{32 * first},weights:{{en:3,de:1}}}},{{weights:{{{late}}}}}]"
 
 
@@ -90,7 +90,7 @@ def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(folde
 
 
 def _train(overrides):
-    """Losses and gradient norms of the steps of a warm-up, on tokens that depend on the step alone."""
+    """Losses and gradient norms of the steps of a warm-up, on tokens that depend only on the step."""
     from pipeline.config import warmup
     from pipeline.config.layout import Layout
     from pipeline.launch import preflight
@@ -101,14 +101,14 @@ def _train(overrides):
     config = configured(*TINY, *ramps, *overrides)
     preflight.check(config, dist.get_world_size())
     layout = Layout.of(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build(layout, torch.device("cpu")))
+    trainer = Trainer(config, meshes.build_mesh(layout, torch.device("cpu")))
     numbers = []
     for step in range(4):
         rows = torch.randint(
             config.model.vocab_size, (warmup.batch_size(config.training, step), 33), generator=torch.Generator().manual_seed(step)
         )
         length = warmup.sequence_length(config.training, step)
-        share = rows.chunk(layout.data)[trainer.mesh.where.data]
+        share = rows.chunk(layout.data)[trainer.mesh.coordinates.data]
         share = share.unfold(1, length + 1, length).flatten(0, 1)
         documents = torch.zeros(len(share), length, dtype=torch.int32)
         loss, result = trainer.train(*causal(share, documents))

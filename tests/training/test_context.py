@@ -1,4 +1,4 @@
-"""Training with sequences that are cut over ranks: losses, gradient norms and weights are those of one plain process."""
+"""Training with context parallelism: losses, gradient norms and weights equal those of a single process."""
 
 import functools
 
@@ -47,7 +47,7 @@ def _batch(config, step):
 
 @functools.cache
 def _plainly(family):
-    """The reference: a straight loop over a plain model, stock cross-entropy and AdamW."""
+    """The reference: a plain training loop with PyTorch's cross-entropy and AdamW."""
     from pipeline.models import registry
     from pipeline.models.init import initialise
     from pipeline.training.lr_schedule import learning_rate
@@ -73,8 +73,8 @@ def _plainly(family):
 
 
 def _in_layout(overrides):
-    """The same run in a layout: losses and norms on every rank, a loss without the mask, the whole weights on rank 0."""
-    from pipeline.checkpoint.consolidate import paste
+    """The same run in a layout: losses and norms, validation losses, and on rank 0 the consolidated weights."""
+    from pipeline.checkpoint.consolidate import insert_fragment
     from pipeline.config.layout import Layout
     from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
@@ -82,11 +82,11 @@ def _in_layout(overrides):
 
     config = configured(*overrides)
     preflight.check(config, dist.get_world_size())
-    mesh = meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
+    mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
     trainer = Trainer(config, mesh)
     numbers, validated = [], []
     for step in range(STEPS):
-        tokens, documents = (t.chunk(mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.where)] for t in _batch(config, step))
+        tokens, documents = (t.chunk(mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.coordinates)] for t in _batch(config, step))
         validated.append(float(trainer.evaluate(*causal(tokens, documents))))
         loss, result = trainer.train(*causal(tokens, documents))
         numbers.append((float(loss), float(result.gradient_norm)))
@@ -95,7 +95,7 @@ def _in_layout(overrides):
     dist.all_gather_object(gathered, owned)
     weights = {}
     for piece, start, values in (fragment for rank in gathered for fragment in rank):
-        paste(weights.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
+        insert_fragment(weights.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
     return numbers, validated, weights if dist.get_rank() == 0 else {}
 
 
@@ -109,26 +109,26 @@ LAYOUTS = [
     "context=2 context_kind=ring zero_stage=3",
 ]
 RECOMPUTED = "context=2 context_kind=ring tensor=2 zero_stage=2", ("training.activation_checkpointing=full",)
-# After ZeRO 3, whose linear layers must not stay.
+# Runs after a case with ZeRO 3, whose replacement of F.linear must be undone.
 KEPT = "context=4 context_kind=ring zero_stage=1", ("training.activation_checkpointing=selective",)
 CASES = [*((layout, ()) for layout in LAYOUTS), RECOMPUTED, KEPT]
 
 
-#: Learned and rotary positions in every layout, linear biases and windows with heads that are cut too.
+#: Learned and rotary positions in every layout; ALiBi and sliding windows also with sharded heads.
 ALL = [("gpt", *case) for case in CASES]
 ALL += [("llama", *case) for case in (CASES[0], RECOMPUTED)]
 ALL += [(family, "context=2 context_kind=ring tensor=2 zero_stage=1", ()) for family in ("bloom", "mistral")]
 
 
 @pytest.mark.parametrize("family, layout, more", ALL, ids=str)
-def test_sequences_cut_over_ranks_train_as_one_process(world, family, layout, more):
+def test_context_parallel_training_equals_one_process(world, family, layout, more):
     numbers, weights = _plainly(family)
     overrides = (*FAMILIES[family], *TINY, *(f"parallel.{word}" for word in layout.split()), *more)
     for rank, (found, validated, gathered) in enumerate(world.run(_in_layout, overrides)):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(numbers), rtol=1e-5, atol=0)
-        assert validated == pytest.approx([loss for loss, _ in found], rel=1e-6), "validation sees the same"
+        assert validated == pytest.approx([loss for loss, _ in found], rel=1e-6), "validation computes the same loss"
         for name in weights if rank == 0 else ():
-            if not name.endswith("attention.key.bias"):  # its gradient is rounding: softmax does not see it
+            if not name.endswith("attention.key.bias"):  # softmax is invariant to it, so its gradient is rounding error
                 gap = (gathered[name] - weights[name]).norm() / weights[name].norm()
                 assert gap < 1e-5, f"{name}: {gap}"
 
@@ -143,7 +143,7 @@ def test_sequences_cut_over_ranks_train_as_one_process(world, family, layout, mo
         (["model=bert-tiny"], ["parallel.context=4", "model.family=bert"]),
     ],
 )
-def test_what_cannot_be_cut_is_refused(tmp_path, arguments, said):
+def test_unsupported_combinations_are_refused(tmp_path, arguments, said):
     given = ["model=llama-tiny", "parallel.context=4", "dry_run=true", "dry_run.world_size=8", "training.sequence_length=32", *arguments]
     message = pipeline(*given, f"run_dir={tmp_path / 'run'}", expect=2)
     assert all(text in message for text in [*said, "fix:"]), message

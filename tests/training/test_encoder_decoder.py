@@ -1,4 +1,4 @@
-"""Encoder-decoders at the command line: the loss falls, the export is the trained model, and what is missing is named before work."""
+"""Encoder-decoders at the command line: the loss decreases, the export equals the trained model, missing inputs are reported early."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def numbers(path: Path, seed: int) -> Path:
-    """Numbers in English and German."""
+    """Write a file of pairs: numbers in English and German."""
     chance = random.Random(seed)
     words = [[chance.choice(list(NUMBERS)) for _ in range(chance.randint(1, 4))] for _ in range(300)]
     path.write_text("".join(f"{' '.join(w)}\t{' '.join(NUMBERS[n] for n in w)}\n" for w in words), encoding="utf-8")
@@ -50,7 +50,7 @@ def test_t5_learns_to_fill_spans(with_pad, tmp_path):  # noqa: F811 - the fixtur
     assert found[-1] < found[0] - 1
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["validation_loss"] < found[0] - 1
-    assert last["bits_per_byte"] is None, "the loss does not measure all of the text"
+    assert last["bits_per_byte"] is None, "the loss does not cover all tokens of the text"
 
 
 def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path):  # noqa: F811 - the fixture
@@ -71,7 +71,7 @@ def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path): 
     assert told < 2 < other
 
 
-def test_what_is_missing_is_named_before_work(tokens, tokenizer, tmp_path):
+def test_missing_inputs_are_reported_before_training(tokens, tokenizer, tmp_path):
     paths = (f"data.tokens={tokens}", f"tokenizer.path={tokenizer}", f"run_dir={tmp_path}/run")
     assert "<extra_id_0>" in pipeline(*SMALL, "model=t5-tiny", *paths, expect=2)
     told = pipeline(*SMALL, "model=transformer-tiny", *paths, "training.document_mask=true", "data.packing=best_fit", expect=2)
@@ -84,7 +84,7 @@ def test_what_is_missing_is_named_before_work(tokens, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["data.spans.sentinel=<id>", "parallel.context=2"])
-def test_settings_that_do_not_go_together(key):
+def test_incompatible_settings_are_refused(key):
     told = pipeline(
         "stage=pretrain", "model=t5-tiny", f"{key.partition('=')[0]}='{key.partition('=')[2]}'" if "<" in key else key, expect=2
     )

@@ -1,4 +1,4 @@
-"""Engines on four real ranks: same state after a load, the same run in another layout, nothing done on a gradient that is not finite."""
+"""Engines on four ranks: exact resume, resume in another layout, and skipped steps on non-finite gradients."""
 
 import dataclasses
 import shutil
@@ -29,7 +29,7 @@ TINY = (
 
 
 def make(*overrides):
-    """A trainer of this rank in a layout of the world."""
+    """The configuration and this rank's trainer."""
     from pipeline.config.layout import Layout
     from pipeline.launch import preflight
     from pipeline.parallel import mesh as meshes
@@ -37,7 +37,7 @@ def make(*overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    return config, Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
 def train(config, trainer, steps):
@@ -46,13 +46,13 @@ def train(config, trainer, steps):
     for step in steps:
         shape = (config.training.global_batch_size, config.training.sequence_length + 1)
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data]))
+        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.coordinates.data]))
         numbers.append((float(loss), float(result.gradient_norm), float(result.lr), float(result.skipped)))
     return numbers
 
 
 def _save_and_continue(folder, first, second):
-    """Train four steps in a layout and save; go on there, and from the file in another one."""
+    """Train four steps in a layout and save; continue there, and from the checkpoint in another layout."""
     from pipeline.checkpoint import save
     from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
@@ -62,7 +62,7 @@ def _save_and_continue(folder, first, second):
     state = TrainState(4, 64, trainer.engine.updates())
     path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7))
-    config, trainer = make(*second, "training.seed=99")  # other initial weights: the file must bring all of it
+    config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
     save.load(Checkpoint(path), trainer.engine.fragments())
     trainer.engine.loaded(4)
     return straight, train(config, trainer, range(4, 7))
@@ -98,7 +98,7 @@ def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
 
 
 def _load_damaged(folder):
-    """Save, damage the last rank's file, load: the message that this rank gets."""
+    """Save, damage the last rank's file, load: the message on this rank."""
     from pipeline.checkpoint import save
     from pipeline.checkpoint.native import Index, TrainState, file_name
     from pipeline.checkpoint.reader import Checkpoint
@@ -117,13 +117,13 @@ def _load_damaged(folder):
     return str(raised.value)
 
 
-def test_what_one_rank_finds_damaged_every_rank_reports(world, tmp_path):
+def test_every_rank_reports_a_damaged_file(world, tmp_path):
     for message in world.run(_load_damaged, tmp_path):
         assert "rank-00003.safetensors" in message
 
 
 def _poison(overrides):
-    """Two steps, one with an infinite weight gradient, two more: what the engine says and whether the weights moved."""
+    """Two steps, one with an infinite gradient, one more: results of the engine, and whether the weights changed."""
     config, trainer = make(*overrides)
     train(config, trainer, range(2))
     before = [f.tensors["weight"].clone() for f in trainer.engine.fragments()]
@@ -139,14 +139,14 @@ def _poison(overrides):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing(world, zero, precision):
+def test_a_non_finite_gradient_skips_the_step(world, zero, precision):
     from pipeline.training.lr_schedule import learning_rate
 
     overrides = (f"precision={precision}", f"parallel.zero_stage={zero}")
     config = configured(*TINY, *overrides)
     for skipped, then, lr, still, moved, updates in world.run(_poison, overrides):
         assert (skipped, then, still, moved, updates) == (1, 0, True, True, 3)
-        assert lr == pytest.approx(learning_rate(2, config.optimizer, config.training)), "a skipped step takes no learning rate"
+        assert lr == pytest.approx(learning_rate(2, config.optimizer, config.training)), "a skipped step does not advance the schedule"
 
 
 def _losses(overrides):
@@ -171,21 +171,21 @@ def test_document_mask_reaches_every_stage(world):
 
 
 def _masked(overrides):
-    """The loss of one batch with every third token ending a document, and without the mask."""
+    """The loss of one batch with documents of three tokens, with and without the document mask."""
     losses = []
     for mask in ("true", "false"):
         config, trainer = make("precision=fp32", f"training.document_mask={mask}", *overrides)
         shape = (16, config.training.sequence_length + 1)
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         documents = (torch.arange(8, dtype=torch.int32) // 3).expand(16, 8).contiguous()
-        mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.where.data] for t in (batch, documents))
+        mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.coordinates.data] for t in (batch, documents))
         loss, _ = trainer.train(*causal(mine, theirs if mask == "true" else None))
         losses.append(float(loss))
     return losses
 
 
-def test_compiled_blocks_train_alike_in_pieces(world):
-    """Where there is a compiler: on a GPU the blocks are compiled by default."""
+def test_compiled_tensor_parallel_blocks_train_alike(world):
+    """Requires a C++ compiler; on a GPU the blocks are compiled by default."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     plain = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2"))

@@ -1,4 +1,4 @@
-"""Every decoder family's tiny model learns, by the command line in one process; encoders and encoder-decoders have tests of their own."""
+"""The tiny model of every decoder family learns at the command line, in one process; other architectures have separate tests."""
 
 import json
 

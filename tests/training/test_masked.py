@@ -1,4 +1,4 @@
-"""Models in training of whom not every position is asked: the same numbers in every layout, with padding, and a run whose loss falls."""
+"""Training with targets at some positions only, and padding: equal metrics in every layout, and a run whose loss decreases."""
 
 import json
 
@@ -30,7 +30,7 @@ TINY = (
 
 
 def batch_of(config, step):
-    """A global batch whose sequences have very different numbers of targets, and padding: a mean of micro-batches' means is another."""
+    """A global batch with padding and uneven numbers of targets, so that the mean of the micro-batches' means would differ."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.training.global_batch_size, config.training.sequence_length)
     tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
@@ -45,30 +45,30 @@ def batch_of(config, step):
 
 
 def train(config, trainer, steps):
-    """Loss and gradient norm of these steps, and at the end every weight's own fragment summed over the ranks."""
-    layout, where = trainer.mesh.layout, trainer.mesh.where
+    """Loss and gradient norm of each step."""
+    layout, coordinates = trainer.mesh.layout, trainer.mesh.coordinates
     numbers = []
     for step in steps:
         tokens, batch = batch_of(config, step)
-        mine = [tensor.chunk(layout.batch_shards)[layout.batch_shard(where)] for tensor in (tokens, *batch.values())]
+        mine = [tensor.chunk(layout.batch_shards)[layout.batch_shard(coordinates)] for tensor in (tokens, *batch.values())]
         held_out = float(trainer.evaluate(mine[0], dict(zip(batch, mine[1:], strict=True))))
         loss, result = trainer.train(mine[0], dict(zip(batch, mine[1:], strict=True)))
-        assert held_out == pytest.approx(float(loss), rel=1e-5), "evaluation and training mean the same"
+        assert held_out == pytest.approx(float(loss), rel=1e-5), "evaluation and training compute the same mean"
         numbers.append((float(loss), float(result.gradient_norm)))
     return numbers
 
 
 def moments(trainer):
-    """The sum of each weight's first moment and of its squares: what a wrongly scaled gradient would change."""
+    """Sum and sum of squares of each weight's first moment, which a wrongly scaled gradient would change."""
     names = {}
     for fragment in trainer.engine.fragments():
         if fragment.owned:
             values = fragment.tensors["exp_avg"].double()
             one = names.setdefault(fragment.piece.name, torch.zeros(2, dtype=torch.float64))
             one += torch.stack([values.sum(), values.square().sum()])
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, names)
-    return {name: sum(part[name] for part in everyone if name in part) for part in everyone for name in part}
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, names)
+    return {name: sum(part[name] for part in gathered if name in part) for part in gathered for name in part}
 
 
 def _trained(overrides):
@@ -79,13 +79,13 @@ def _trained(overrides):
 
     config = configured(*TINY, *overrides)
     preflight.check(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
     return train(config, trainer, range(4)), moments(trainer)
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """The same on one process, for each model."""
+def single_process():
+    """The same in a single process, for each model."""
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
@@ -94,14 +94,14 @@ def alone():
     for model, needs in MODELS.items():
         config = configured(*TINY, f"model={model}", *needs, "parallel.zero_stage=0")
         try:
-            trainer = Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, "")))
+            trainer = Trainer(config, meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, "")))
             found[model] = train(config, trainer, range(4)), moments(trainer)
         finally:
-            meshes.stop()
+            meshes.destroy_process_group()
     return found
 
 
-#: Packed documents leave padding behind them, which a causal model is not asked for either.
+#: Best-fit packing pads; padding is not a target of a causal model either.
 MODELS = {"bert-tiny": (), "roberta-tiny": (), "llama-tiny": ("data.packing=best_fit",)}
 LAYOUTS = [
     ("bert-tiny", ("parallel.zero_stage=0",)),
@@ -118,13 +118,13 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("model, layout", LAYOUTS, ids=str)
-def test_four_ranks_are_one_process(world, alone, model, layout):
-    numbers, sums = alone[model]
+def test_four_ranks_equal_one_process(world, single_process, model, layout):
+    numbers, sums = single_process[model]
     for theirs, their_sums in world.run(_trained, (f"model={model}", *MODELS[model], *layout)):
         assert theirs == [pytest.approx(one, rel=1e-5) for one in numbers]
         assert their_sums.keys() == sums.keys()
         for name, expected in sums.items():
-            if not name.endswith("attention.key.bias"):  # its gradient is rounding: softmax does not see it
+            if not name.endswith("attention.key.bias"):  # softmax is invariant to it, so its gradient is rounding error
                 torch.testing.assert_close(their_sums[name], expected, rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -157,7 +157,7 @@ def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     assert evaluation["bits_per_byte"] is None
 
 
-def test_what_a_masked_model_cannot_have_is_refused():
+def test_settings_that_a_masked_model_does_not_support_are_refused():
     said = pipeline(
         "stage=pretrain",
         "model=bert-tiny",

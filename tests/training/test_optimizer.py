@@ -1,4 +1,4 @@
-"""The learning rate of every update, and what decays."""
+"""Learning-rate schedules, and the parameter groups of weight decay."""
 
 import math
 
@@ -19,7 +19,7 @@ from pipeline.training.optimizers import weight_decay_groups
     ratio=st.floats(0, 1),
     decay=st.integers(0, 10),
 )
-def test_warm_up_rises_to_the_peak_and_the_end_is_the_last_rate(steps, warmup, schedule, ratio, decay):
+def test_warm_up_reaches_the_peak_and_the_schedule_ends_at_the_minimum(steps, warmup, schedule, ratio, decay):
     optimizer = OptimizerConfig(lr=0.5, warmup_steps=warmup, schedule=schedule, min_lr_ratio=ratio, decay_steps=min(decay, steps - warmup))
     rates = [learning_rate(update, optimizer, TrainingConfig(steps=steps)) for update in range(steps)]
     rising, falling = rates[:warmup], rates[warmup:]

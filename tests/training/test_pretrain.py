@@ -1,4 +1,4 @@
-"""pretrain at the command line: what a run leaves, kill -9 and continue, and what bad input gets."""
+"""pretrain at the command line: outputs of a run, kill -9 and resume, and errors on invalid input."""
 
 import json
 import random
@@ -25,12 +25,12 @@ TINY = (
     "optimizer.warmup_steps=2",
     "tracking=disabled",
 )
-#: What a line tells of the arithmetic; the rest are times.
+#: The deterministic keys of a line; the others are times.
 EXACT = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "skipped")
 
 
 def run(ranks: int, *arguments: str) -> str:
-    """Train to the end; both streams of all ranks."""
+    """Train to completion, and return stdout and stderr of all ranks."""
     return run_ranks(ranks, "stage=pretrain", *TINY, *arguments)
 
 
@@ -43,12 +43,12 @@ def exact(run_dir: Path) -> list[tuple]:
 
 
 def assert_plain(printed: str) -> None:
-    assert all(ord(c) >= 32 or c in "\n\t" for c in printed), "a log holds no control characters"
+    assert all(ord(c) >= 32 or c in "\n\t" for c in printed), "a log contains no control characters"
 
 
 @pytest.fixture(scope="module")
 def eight(tokens, tmp_path_factory) -> tuple[Path, str]:
-    """A run on eight ranks with every axis in use."""
+    """A run on eight ranks with tensor, pipeline and data parallelism."""
     folder = tmp_path_factory.mktemp("eight") / "run"
     axes = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=2", "precision=fp32")
     return folder, run(
@@ -56,7 +56,7 @@ def eight(tokens, tmp_path_factory) -> tuple[Path, str]:
     )
 
 
-def test_a_run_on_eight_ranks_leaves_what_the_map_says(eight):
+def test_a_run_on_eight_ranks_writes_the_documented_files(eight):
     folder, printed = eight
     steps = [line for line in lines(folder) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -71,12 +71,12 @@ def test_a_run_on_eight_ranks_leaves_what_the_map_says(eight):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["totals"]["world_size"] == 8
     assert (folder / "config.yaml").is_file()
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1, "rank 0 alone tracks"
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1, "only rank 0 logs"
     assert_plain(printed)
 
 
-def test_another_layout_gives_the_same_numbers(eight, tokens, tmp_path):
-    """By torchrun itself, and Python as users start it."""
+def test_another_layout_has_the_same_metrics(eight, tokens, tmp_path):
+    """Started by torchrun, as users do."""
     arguments = ("parallel.zero_stage=3", "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=6")
     printed = pipeline("stage=pretrain", *TINY, *arguments, prefix=torchrun(2, cold=True), cold=True)
     assert_plain(printed)
@@ -95,7 +95,7 @@ def test_evaluate_and_convert_read_the_checkpoint_in_one_process(eight, tokens, 
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
-def test_a_finished_run_does_nothing_again_and_a_longer_one_goes_on(eight, tokens, tmp_path):
+def test_a_finished_run_does_nothing_and_a_longer_one_continues(eight, tokens, tmp_path):
     shutil.copytree(eight[0], tmp_path / "run")
     common = ("stage=pretrain", *TINY, "precision=fp32", "parallel.zero_stage=1", f"data.tokens={tokens}", f"run_dir={tmp_path}/run")
     before = exact(tmp_path / "run")
@@ -123,7 +123,7 @@ def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, 
         while processes[0].poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.1))
-        assert [process.poll() for process in processes] == [None] * ranks, "it ended before it was killed"
+        assert [process.poll() for process in processes] == [None] * ranks, "the run ended before it was killed"
         for process in processes:
             process.send_signal(signal.SIGKILL)
         assert [process.wait() for process in processes] == [-signal.SIGKILL] * ranks
@@ -131,7 +131,7 @@ def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, 
     assert exact(tmp_path / "killed") == exact(tmp_path / "straight")
 
 
-def test_everything_wrong_is_said_at_once(tokens):
+def test_all_violations_are_reported_at_once(tokens):
     said = pipeline(
         "stage=pretrain",
         *TINY,
@@ -194,8 +194,8 @@ def test_a_damaged_checkpoint_is_named(eight, tokens, tmp_path, damage):
     )
 
 
-def test_a_full_disk_ends_clearly_and_leaves_no_half_checkpoint(tokens, tmp_path):
-    """A file-size limit stands for the full disk: it lets metrics.jsonl through and stops the checkpoint."""
+def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(tokens, tmp_path):
+    """A file-size limit simulates a full disk: metrics.jsonl stays below it, a checkpoint does not."""
     limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "limited")
     common = ("stage=pretrain", *TINY, "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=3")
     said = pipeline(*common, expect=2, prefix=limited, cold=True)

@@ -1,1 +1,1 @@
-"""Cleaning: an ordered list of steps, each of which says of some documents of a batch that they change or go, and why."""
+"""Cleaning: an ordered list of steps. Each step changes or drops documents of a batch, with a reason for each."""

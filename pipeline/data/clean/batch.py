@@ -1,4 +1,4 @@
-"""A batch of documents on its way through the cleaning steps."""
+"""A batch of documents that passes through the cleaning steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
 BATCH_CHARACTERS = 1 << 18
-"""Characters in a batch, about: enough that numpy's cost per call is small, few enough that its arrays stay in the processor's cache."""
+"""Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
 
 
 class Verdict(NamedTuple):
-    """What a step says of one document; of those that it keeps as they are it says nothing.
+    """The decision of a step on one document. A document that the step keeps unchanged has no verdict.
 
     Attributes:
-        document: which of the batch.
-        reason: a few words, the same for every document with this fault.
+        document: index of the document in the batch.
+        reason: a short text, identical for every document with this fault.
         text: the new text; None drops the document.
     """
 
@@ -31,11 +31,11 @@ class Verdict(NamedTuple):
 
 
 class Batch:
-    """Some documents with their texts as they are by now. Steps read it; only `after` makes a new one.
+    """Documents with their current texts. Steps read a batch; `apply` returns the next one.
 
     Attributes:
-        alive: (documents,) bool, which are still there. Verdicts on others do not count.
-        changed: (documents,) bool, whose texts are no longer what they were when they came.
+        alive: (documents,) bool, documents that have not been dropped. Verdicts on other documents are ignored.
+        changed: (documents,) bool, documents whose text differs from the original.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
@@ -45,21 +45,21 @@ class Batch:
 
     @cached_property
     def words(self) -> Words:
-        """The words of all texts."""
+        """The words of all current texts."""
         return Words(self.texts) if self.changed.any() else self.first_words
 
     @cached_property
     def first_words(self) -> Words:
-        """The words of all texts as they came."""
+        """The words of all original texts."""
         return Words([document.text for document in self.documents])
 
     @cached_property
     def changed_words(self) -> Words:
-        """The words of the changed texts alone."""
+        """The words of the changed texts only."""
         return Words([self.texts[index] for index in np.flatnonzero(self.changed)])
 
     def mark(self, test: Callable[[Words], np.ndarray]) -> np.ndarray:
-        """A test's (documents,) bool for the texts as they are, without splitting the unchanged ones again: for steps between changes."""
+        """Apply a test to the current texts: (documents,) bool. Words of unchanged texts are not computed again."""
         mask = test(self.first_words)
         if self.changed.any():
             mask[self.changed] = test(self.changed_words)
@@ -67,16 +67,16 @@ class Batch:
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """(documents,) length of every text, at least 1."""
+        """(documents,) length of every text in characters, at least 1."""
         return np.maximum(np.diff(self.words.text_starts) - 1, 1)
 
     @cached_property
     def languages(self) -> list[tuple[str, float]]:
-        """The language of every text, and the share of the text that is in it. Found once: what later steps mend does not change it."""
+        """The language of every text, and its share of the text. Computed once: later changes do not affect it."""
         return [language.identify(text) if alive else language.UNKNOWN for text, alive in zip(self.texts, self.alive, strict=True)]
 
-    def after(self, verdicts: Iterable[Verdict]) -> Batch:
-        """The batch that the verdicts leave: itself without what is dropped, or a new one when texts changed."""
+    def apply(self, verdicts: Iterable[Verdict]) -> Batch:
+        """Apply verdicts: return this batch if documents were only dropped, or a new one if texts changed."""
         changed = {}
         for verdict in verdicts:
             if verdict.text is None:
@@ -98,22 +98,22 @@ class Batch:
 Step = Callable[[Batch], Iterable[Verdict]]
 
 
-def where(batch: Batch, mask: np.ndarray) -> list[int]:
-    """The living documents that a (documents,) mask marks."""
+def alive_indices(batch: Batch, mask: np.ndarray) -> list[int]:
+    """The indices of the alive documents that a (documents,) mask selects."""
     return np.flatnonzero(mask & batch.alive).tolist()
 
 
 def drop(batch: Batch, faults: Iterable[tuple[np.ndarray, str]]) -> Iterable[Verdict]:
-    """Drop what a mask marks, for the reason beside it; a document with several faults goes for the first."""
-    gone = np.zeros(len(batch.texts), dtype=bool)
+    """Drop the documents that a (mask, reason) pair selects; a document with several faults is dropped for the first one."""
+    dropped = np.zeros(len(batch.texts), dtype=bool)
     for mask, reason in faults:
-        for index in where(batch, mask & ~gone):
+        for index in alive_indices(batch, mask & ~dropped):
             yield Verdict(index, reason)
-        gone |= mask
+        dropped |= mask
 
 
 def batches(documents: Iterable[Document]) -> Iterable[Batch]:
-    """The documents, about BATCH_CHARACTERS at a time."""
+    """Group the documents into batches of about BATCH_CHARACTERS."""
     collected: list[Document] = []
     size = 0
     for document in documents:

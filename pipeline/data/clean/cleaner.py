@@ -1,4 +1,4 @@
-"""The cleaning steps in their configured order, and what they did, in numbers and examples."""
+"""Applies the cleaning steps in the configured order, and records counts and examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.data.clean import language, origin, personal, quality, repetition,
 from pipeline.data.clean.batch import Batch, Step, Verdict
 from pipeline.data.read.documents import utf8_length
 
-_MAKERS: dict[str, Callable[[Any], Step]] = {
+_STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "allow": origin.allow,
     "repair": text.repair,
     "normalise": text.normalise,
@@ -29,17 +29,17 @@ _MAKERS: dict[str, Callable[[Any], Step]] = {
 }
 
 EXAMPLES = 5
-"""Documents shown for every reason: those whose identity has the lowest hash, which are the same on any number of ranks."""
+"""Examples per reason: the documents whose identity has the lowest hash, independent of the number of ranks."""
 
 _EXCERPT = 300
 
 
 @dataclass
 class StepCounts:
-    """What one step did.
+    """The counts of one step.
 
     Attributes:
-        documents, bytes: that came to it.
+        documents, bytes: input of the step.
         dropped: reason -> [documents, bytes].
         changed: reason -> documents.
         examples: reason -> [[hash, identity, excerpt before, excerpt after or None], ...], lowest hash first.
@@ -52,19 +52,19 @@ class StepCounts:
     examples: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     def add(self, other: StepCounts) -> None:
-        """Take another part's numbers in; the order of the parts does not matter."""
+        """Add the counts of another part; the order of the parts does not matter."""
         self.documents += other.documents
         self.bytes += other.bytes
         for reason, (documents, size) in other.dropped.items():
-            have = self.dropped.setdefault(reason, [0, 0])
-            self.dropped[reason] = [have[0] + documents, have[1] + size]
+            total = self.dropped.setdefault(reason, [0, 0])
+            self.dropped[reason] = [total[0] + documents, total[1] + size]
         for reason, documents in other.changed.items():
             self.changed[reason] = self.changed.get(reason, 0) + documents
         for reason, examples in other.examples.items():
             self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
 
     def example(self, verdict: Verdict, identity: str, before: str) -> None:
-        """Show this document if its hash is low enough."""
+        """Keep this document as an example if its hash is among the lowest."""
         rank = xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass"))
         shown = self.examples.setdefault(verdict.reason, [])
         if len(shown) == EXAMPLES and rank >= shown[-1][0]:
@@ -77,37 +77,37 @@ class StepCounts:
 
 
 class Cleaner:
-    """Applies the steps of a configuration to batches and counts.
+    """Applies the steps of a configuration to batches and counts their effects.
 
     Raises:
-        UserError: a step cannot be made: a file that it needs is missing.
+        UserError: a file that a step requires is missing.
     """
 
     def __init__(self, config: CleanConfig) -> None:
-        self._steps = [(name, _MAKERS[name](getattr(config, name))) for name in config.steps]
+        self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
 
     def clean(self, batch: Batch, counts: dict[str, StepCounts]) -> Batch:
-        """The batch after all steps; `counts` (step -> numbers) is added to."""
+        """Apply all steps to a batch; their counts are added to `counts` (step -> counts)."""
         sizes = list(map(utf8_length, batch.texts))
         for name, step in self._steps:
-            noted = counts.setdefault(name, StepCounts())
-            noted.documents += int(batch.alive.sum())
-            noted.bytes += sum(size for size, alive in zip(sizes, batch.alive, strict=True) if alive)
+            step_counts = counts.setdefault(name, StepCounts())
+            step_counts.documents += int(batch.alive.sum())
+            step_counts.bytes += sum(size for size, alive in zip(sizes, batch.alive, strict=True) if alive)
             verdicts = list(step(batch))
             for verdict in verdicts:
-                noted.example(verdict, batch.documents[verdict.document].id, batch.texts[verdict.document])
+                step_counts.example(verdict, batch.documents[verdict.document].id, batch.texts[verdict.document])
                 if verdict.text is None:
-                    documents, size = noted.dropped.get(verdict.reason, (0, 0))
-                    noted.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
+                    documents, size = step_counts.dropped.get(verdict.reason, (0, 0))
+                    step_counts.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
                 else:
-                    noted.changed[verdict.reason] = noted.changed.get(verdict.reason, 0) + 1
+                    step_counts.changed[verdict.reason] = step_counts.changed.get(verdict.reason, 0) + 1
                     sizes[verdict.document] = utf8_length(verdict.text)
-            batch = batch.after(verdicts)
+            batch = batch.apply(verdicts)
         return batch
 
 
 def _first_difference(first: str, second: str) -> int:
-    """Where two texts part, by halving: comparing slices is faster than comparing characters."""
+    """The index of the first difference, by binary search: comparing slices is faster than comparing characters."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The step that keeps the wanted languages."""
+"""The step that keeps selected languages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.data.clean.batch import Batch, Step, Verdict, drop
 
 
 def language(knobs: LanguageStep) -> Step:
-    """Documents in other languages than the wanted ones, or in none clearly enough. Without wanted languages every document stays."""
+    """Drop documents in other languages, or with too small a share of the main language. If `keep` is empty, all documents are kept."""
     wanted = set(knobs.keep)
 
     def step(batch: Batch) -> Iterable[Verdict]:

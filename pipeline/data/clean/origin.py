@@ -1,4 +1,4 @@
-"""Steps that look at where a document comes from, and whether it is part of a benchmark."""
+"""Steps that filter by source and license, and by overlap with benchmarks."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from pipeline.errors import UserError
 
 
 def allow(knobs: AllowStep) -> Step:
-    """Documents whose source or licence no pattern of the lists matches; an empty list allows all."""
+    """Drop documents whose source or license matches no pattern of its list; an empty list allows all."""
 
-    def fits(value: object, patterns: list[str]) -> bool:
+    def matches(value: object, patterns: list[str]) -> bool:
         return not patterns or any(fnmatch.fnmatchcase(str(value).lower(), pattern.lower()) for pattern in patterns)
 
     def source(document: Document) -> object:
         return document.meta.get(knobs.source_field, document.source)
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        sources = np.array([not fits(source(document), knobs.sources) for document in batch.documents])
-        licences = np.array([not fits(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
-        return drop(batch, [(sources, "source not allowed"), (licences, "licence not allowed")])
+        sources = np.array([not matches(source(document), knobs.sources) for document in batch.documents])
+        licences = np.array([not matches(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
+        return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed")])
 
     return step
 
 
 def contamination(knobs: ContaminationStep) -> Step:
-    """Documents that share a run of `words` words with a benchmark (13 in Brown et al. 2020, appendix C)."""
-    found = [_runs(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
+    """Drop documents that share `words` consecutive words with a benchmark (13 in Brown et al. 2020, appendix C)."""
+    found = [_word_ngrams(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
     known = Lookup(np.concatenate(found) if found else np.zeros(0, dtype=np.uint64))
     if not len(known.known):
-        rule = f"hold no text of {knobs.words} words"
-        fix = "name the benchmarks' files, or take the step out of clean.steps"
+        rule = f"contain no text of {knobs.words} words"
+        fix = "specify the benchmark files, or remove the step from clean.steps"
         raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        runs, starts = _runs(batch.words, knobs.words)
-        hits = starts[known.find(runs)[0]]
-        return drop(batch, [(np.bincount(batch.words.spans.texts[hits], minlength=len(batch.texts)) > 0, "part of a benchmark")])
+        hashes, starts = _word_ngrams(batch.words, knobs.words)
+        hits = starts[known.find(hashes)[0]]
+        return drop(batch, [(np.bincount(batch.words.spans.texts[hits], minlength=len(batch.texts)) > 0, "overlaps a benchmark")])
 
     return step
 
 
-def _runs(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, first word) of every run of words within a text."""
+def _word_ngrams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (hash, first word) of every n-gram of words within a text."""
     hashes = ngrams(words.hashes, length)
     starts = np.arange(len(hashes))
     texts = words.spans.texts
@@ -64,9 +64,9 @@ def _benchmark_texts(files: list[str]) -> Iterable[str]:
     for name in files:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise UserError.of("clean.contamination.files", name, "no such file", "mend the path, or take it out")
+            raise UserError.of("clean.contamination.files", name, "no such file", "correct the path, or remove it")
         source = Source(str(path), path.name, path.stat().st_size)
         for document in read(Span(source), ReadOptions()):
             if isinstance(document, Bad):
-                raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "mend the file")
+                raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "repair the file")
             yield document.text

@@ -1,4 +1,4 @@
-"""Steps that drop what is no running text: the rules of Gopher, C4 and FineWeb, and plain length.
+"""Steps that drop documents other than running text: the rules of Gopher, C4 and FineWeb, and limits on the length.
 
 Gopher: Rae et al. 2021, arXiv:2112.11446, appendix A.1. C4: Raffel et al. 2020, section 2.2. FineWeb: Penedo et al. 2024, section 3.6.
 """
@@ -20,7 +20,7 @@ _ELLIPSIS = ord("…")
 
 
 def length(knobs: LengthStep) -> Step:
-    """Too short or too long, in characters."""
+    """Drop texts that are too short or too long, in characters."""
 
     def step(batch: Batch) -> Iterable[Verdict]:
         characters = batch.characters
@@ -30,21 +30,21 @@ def length(knobs: LengthStep) -> Step:
 
 
 def gopher(knobs: GopherStep) -> Step:
-    """Gopher's quality rules. The words of a language decide about stop words; a language without a list is not asked for any."""
+    """Gopher's quality rules. Stop words are those of the text's language; languages without a list skip that rule."""
 
     def step(batch: Batch) -> Iterable[Verdict]:
         words, lines = batch.words, batch.words.lines
         count = np.diff(words.offsets)
-        some = np.maximum(count, 1)
-        mean_length = _per_text(words.spans.lengths, words.offsets) / some
+        divisor = np.maximum(count, 1)
+        mean_length = _per_text(words.spans.lengths, words.offsets) / divisor
         line_count = np.maximum(np.diff(lines.offsets), 1)
         bullets = _per_text(np.isin(words.codes[lines.starts], _BULLETS), lines.offsets) / line_count
         ellipsis = _ellipses(words)
         open_lines = _per_text(np.isin(lines.ends - 1, ellipsis), lines.offsets) / line_count
-        hashes = words.count(words.codes == ord("#")) / some
-        dots = words.sum_texts(ellipsis) / some
-        tokens, alphabetic = np.diff(words.tokens.offsets), _with_letter(words)
-        missing, asked = _stop_words_missing(batch, knobs.stop_words)
+        hashes = words.count(words.codes == ord("#")) / divisor
+        dots = words.sum_texts(ellipsis) / divisor
+        tokens, alphabetic = np.diff(words.tokens.offsets), _tokens_with_letter(words)
+        missing, has_list = _stop_words_missing(batch, knobs.stop_words)
         return drop(
             batch,
             [
@@ -55,7 +55,7 @@ def gopher(knobs: GopherStep) -> Step:
                 (bullets > knobs.bullet_lines, "mostly bullet points"),
                 (open_lines > knobs.ellipsis_lines, "many lines end in an ellipsis"),
                 (alphabetic < knobs.alphabetic * tokens, "too few words with letters"),
-                (asked & missing, "too few stop words"),
+                (has_list & missing, "too few stop words"),
             ],
         )
 
@@ -63,7 +63,7 @@ def gopher(knobs: GopherStep) -> Step:
 
 
 def c4(knobs: C4Step) -> Step:
-    """C4's rules for whole pages: enough sentences, no placeholder text, and, when asked for, no curly brackets."""
+    """C4's page-level rules: enough sentences, no placeholder text, and optionally no curly brackets."""
 
     def step(batch: Batch) -> Iterable[Verdict]:
         words = batch.words
@@ -82,14 +82,14 @@ def c4(knobs: C4Step) -> Step:
 
 
 def fineweb(knobs: FineWebStep) -> Step:
-    """FineWeb's rules for lines: enough end in punctuation, few are short, few are repeated, and not every word has a line."""
+    """FineWeb's rules for lines: enough end in punctuation, not too many are short, not too many lines per word."""
 
     def step(batch: Batch) -> Iterable[Verdict]:
         words, lines = batch.words, batch.words.lines
         count = np.maximum(np.diff(lines.offsets), 1)
         closed = _per_text(words.kinds[np.maximum(lines.ends - 1, 0)] & SENTENCE_END != 0, lines.offsets)
         short = _per_text(lines.lengths <= knobs.short_line, lines.offsets)
-        many = count > 1  # a text of a single line has no layout to judge
+        many = count > 1  # the rules do not apply to a single line
         newlines = count / np.maximum(np.diff(words.offsets), 1)
         return drop(
             batch,
@@ -104,22 +104,22 @@ def fineweb(knobs: FineWebStep) -> Step:
 
 
 def _per_text(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The sum of the values of every text, which are values[offsets[i]:offsets[i + 1]]."""
+    """Sum the values of every text i, values[offsets[i]:offsets[i + 1]]: (texts,) int64."""
     sums = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum(values, out=sums[1:])
     return np.diff(sums[offsets])
 
 
 def _ellipses(words: Words) -> np.ndarray:
-    """Positions of ellipses: one character, or the last of three dots."""
+    """Positions of ellipses: the single character, or the last of three dots."""
     dot = words.codes == ord(".")
     three = np.flatnonzero(dot[:-2] & dot[1:-1] & dot[2:]) + 2
     single = np.flatnonzero(words.codes == _ELLIPSIS)
     return np.sort(np.concatenate([three, single])) if len(three) and len(single) else (three if len(three) else single)
 
 
-def _with_letter(words: Words) -> np.ndarray:
-    """(texts,) how many pieces between spaces hold a letter."""
+def _tokens_with_letter(words: Words) -> np.ndarray:
+    """(texts,) number of whitespace-separated tokens that contain a letter."""
     tokens = words.tokens
     letters = np.zeros(len(words.kinds) + 1, dtype=np.uint32)
     np.cumsum(words.kinds & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
@@ -127,14 +127,14 @@ def _with_letter(words: Words) -> np.ndarray:
 
 
 def _sentence_ends(words: Words) -> np.ndarray:
-    """Positions of a full stop, exclamation or question mark that space, a quotation mark or the end follows."""
+    """Positions of periods, exclamation and question marks that whitespace, a quotation mark or the end of the text follows."""
     codes, kinds = words.codes, words.kinds
     stop = (codes == ord(".")) | (codes == ord("!")) | (codes == ord("?")) | (codes == 0x3002)
     return np.flatnonzero(stop[:-1] & (((kinds[1:] & (SPACE | SENTENCE_END)) != 0) | (codes[:-1] == 0x3002)))
 
 
 def _stop_words_missing(batch: Batch, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """(fewer than `least` stop words, whether the text's language has a list), for every text."""
+    """Return for every text (whether it has fewer than `least` stop words, whether its language has a list)."""
     known, lists, languages = _stop_word_table()
     number = np.array([languages.get(code, -1) for code, _ in batch.languages])
     found, which = known.find(batch.words.hashes)
@@ -145,10 +145,10 @@ def _stop_words_missing(batch: Batch, least: int) -> tuple[np.ndarray, np.ndarra
 
 @cache
 def _stop_word_table() -> tuple[Lookup, np.ndarray, dict[str, int]]:
-    """All stop words, (words, languages) whether a word belongs to a language, the languages' numbers."""
+    """Return all stop words, a (words, languages) bool table of membership, and the index of every language."""
     split = {code: listed.split() for code, listed in STOP_WORDS.items()}
     every = sorted({word for listed in split.values() for word in listed})
     hashes = Words([" ".join(every)]).hashes
-    assert len(hashes) == len(every), "a stop word is one word"
+    assert len(hashes) == len(every), "each stop word must be a single word"
     belongs = np.array([[word in listed for listed in split.values()] for word in every])
     return Lookup(hashes, bits=16), belongs[np.argsort(hashes)], {code: number for number, code in enumerate(split)}

@@ -1,4 +1,4 @@
-"""The step that drops texts which repeat themselves: Rae et al. 2021, arXiv:2112.11446, table A1."""
+"""The step that drops texts with repetition: Rae et al. 2021, arXiv:2112.11446, table A1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Faults = list[tuple[np.ndarray, str]]
 
 
 def repetition(knobs: RepetitionStep) -> Step:
-    """Repeated lines and paragraphs, a frequent short n-gram, repeated long n-grams; as shares of the text."""
+    """Drop texts by their shares of repeated lines and paragraphs, of the top short n-grams, and of repeated long n-grams."""
 
     def step(batch: Batch) -> Iterable[Verdict]:
         words, characters = batch.words, batch.characters
@@ -32,11 +32,11 @@ def repetition(knobs: RepetitionStep) -> Step:
 
 
 def _paragraphs(words: Words) -> Spans:
-    """Runs of lines without a blank line between them."""
+    """Paragraphs: lines without a blank line between them."""
     lines = words.lines
-    passed = np.searchsorted(words.newlines, lines.starts)
+    newlines_before = np.searchsorted(words.newlines, lines.starts)
     first = np.ones(len(lines), dtype=bool)
-    first[1:] = (passed[1:] - np.searchsorted(words.newlines, lines.ends[:-1]) > 1) | (np.diff(lines.texts) > 0)
+    first[1:] = (newlines_before[1:] - np.searchsorted(words.newlines, lines.ends[:-1]) > 1) | (np.diff(lines.texts) > 0)
     starts = np.flatnonzero(first)
     ends = np.concatenate([starts[1:], [len(lines)]]) - 1
     if not len(lines):
@@ -45,24 +45,24 @@ def _paragraphs(words: Words) -> Spans:
 
 
 def _repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """How many spans of every text are equal to an earlier one of it, and their characters."""
-    again = _again(words.hash_spans(spans), spans.texts)
-    texts = spans.texts[again]
+    """Count the spans of every text that equal an earlier span of that text, and their characters."""
+    repeats = _repeat_positions(words.hash_spans(spans), spans.texts)
+    texts = spans.texts[repeats]
     count = len(spans.offsets) - 1
-    return np.bincount(texts, minlength=count), np.bincount(texts, spans.lengths[again], minlength=count)
+    return np.bincount(texts, minlength=count), np.bincount(texts, spans.lengths[repeats], minlength=count)
 
 
-def _again(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """Positions of what has an equal before it in the same text."""
+def _repeat_positions(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    """Positions of hashes that occurred earlier in the same text."""
     order, bounds = _groups(hashes, texts)
-    again = np.ones(len(order), dtype=bool)
+    repeated = np.ones(len(order), dtype=bool)
     if len(order):
-        again[np.minimum.reduceat(order, bounds)] = False
-    return np.flatnonzero(again)
+        repeated[np.minimum.reduceat(order, bounds)] = False
+    return np.flatnonzero(repeated)
 
 
 def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(an order in which equal hashes of one text stand together, where each such group begins in it)."""
+    """Return (an order in which equal hashes of one text are adjacent, the start of every such group)."""
     keys = hashes ^ mix(texts.astype(np.uint64))
     order = np.argsort(keys)
     ordered = keys[order]
@@ -72,14 +72,14 @@ def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _ngrams(batch: Batch, knobs: RepetitionStep) -> Faults:
-    """The rules of n-grams. What cannot break a rule is found out cheaply; only the suspects are measured."""
+    """The n-gram rules. A cheap upper bound excludes most texts; only the remaining ones are measured exactly."""
     characters, longest = batch.characters, _longest_ngram(batch.words, 5)
     faults: Faults = []
     for length, share in zip((2, 3, 4), knobs.top_ngrams, strict=True):
         most, _ = _repeats(batch.words, length)
         chosen = np.flatnonzero(most * longest > share * characters)
         faults.append((_above(batch, chosen, _top_ngram, length, share), f"one frequent {length}-gram"))
-    # Whoever repeats 6 words repeats 5: what 5-grams cover bounds all the longer ones.
+    # A repeated 6-gram contains repeated 5-grams: the coverage of 5-grams bounds that of all longer ones.
     _, repeated = _repeats(batch.words, 5)
     chosen = np.flatnonzero(repeated * longest > min(knobs.long_ngrams) * characters)
     chosen = np.flatnonzero(_above(batch, chosen, _covered, 5, min(knobs.long_ngrams)))
@@ -89,25 +89,25 @@ def _ngrams(batch: Batch, knobs: RepetitionStep) -> Faults:
 
 
 def _above(batch: Batch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: float) -> np.ndarray:
-    """(texts,) which of the chosen texts have a measure above a share of their characters."""
-    whole = np.zeros(len(batch.texts), dtype=bool)
+    """(texts,) bool: which of the chosen texts have a measure above a share of their characters."""
+    above = np.zeros(len(batch.texts), dtype=bool)
     if len(chosen):
-        whole[chosen] = measure(Words([batch.texts[index] for index in chosen]), length) > share * batch.characters[chosen]
-    return whole
+        above[chosen] = measure(Words([batch.texts[index] for index in chosen]), length) > share * batch.characters[chosen]
+    return above
 
 
 def _grams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(first word, hash, text) of every n-gram within a text."""
+    """Return (first word, hash, text) of every n-gram within a text."""
     hashes, texts = ngrams(words.hashes, length), words.spans.texts
     starts = np.flatnonzero(texts[: len(hashes)] == texts[length - 1 :][: len(hashes)])
     return starts, hashes[starts], texts[starts]
 
 
 def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Upper bounds for every text: occurrences of its most frequent n-gram (0 if none comes twice), occurrences that repeat another.
+    """Upper bounds for every text: occurrences of its most frequent n-gram (0 if none is repeated), and repeated occurrences.
 
-    N-grams that reach into the next text are counted too, and some hashes, of 32 bits less those of the text's number, are equal by chance.
-    Both are few, and count too much at worst.
+    N-grams that cross into the next text are counted too, and some hashes collide (32 bits minus those of the text index). Both are rare
+    and can only increase the bounds.
     """
     count = len(words.offsets) - 1
     most, repeated = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -127,7 +127,7 @@ def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _longest_ngram(words: Words, length: int) -> np.ndarray:
-    """Characters of every text's longest n-gram, about: the last ones of a text reach into the next, and a short text counts whole."""
+    """Approximate characters of the longest n-gram of every text: the last n-grams cross into the next text; short texts count fully."""
     spans = words.spans
     longest = np.diff(words.text_starts)
     starts = words.offsets[:-1]
@@ -139,7 +139,7 @@ def _longest_ngram(words: Words, length: int) -> np.ndarray:
 
 
 def _top_ngram(words: Words, length: int) -> np.ndarray:
-    """Characters in the occurrences of every text's n-gram that covers most; an n-gram that stands there once does not count."""
+    """Characters in all occurrences of the n-gram that covers most of a text, for every text; n-grams that occur once do not count."""
     starts, hashes, texts = _grams(words, length)
     most = np.zeros(len(words.offsets) - 1, dtype=np.int64)
     order, bounds = _groups(hashes, texts)
@@ -150,11 +150,11 @@ def _top_ngram(words: Words, length: int) -> np.ndarray:
 
 
 def _covered(words: Words, length: int) -> np.ndarray:
-    """Characters of the words of every text that lie in an n-gram which stands earlier in it; each word counts once."""
+    """Characters of the words of every text that are in a repetition of an earlier n-gram; each word counts once."""
     starts, hashes, texts = _grams(words, length)
-    again = starts[_again(hashes, texts)]
+    repeats = starts[_repeat_positions(hashes, texts)]
     steps = np.zeros(len(words.spans) + 1, dtype=np.int64)
-    np.add.at(steps, again, 1)
-    np.add.at(steps, again + length, -1)
+    np.add.at(steps, repeats, 1)
+    np.add.at(steps, repeats + length, -1)
     inside = np.flatnonzero(np.cumsum(steps[:-1]) > 0)
     return np.bincount(words.spans.texts[inside], words.spans.lengths[inside], minlength=len(words.offsets) - 1)

@@ -1,4 +1,4 @@
-"""The commonest words of European languages: a text without them is no running text of its language."""
+"""The most frequent words of European languages: a text without them is not running text of its language."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ STOP_WORDS: dict[str, str] = {
     "eu": "eta da ez du bat ere zen dira baina izan hori dute dela egin beste ditu edo zuen bere hau",
     "gl": "o a os as de que e un unha en do da para con non se por no na dos",
 }
-"""Language (ISO 639-1) -> words, space between them."""
+"""Language (ISO 639-1) -> words, separated by spaces."""

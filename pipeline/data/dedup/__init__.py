@@ -1,1 +1,1 @@
-"""Documents that say the same: exact, near, by URL, by paragraph."""
+"""Deduplication: exact, near, by URL, by paragraph."""

@@ -1,4 +1,4 @@
-"""Clusters of duplicates: what the edges between documents connect, and which document of each cluster stays."""
+"""Clusters of duplicates: connected components of the edges between documents, and the document that is kept in each cluster."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 
 LISTED = 200
-"""Clusters that are kept for the report, the largest."""
+"""Number of clusters in the report: the largest ones."""
 
 LISTED_DOCUMENTS = 50
-"""Documents of one cluster that are kept for the report."""
+"""Number of documents per cluster in the report."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Duplicates of each other, as the report shows them.
+    """A cluster of duplicates, for the report.
 
     Attributes:
-        kept: number of the document that stays; None when that is one of a corpus in dedup.against.
-        dropped: numbers of the others, of the best LISTED_DOCUMENTS.
-        size: documents in all, the kept one and those of dedup.against included.
-        kind: exact, when all are copies of one text (or have one URL); near otherwise.
-        edges: (number, number, Jaccard index) of the pairs that were compared, the first LISTED_DOCUMENTS; documents of dedup.against have
-            negative numbers and an estimated index.
+        kept: number of the document that is kept; None if it belongs to a corpus in dedup.against.
+        dropped: numbers of the dropped documents, among the best LISTED_DOCUMENTS.
+        size: total documents, including the kept one and those of dedup.against.
+        kind: "exact" if all are copies of one text (or have the same URL), else "near".
+        edges: (number, number, Jaccard index) of the first LISTED_DOCUMENTS compared pairs; documents of dedup.against have negative
+            numbers and an estimated index.
     """
 
     kept: int | None
@@ -37,14 +37,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Clusters:
-    """What was found in a corpus. The same on all ranks, whatever their number.
+    """The duplicates of a corpus. Identical on all ranks and for any number of ranks.
 
     Attributes:
-        drop: (n,) int64 numbers of the documents to leave out, sorted: 8 bytes each, on every rank.
-        exact: how many of them copy another document's text.
-        near: how many resemble another document.
-        clusters: the largest, for the report.
-        sizes: documents in a cluster -> clusters of that size.
+        drop: (n,) int64 sorted numbers of the documents to drop: 8 bytes each, on every rank.
+        exact: number of exact duplicates.
+        near: number of near duplicates.
+        clusters: the largest clusters, for the report.
+        sizes: cluster size in documents -> number of clusters.
     """
 
     drop: np.ndarray
@@ -59,35 +59,35 @@ NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
 
 
 def to_json(found: Clusters) -> dict[str, Any]:
-    """All of it but `drop`."""
+    """All fields except `drop`, as JSON."""
     return {**dataclasses.asdict(replace(found, drop=found.drop[:0])), "drop": None, "sizes": list(found.sizes.items())}
 
 
-def from_json(noted: dict[str, Any], drop: np.ndarray) -> Clusters:
-    """What `to_json` made, and `drop`."""
-    listed = [Cluster(**cluster) for cluster in noted["clusters"]]
-    return Clusters(**{**noted, "drop": drop, "clusters": listed, "sizes": dict(noted["sizes"])})
+def from_json(encoded: dict[str, Any], drop: np.ndarray) -> Clusters:
+    """Restore Clusters from the result of `to_json` and `drop`."""
+    listed = [Cluster(**cluster) for cluster in encoded["clusters"]]
+    return Clusters(**{**encoded, "drop": drop, "clusters": listed, "sizes": dict(encoded["sizes"])})
 
 
 def joined(first: Clusters, second: Clusters) -> Clusters:
-    """Two searches one after the other, the second among what the first left."""
+    """Combine two successive searches, the second one over the documents that the first one kept."""
     sizes = {size: first.sizes.get(size, 0) + second.sizes.get(size, 0) for size in sorted(first.sizes.keys() | second.sizes.keys())}
     listed = sorted([*first.clusters, *second.clusters], key=lambda cluster: -cluster.size)[:LISTED]
     return Clusters(np.union1d(first.drop, second.drop), first.exact + second.exact, first.near + second.near, listed, sizes)
 
 
 def components(left: np.ndarray, right: np.ndarray, count: int) -> np.ndarray:
-    """The connected components of a graph: every vertex points to its component's lowest, found by hooking and pointer jumping.
+    """The connected components of a graph, by hooking and pointer jumping.
 
     Shiloach & Vishkin 1982, "An O(log n) parallel connectivity algorithm": union-find without a loop over edges.
 
     Args:
         left: (edges,) vertices.
-        right: (edges,) their neighbours.
-        count: vertices.
+        right: (edges,) their neighbors.
+        count: number of vertices.
 
     Returns:
-        (count,) int64, the lowest vertex of the component of each.
+        (count,) int64, the lowest vertex in the component of each vertex.
     """
     parent = np.arange(count)
     while True:
@@ -95,7 +95,7 @@ def components(left: np.ndarray, right: np.ndarray, count: int) -> np.ndarray:
         apart = np.flatnonzero(a != b)
         if not len(apart):
             return parent
-        left, right = left[apart], right[apart]  # what is connected stays so
+        left, right = left[apart], right[apart]  # connected vertices stay connected
         a, b = a[apart], b[apart]
         np.minimum.at(parent, np.maximum(a, b), np.minimum(a, b))
         while not np.array_equal(jumped := parent[parent], parent):
@@ -103,24 +103,24 @@ def components(left: np.ndarray, right: np.ndarray, count: int) -> np.ndarray:
 
 
 def documents_of(edges: np.ndarray) -> np.ndarray:
-    """The numbers of all documents that edges touch, sorted."""
+    """The sorted numbers of all documents in edges."""
     return np.unique(np.concatenate([edges["left"], edges["right"]]))
 
 
 def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
-    """Keep the best document of every cluster: highest score, then lowest number. Negative numbers are of other corpora and never dropped.
+    """Keep the best document of every cluster: highest score, then lowest number. Negative numbers belong to other corpora, never dropped.
 
-    Takes 3.5 us and some 140 bytes an edge, on the one rank that calls it.
+    Takes 3.5 us and about 140 bytes per edge, on the single rank that calls it.
 
     Args:
-        edges: (n,) EDGE between documents that are duplicates, each pair once, in any order; `right` of an exact one is the copy.
+        edges: (n,) EDGE between duplicates, each pair once, in any order; `right` of an exact edge is the copy.
         scores: int64 scores of documents_of(edges).
     """
     edges = edges[np.lexsort((edges["right"], edges["left"]))]
     numbers = documents_of(edges)
     left, right = np.searchsorted(numbers, edges["left"]), np.searchsorted(numbers, edges["right"])
     labels = components(left, right, len(numbers))
-    order = np.lexsort((numbers, -scores, labels))  # cluster by cluster, in each the best first
+    order = np.lexsort((numbers, -scores, labels))  # sorted by cluster, best document first
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     sizes = np.diff(starts, append=len(order))
     drop = np.sort(np.delete(numbers[order], starts))
@@ -137,7 +137,7 @@ def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
 
 
 def _described(members: np.ndarray, edges: np.ndarray) -> Cluster:
-    """A cluster for people."""
+    """Build the report entry of a cluster."""
     best, *others = members[: LISTED_DOCUMENTS + 1].tolist()
     shown = edges[:LISTED_DOCUMENTS]
     listed = zip(shown["left"].tolist(), shown["right"].tolist(), shown["jaccard"].tolist(), strict=True)

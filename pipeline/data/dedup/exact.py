@@ -1,4 +1,4 @@
-"""Exact duplicates over all ranks: documents with equal keys, the key being a hash of the text, or of the URL."""
+"""Exact duplicates over all ranks: documents with equal keys; the key is a hash of the text or of the URL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 from pipeline.data.mpi import Comm, exchange
 
 EDGE = np.dtype([("left", "<i8"), ("right", "<i8"), ("jaccard", "<f8"), ("exact", "?")])
-"""Two documents, by number, that are the same (exact) or nearly so."""
+"""Two duplicate documents, by number; `exact` distinguishes exact from near duplicates."""
 
 _ROW = np.dtype([("key", "<u8", 2), ("number", "<i8"), ("score", "<i8"), ("holder", "<i4")])
 
@@ -27,11 +27,11 @@ def url_keys(urls: Sequence[str]) -> np.ndarray:
 
 
 def normal_url(url: str) -> str:
-    """A URL without what rarely makes another page: scheme, `www.`, default port, fragment, last slash, upper case in the host's name."""
+    """Normalize a URL: without scheme, `www.`, default port, fragment and trailing slash; the host name in lower case."""
     try:
         parts = urlsplit(url.strip())
         host, port = parts.hostname or "", parts.port
-    except ValueError:  # a port that is no number, half an IPv6 address: still a name
+    except ValueError:  # invalid port or IPv6 address: keep the URL as it is
         return url.strip()
     if not host:
         return url.strip()
@@ -41,9 +41,9 @@ def normal_url(url: str) -> str:
 
 
 def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All documents of one key but the best, which is that of highest score and, among equals, of lowest number.
+    """Find the copies: all documents with the same key except the one with the highest score and, among equals, the lowest number.
 
-    Every key travels to the rank that it names (44 bytes a document, twice in memory for a while). All ranks call this.
+    Every key is sent to the rank that it selects (44 bytes per document, temporarily twice in memory). Collective.
 
     Args:
         numbers: (n,) int64 numbers of the documents that this rank holds.
@@ -51,21 +51,21 @@ def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, score: np.ndarray) 
         score: (n,) int64.
 
     Returns:
-        copies: numbers of this rank's documents that have a better equal, sorted.
-        edges: (m,) EDGE from the best document to each of its copies, for the keys that travelled here.
+        copies: sorted numbers of this rank's documents that are copies of a better one.
+        edges: (m,) EDGE from the best document to each of its copies, for the keys sent to this rank.
     """
     rows = np.empty(len(numbers), dtype=_ROW)
     rows["key"], rows["number"], rows["score"], rows["holder"] = exact, numbers, score, comm.rank
     rows = exchange(comm, rows, (exact[:, 0] % np.uint64(comm.size)).astype(np.int64))
     rows = rows[np.lexsort((rows["number"], -rows["score"], rows["key"][:, 1], rows["key"][:, 0]))]
-    copy, first = same_as_before(rows["key"][:, 0], rows["key"][:, 1])
+    copy, first = repeated_rows(rows["key"][:, 0], rows["key"][:, 1])
     edges = np.empty(len(copy), dtype=EDGE)
     edges["left"], edges["right"], edges["jaccard"], edges["exact"] = rows["number"][first], rows["number"][copy], 1.0, True
     return np.sort(exchange(comm, rows["number"][copy], rows["holder"][copy])), edges
 
 
-def same_as_before(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """In sorted columns: the places of the rows that equal the row before, and for each the place of the first row that it equals."""
+def repeated_rows(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """In sorted columns: the indices of the rows that equal their predecessor, and for each the index of the first equal row."""
     count = len(columns[0])
     same = np.zeros(count, dtype=bool)
     same[1:] = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])

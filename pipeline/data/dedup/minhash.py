@@ -1,8 +1,8 @@
-"""MinHash signatures (Broder 1997, "On the Resemblance and Containment of Documents") and what is read off them.
+"""MinHash signatures (Broder 1997, "On the Resemblance and Containment of Documents"), LSH bands and Jaccard indices.
 
-A document is the set of its word n-grams (shingles). Two documents resemble each other by the Jaccard index of their sets; two signatures
-agree in each place with just that probability. Cut into bands (Leskovec, Rajaraman & Ullman, "Mining of Massive Datasets", section 3.4),
-signatures of similar documents share a whole band: a hash of it finds candidates without comparing everything with everything.
+A document is represented by the set of its word n-grams (shingles). The similarity of two documents is the Jaccard index of their sets;
+each element of their signatures is equal with that probability. Signatures are divided into bands (Leskovec, Rajaraman & Ullman, "Mining of
+Massive Datasets", section 3.4): similar documents are likely to share a band, so band hashes yield candidates without comparing all pairs.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from rensa import RMinHash
 from pipeline.data.words import Words, mix, ngrams
 
 SEED = 1
-"""Of the permutations. Fixed, so that the signatures of any two runs compare."""
+"""Seed of the permutations. Fixed, so that signatures of different runs are comparable."""
 
 ALGORITHM = f"shingles 1, rensa RMinHash {RMinHash.ALGORITHM_VERSION}, seed {SEED}"
-"""Signatures compare only with those of the same algorithm. Count up when words or shingles are hashed in another way."""
+"""Only signatures of the same algorithm are comparable. Increment the version when the hashing of words or shingles changes."""
 
 NO_WORDS = np.uint32(0xFFFFFFFF)
-"""Every place of the signature of a document without any word."""
+"""Every element of the signature of a document without words."""
 
-_MULTIPLIER = np.uint64(0xD1342543DE82EF95)  # of a linear congruential generator modulo 2**64 (Steele & Vigna 2021)
-_CHARACTERS = 1 << 18  # a batch of shingle_sets: larger ones leave the processor's caches
+_MULTIPLIER = np.uint64(0xD1342543DE82EF95)  # multiplier of a linear congruential generator modulo 2**64 (Steele & Vigna 2021)
+_CHARACTERS = 1 << 18  # batch size of shingle_sets: larger batches exceed the CPU caches
 
 
 def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """The word n-grams of many texts. A text with fewer words has one shingle, all its words; one without words has none.
+    """The word n-grams of a batch of texts. A text with fewer words has one shingle of all its words; a text without words has none.
 
     Args:
-        words: of the texts.
-        length: words a shingle.
+        words: the words of the texts.
+        length: words per shingle.
 
     Returns:
-        flat: (shingles,) uint64 hashes, those of a text one after another, repeated ones included.
+        flat: (shingles,) uint64 hashes in the order of the texts, including repeated ones.
         offsets: (texts + 1,) int64: text i has flat[offsets[i]:offsets[i + 1]].
     """
     starts, ends = words.offsets[:-1], words.offsets[1:]
@@ -44,46 +44,46 @@ def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(np.where(counts >= length, counts - length + 1, np.minimum(counts, 1)), out=offsets[1:])
     flat = np.empty(offsets[-1], dtype=np.uint64)
-    whole = np.ones(len(flat), dtype=bool)
+    full = np.ones(len(flat), dtype=bool)
     for few in range(1, length):
         texts = np.flatnonzero(counts == few)
         if len(texts):
             flat[offsets[texts]] = ngrams(words.hashes, few)[starts[texts]]
-            whole[offsets[texts]] = False
-    # The shingles of whole length begin at all words but the last few of their text.
+            full[offsets[texts]] = False
+    # Shingles of full length begin at all words of a text except the last length - 1.
     firsts = np.arange(len(flat)) + np.repeat(starts - offsets[:-1], np.diff(offsets))
-    flat[whole] = ngrams(words.hashes, length)[firsts[whole]]
+    flat[full] = ngrams(words.hashes, length)[firsts[full]]
     return mix(flat), offsets
 
 
 def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -> np.ndarray:
-    """The signature of every text, from its shingles; their order and repetitions do not matter.
+    """The signature of every text from its shingles, independent of their order and repetition.
 
     Returns:
         (texts, permutations) uint32.
     """
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets.astype(np.uint64), permutations, SEED)
     texts = len(offsets) - 1
-    values = chain.from_iterable(matrix.to_rows())  # the matrix has no other way out
+    values = chain.from_iterable(matrix.to_rows())  # the only accessor of the matrix
     return np.fromiter(values, dtype=np.uint32, count=texts * permutations).reshape(texts, permutations)
 
 
 def has_words(minhash: np.ndarray) -> np.ndarray:
-    """Which of the (n, permutations) signatures are of a document with words: (n,) bool. The others resemble nothing."""
+    """Which of the (n, permutations) signatures belong to a document with words: (n,) bool. The others have no near duplicates."""
     return minhash.min(axis=1) != NO_WORDS
 
 
 def band_hashes(minhash: np.ndarray, band: int, rows: int) -> np.ndarray:
-    """A hash of one band, that is of `rows` neighbouring places, of every signature: (n,) uint64."""
+    """Hash one band, that is `rows` consecutive elements, of every signature: (n,) uint64."""
     combined = np.zeros(len(minhash), dtype=np.uint64)
-    for place in range(band * rows, (band + 1) * rows):
+    for element in range(band * rows, (band + 1) * rows):
         combined *= _MULTIPLIER
-        combined += minhash[:, place]
+        combined += minhash[:, element]
     return mix(combined)
 
 
 def estimated_jaccard(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The share of equal places of two signatures each, (n, permutations): (n,), with standard deviation sqrt(J (1 - J) / permutations)."""
+    """The share of equal elements of (n, permutations) signatures: (n,), with standard deviation sqrt(J (1 - J) / permutations)."""
     return (left == right).mean(axis=1)
 
 
@@ -103,6 +103,6 @@ def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
 
 
 def jaccard(left: np.ndarray, right: np.ndarray) -> float:
-    """The Jaccard index of two sets of shingles (sorted, distinct); 0 for two empty ones."""
+    """The Jaccard index of two sets of shingles (sorted, distinct); 0 if both are empty."""
     common = len(np.intersect1d(left, right, assume_unique=True))
     return common / max(1, len(left) + len(right) - common)

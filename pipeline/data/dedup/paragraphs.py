@@ -1,4 +1,4 @@
-"""Lines that were there before: exact deduplication of paragraphs over the whole corpus."""
+"""Exact deduplication of paragraphs (lines) over the entire corpus."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import xxhash
 
-from pipeline.data.dedup.exact import same_as_before
+from pipeline.data.dedup.exact import repeated_rows
 from pipeline.data.mpi import Comm, exchange
 
 SLICE_ROWS = 1 << 22
-"""Paragraphs of a rank that travel at a time, about: 28 bytes each."""
+"""Approximate number of paragraphs that a rank sends at a time: 28 bytes each."""
 
-_ROW = np.dtype([("hash", "<u8"), ("number", "<i8"), ("place", "<i8"), ("holder", "<i4")])
+_ROW = np.dtype([("hash", "<u8"), ("number", "<i8"), ("index", "<i8"), ("holder", "<i4")])
 
 
 def hashes(texts: Iterable[str], characters: int) -> tuple[np.ndarray, np.ndarray]:
-    """xxh3_64 of every line of at least `characters` characters, space around it not counted.
+    """xxh3_64 of every line of at least `characters` characters, without leading and trailing whitespace.
 
     Returns:
         flat: (lines,) uint64.
@@ -29,21 +29,21 @@ def hashes(texts: Iterable[str], characters: int) -> tuple[np.ndarray, np.ndarra
 
 
 def without(text: str, repeated: Sequence[bool], characters: int) -> str:
-    """The text without the lines that are repeated: a flag for each that `hashes` counts, in order."""
+    """Remove repeated lines from a text; `repeated` has one flag per line that `hashes` returns, in order."""
     flags = iter(repeated)
     lines = zip(text.split("\n"), _long_lines(text, characters), strict=True)
     return "\n".join(line for line, long in lines if not (long and next(flags)))
 
 
 def _long_lines(text: str, characters: int) -> Iterator[str]:
-    """Every line without the space around it, as nothing where it is shorter than that."""
+    """Yield every line without leading and trailing whitespace, empty if it is shorter than `characters`."""
     for line in text.split("\n"):
         stripped = line.strip()
         yield stripped if len(stripped) >= characters else ""
 
 
 def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The paragraphs that occurred before: in a document of lower number, or further up in their own. All ranks call this.
+    """Find the paragraphs that occurred earlier: in a document of lower number, or earlier in the same document. Collective.
 
     Args:
         numbers: (n,) int64 numbers of the documents that this rank holds, any part of the corpus in any order.
@@ -58,11 +58,11 @@ def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np
     slice_of = (flat >> np.uint64(32)) * np.uint64(slices) >> np.uint64(32)
     repeated = np.zeros(len(flat), dtype=bool)
     for part in range(slices):
-        places = np.flatnonzero(slice_of == part)
-        rows = np.empty(len(places), dtype=_ROW)
-        rows["hash"], rows["number"], rows["place"], rows["holder"] = flat[places], owners[places], places, comm.rank
+        indices = np.flatnonzero(slice_of == part)
+        rows = np.empty(len(indices), dtype=_ROW)
+        rows["hash"], rows["number"], rows["index"], rows["holder"] = flat[indices], owners[indices], indices, comm.rank
         rows = exchange(comm, rows, (rows["hash"] % np.uint64(comm.size)).astype(np.int64))
-        rows = rows[np.lexsort((rows["number"], rows["hash"]))]  # those of one document have come in the order of their places
-        again, _ = same_as_before(rows["hash"])
-        repeated[exchange(comm, rows["place"][again], rows["holder"][again])] = True
+        rows = rows[np.lexsort((rows["number"], rows["hash"]))]  # the paragraphs of a document arrive in order
+        later, _ = repeated_rows(rows["hash"])
+        repeated[exchange(comm, rows["index"][later], rows["holder"][later])] = True
     return repeated

@@ -1,4 +1,4 @@
-"""Signatures of a corpus in files beside its shards, so that a later corpus can be deduplicated against it without its texts."""
+"""Signature files next to the shards of a corpus: a later corpus can be deduplicated against it without its texts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pipeline.errors import UserError
 from pipeline.files import atomic_file
 
 PREFIX = "signatures-"
-"""What the names of such files begin with; they end in .safetensors."""
+"""Prefix of the file names; the suffix is .safetensors."""
 
-# Document d of file f has the number _FIRST + f * 2**_FILE_BITS + d: below every number of the corpus itself.
+# Document d of file f has the number _FIRST + f * 2**_FILE_BITS + d, which is below all numbers of the corpus itself.
 _FIRST, _FILE_BITS = -(1 << 62), 32
 
 
@@ -31,7 +31,7 @@ class Known:
     """One rank's part of the documents in dedup.against.
 
     Attributes:
-        numbers: (n,) int64 below 0, sorted, the same for a document whatever the number of ranks.
+        numbers: (n,) int64 below 0, sorted, independent of the number of ranks.
         keys: (n, 2) uint64, exact.keys of the texts.
         signatures: (n, permutations) uint32.
     """
@@ -42,12 +42,12 @@ class Known:
 
     @classmethod
     def nothing(cls, permutations: int) -> Known:
-        """No documents."""
+        """Return an empty set of documents."""
         return cls(np.empty(0, np.int64), np.empty((0, 2), np.uint64), np.empty((0, permutations), np.uint32))
 
 
 def write(path: Path, keys: np.ndarray, signatures: np.ndarray, settings: DedupConfig) -> dict[str, Any]:
-    """Save the documents of a shard: 16 + 4 x permutations bytes each (528 for 128).
+    """Save keys and signatures of the documents of a shard: 16 + 4 x permutations bytes each (528 for 128 permutations).
 
     Args:
         path: PREFIX...safetensors, in the folder of the shards.
@@ -55,23 +55,23 @@ def write(path: Path, keys: np.ndarray, signatures: np.ndarray, settings: DedupC
         signatures: (n, permutations) uint32.
 
     Returns:
-        The manifest's entry.
+        The manifest entry.
     """
-    # safetensors takes the bytes of an array as they lie, gaps between the rows included.
+    # safetensors saves the underlying memory of an array, including gaps between rows of a strided view.
     columns = {"keys": np.ascontiguousarray(keys), "signatures": np.ascontiguousarray(signatures)}
-    content = save(columns, {"made": _made(settings)})
+    content = save(columns, {"made": _description(settings)})
     with atomic_file(path) as handle:
         handle.write(content)
     return artifact.entry(path, documents=len(keys))
 
 
 def load(comm: Comm, settings: DedupConfig) -> Known:
-    """This rank's part of the signatures in the folders of dedup.against: each file is read by one rank. All ranks call this.
+    """Load this rank's part of the signatures in the folders of dedup.against; each file is read by one rank. Collective.
 
     Raises:
-        UserError: a folder holds no signatures, or they were made in another way, or a file is damaged.
+        UserError: a folder has no signatures, they were computed with other settings, or a file is damaged.
     """
-    files = comm.bcast(_look(settings.against) if comm.rank == 0 else None)
+    files = comm.bcast(_signature_files(settings.against) if comm.rank == 0 else None)
     parts = [Known.nothing(settings.permutations)]
     for number, (folder, manifest, name) in list(enumerate(files))[comm.rank :: comm.size]:
         artifact.verify_files(folder, manifest, [name])
@@ -81,15 +81,15 @@ def load(comm: Comm, settings: DedupConfig) -> Known:
     return Known(*map(np.concatenate, columns))
 
 
-def _look(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
-    """All files of signatures."""
+def _signature_files(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
+    """List all signature files: (folder, manifest, file name)."""
     found = []
     for folder in map(Path, folders):
         manifest = artifact.read(folder, key="dedup.against", stage="shard")
         names = sorted(name for name in manifest.files if name.startswith(PREFIX))
         if not names:
-            fix = "shard it with dedup.save_signatures=true, or leave it out"
-            raise UserError.of("dedup.against", folder, "holds no signatures", fix)
+            fix = "shard it with dedup.save_signatures=true, or remove it from the list"
+            raise UserError.of("dedup.against", folder, "contains no signatures", fix)
         found += [(folder, manifest, name) for name in names]
     return found
 
@@ -98,12 +98,13 @@ def _read(path: Path, settings: DedupConfig) -> tuple[np.ndarray, np.ndarray]:
     """The keys and signatures of a file."""
     with safe_open(path, "numpy") as content:
         made = content.metadata()["made"]
-        if made != _made(settings):
-            fix = f"shard {path.parent} again with these settings, or set dedup.shingle, dedup.bands and dedup.rows to its own"
-            raise UserError.of("dedup.against", path, f"holds signatures made as {made}, wanted are {_made(settings)}", fix)
+        if made != _description(settings):
+            fix = f"shard {path.parent} again with these settings, or set dedup.shingle, dedup.bands and dedup.rows to those of the folder"
+            rule = f"contains signatures computed with {made}; required: {_description(settings)}"
+            raise UserError.of("dedup.against", path, rule, fix)
         return content.get_tensor("keys"), content.get_tensor("signatures")
 
 
-def _made(settings: DedupConfig) -> str:
-    """All that two signatures must share to be compared."""
+def _description(settings: DedupConfig) -> str:
+    """The settings that must match for signatures to be comparable."""
     return f"{minhash.ALGORITHM}, {settings.permutations} permutations (dedup.bands x dedup.rows), {settings.shingle} words (dedup.shingle)"

@@ -16,10 +16,13 @@ from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
-from pipeline.data.load.infill import Infill, sentinel_ids
-from pipeline.data.load.loader import Corpus, Samples, Sequences, Source, Windows, too_short
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.infill import Infill
+from pipeline.data.load.loader import Samples, Sequences, Source, too_short
 from pipeline.data.load.packing import BestFit
+from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.windows import Windows
 from pipeline.errors import UserError, Violation
 
 log = logging.getLogger("pipeline")
@@ -211,7 +214,8 @@ def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
     infill = config.data.infill
     if infill.rate == 0:
         return None
-    names = {f"data.infill.{name}": getattr(infill, name) for name in ("prefix", "middle", "suffix")}
-    prefix, middle, suffix = sentinel_ids(Path(config.tokenizer.path), corpus.totals["tokenizer"], names)
+    special = SpecialTokens(Path(config.tokenizer.path), corpus.totals["tokenizer"])
+    names = ("prefix", "middle", "suffix")
+    prefix, middle, suffix = special.find({f"data.infill.{name}": (getattr(infill, name), ()) for name in names})
     end = int(corpus.totals["end_of_document"])
     return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed)

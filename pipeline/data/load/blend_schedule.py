@@ -1,10 +1,10 @@
-"""Which corpus a sample comes from, as arithmetic: exact shares in every stretch of samples, nothing drawn and nothing stored.
+"""Which corpus does sample i come from, and which number does it have there? Exact integer arithmetic on i, without randomness or state.
 
-Within a phase the samples are dealt out by a chain of Beatty sequences (https://en.wikipedia.org/wiki/Beatty_sequence). The first
-corpus takes sample n when round((n + 1) * share) > round(n * share); what it leaves is counted anew and offered to the next
-corpus with its share of the rest; the last one takes all that is left. All counts are integers: of each corpus, the first n samples
-hold n times its weight to within 2 samples and any stretch to within 3, whatever n (tried with up to 24 corpora), and the number of a
-sample within its corpus is known without looking back. A corpus without weight takes nothing and moves nobody.
+Within a phase, a chain of Beatty sequences (https://en.wikipedia.org/wiki/Beatty_sequence) assigns the samples. The first corpus is
+assigned sample n if round((n + 1) * share) > round(n * share). The remaining samples are renumbered, and the next corpus is assigned its
+share of them in the same way. The last corpus is assigned all samples that remain. All counts are integers. For any n, the first n samples
+contain n times the weight of each corpus to within 2 samples, and any n consecutive samples to within 3 (tested with up to 24 corpora).
+A corpus with weight 0 is assigned no samples and does not change the assignment of the others.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ UNITS = 1 << 20
 
 @dataclass(frozen=True)
 class Phase:
-    """Weights that hold for a stretch of samples.
+    """The corpus weights of a range of samples.
 
     Attributes:
-        weights: one a corpus, at least 0 and not all 0; their sum does not matter.
-        end: first sample of the next phase; None in the last one.
+        weights: one per corpus, at least 0 and not all 0; only their proportions matter.
+        end: first sample of the next phase; None in the last phase.
     """
 
     weights: Sequence[float]
@@ -32,14 +32,14 @@ class Phase:
 
 
 class BlendSchedule:
-    """The corpus of every sample, and the sample's number within that corpus."""
+    """Maps every sample to a corpus and to its number within that corpus."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:
-        """Take phases in order, each ending after the one before; the last has no end."""
+        """Build the schedule from phases in order, with ascending ends; the last phase has no end."""
         self._units = [units(phase.weights) for phase in phases]
         ends = [phase.end for phase in phases[:-1]]
         assert phases[-1].end is None
-        # First sample of each phase, and the samples of each corpus (phases, corpora) before it.
+        # First sample of each phase, (phases,); and the samples of each corpus before it, (phases, corpora).
         self._starts = np.array([0, *ends], dtype=np.int64)
         assert (np.diff(self._starts) > 0).all()
         before = [np.zeros(len(phases[0].weights), dtype=np.int64)]
@@ -47,38 +47,38 @@ class BlendSchedule:
             before.append(before[-1] + _counts(length, self._units[phase]))
         self._before = np.stack(before)
 
-    def place(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where samples come from.
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute the corpus of each sample.
 
         Args:
-            samples: (n,) int64 numbers from 0 on.
+            samples: (n,) int64, at least 0.
 
         Returns:
-            Each sample's corpus and its number in that corpus, (n,) int64 each.
+            The corpus of each sample and its number within that corpus, (n,) int64 each.
         """
         corpora, ordinals = np.empty_like(samples), np.empty_like(samples)
         phases = np.searchsorted(self._starts, samples, side="right") - 1
         for phase in np.unique(phases).tolist():
             of_phase = np.flatnonzero(phases == phase)
-            rest = samples[of_phase] - self._starts[phase]
-            for corpus, unit, left in _chain(self._units[phase]):
-                before, remainder = np.divmod(rest * unit + left // 2, left)
-                takes = remainder + unit >= left
-                corpora[of_phase[takes]] = corpus
-                ordinals[of_phase[takes]] = before[takes] + self._before[phase, corpus]
-                of_phase, rest = of_phase[~takes], (rest - before)[~takes]
+            numbers = samples[of_phase] - self._starts[phase]
+            for corpus, unit, remaining in _chain(self._units[phase]):
+                before, remainder = np.divmod(numbers * unit + remaining // 2, remaining)
+                assigned = remainder + unit >= remaining
+                corpora[of_phase[assigned]] = corpus
+                ordinals[of_phase[assigned]] = before[assigned] + self._before[phase, corpus]
+                of_phase, numbers = of_phase[~assigned], (numbers - before)[~assigned]
         return corpora, ordinals
 
     def counts(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples each corpus has, (corpora,) int64."""
+        """The number of samples of each corpus among the first `samples` samples, (corpora,) int64."""
         phase = int(np.searchsorted(self._starts, samples, side="right")) - 1
         return self._before[phase] + _counts(samples - int(self._starts[phase]), self._units[phase])
 
 
 def units(weights: Sequence[float]) -> list[int]:
-    """Weights as integers that sum up to UNITS: rounded down, then one more for those that lost most. Any weight above 0 gets one.
+    """Weights as integers that sum to UNITS, by the largest remainder method. Any weight above 0 is rounded to at least 1.
 
-    Neither the scale of the weights nor corpora without weight change the others' units.
+    The result depends neither on the scale of the weights nor on corpora with weight 0.
     """
     total = sum(weights)
     assert total > 0
@@ -89,25 +89,29 @@ def units(weights: Sequence[float]) -> list[int]:
     by_loss = sorted((c for c, unit in enumerate(found) if unit > 0), key=lambda c: (found[c] - exact[c], c))
     for corpus in by_loss[: max(missing, 0)]:
         found[corpus] += 1
-    found[max(range(len(found)), key=found.__getitem__)] += min(missing, 0)  # the largest pays for those that were lifted to one
+    found[max(range(len(found)), key=found.__getitem__)] += min(missing, 0)  # the largest compensates for those that were rounded up to 1
     return found
 
 
 def _chain(shares: list[int]) -> list[tuple[int, int, int]]:
-    """(corpus, its units, units of it and those after it) of every corpus with weight: largest first, which keeps counts closest."""
+    """The order in which corpora are assigned samples: largest weight first, which keeps the counts closest to the weights.
+
+    Returns:
+        (corpus, its units, sum of its units and those of the corpora after it) for every corpus with weight above 0.
+    """
     order = sorted((c for c, unit in enumerate(shares) if unit > 0), key=lambda c: (-shares[c], c))
-    left = UNITS
-    links = []
+    remaining = UNITS
+    chain = []
     for corpus in order:
-        links.append((corpus, shares[corpus], left))
-        left -= shares[corpus]
-    return links
+        chain.append((corpus, shares[corpus], remaining))
+        remaining -= shares[corpus]
+    return chain
 
 
 def _counts(samples: int, shares: list[int]) -> np.ndarray:
-    """How many of a phase's first samples each corpus takes."""
+    """The number of samples of each corpus among the first `samples` samples of a phase, (corpora,) int64."""
     counts = np.zeros(len(shares), dtype=np.int64)
-    for corpus, unit, left in _chain(shares):
-        counts[corpus] = (samples * unit + left // 2) // left
+    for corpus, unit, remaining in _chain(shares):
+        counts[corpus] = (samples * unit + remaining // 2) // remaining
         samples -= int(counts[corpus])
     return counts

@@ -1,4 +1,4 @@
-"""Where documents begin and end within sequences, in the three forms that attention kernels and masks ask for."""
+"""Where do documents begin and end within sequences? The answer in the three forms that attention kernels and masks require."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
-    """Which document of its sequence each token belongs to, counted from 0; the end token still belongs to its document.
+    """The document of each token, counted from 0 within its sequence. The end-of-document token belongs to the document that it closes.
 
     Args:
         tokens: (batch, sequence) input tokens.
@@ -20,17 +20,17 @@ def document_ids(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
 
 
 def cumulative_lengths(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
-    """The bounds of all documents in the flattened batch, as `cu_seqlens` of FlashAttention's kernels for sequences of varying length.
+    """The boundaries of all documents in the flattened batch: `cu_seqlens` of FlashAttention's variable-length kernels.
 
     Args:
-        tokens: (batch, sequence) input tokens. A document that a sequence cuts counts as one in each.
+        tokens: (batch, sequence) input tokens. A document that is split over two sequences counts as one in each.
 
     Returns:
         (documents + 1,) int32: document d of the flattened batch is tokens [d] to [d + 1].
     """
     closes = tokens == end_of_document
     closes[:, -1] = True
-    # Ends are rare: look for them in words of eight tokens first where rows come out even.
+    # End tokens are rare: find the words of eight tokens that contain one first, where the size is a multiple of eight.
     flat = closes.reshape(-1)
     if flat.size % 8 == 0:
         words = np.flatnonzero(flat.view(np.uint64))
@@ -44,10 +44,10 @@ def cumulative_lengths(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
 
 
 def positions(bounds: np.ndarray) -> np.ndarray:
-    """The place of each token in its document, counted from 0.
+    """The position of each token within its document, counted from 0.
 
     Args:
-        bounds: (documents + 1,) as cumulative_lengths gives them.
+        bounds: (documents + 1,) from cumulative_lengths.
 
     Returns:
         (tokens,) int32, of the flattened batch.

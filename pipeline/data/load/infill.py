@@ -1,34 +1,31 @@
 """Fill-in-the-middle (Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle").
 
-Within a sample, a share of the documents is cut in three at two random places and put together anew, so that a model learns to write
-the middle last. Cuts fall between tokens. Documents that the sample itself cuts are treated as whole ones ("context level" in the paper).
+Within a sample, a fraction of the documents is split at two random positions into prefix, middle and suffix, and reordered so that the
+middle is last. The positions are between tokens. Documents that are truncated by the sample are treated as complete ("context level" in
+the paper).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from pipeline.data.load.permutation import random_words
-from pipeline.errors import UserError
-from pipeline.files import digest
 
 SENTINELS = 3
 
 
 @dataclass(frozen=True)
 class Infill:
-    """What is done to which documents.
+    """The fill-in-the-middle transform.
 
     Attributes:
-        rate: share of the documents that are put together anew.
-        spm_rate: share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle.
+        rate: fraction of the documents that are transformed.
+        spm_rate: fraction of these in the order suffix, prefix, middle (SPM); the others are prefix, suffix, middle (PSM).
         prefix, middle, suffix: token ids of the sentinels.
         end_of_document: id of the token that closes every document.
-        seed: of the choices; the same sample is always treated the same way.
+        seed: of the random numbers; the transform of a sample depends only on the seed and the index of the sample.
     """
 
     rate: float
@@ -40,67 +37,53 @@ class Infill:
     seed: int
 
     def apply(self, tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Samples of the same shape. Three sentinels a document push as many tokens off a sample's end.
+        """Transform samples. Each transformed document grows by three sentinels; tokens beyond the end of the sample are dropped.
 
         Args:
             tokens: (n, sequence_length + 1).
-            samples: (n,) their numbers, which decide the choices.
+            samples: (n,) sample indices, which seed the random numbers.
+
+        Returns:
+            (n, sequence_length + 1) in the dtype of `tokens`.
         """
         changed = np.empty_like(tokens)
         for row, source, sample in zip(changed, tokens, samples.tolist(), strict=True):
-            self._fill(row, source, sample)
+            self._transform(row, source, sample)
         return changed
 
-    def _fill(self, row: np.ndarray, source: np.ndarray, sample: int) -> None:
-        """One sample, document by document."""
+    def _transform(self, row: np.ndarray, source: np.ndarray, sample: int) -> None:
+        """Write the transform of the sample `source` to `row`, document by document."""
         stops = [*np.flatnonzero(source == self.end_of_document).tolist(), len(source)]
-        # Four numbers in [0, 1) for each document: whether, where twice, and in which order.
+        # Four numbers in [0, 1) for each document: whether to transform it, two split positions, and the order.
         words = random_words(self.seed, sample, np.arange(len(stops)), count=4)
         chances = np.stack(words, axis=1).astype(np.float64) / 2.0**64
         first, filled = 0, 0
-        for stop, (whether, one, other, order) in zip(stops, chances.tolist(), strict=True):
-            room = len(row) - filled
-            document = source[first : min(stop, first + room)]
-            if whether < self.rate and len(document) > 0 and room > SENTINELS:
-                # The end is cut off first, so that every middle is whole.
-                document = self._rearranged(document[: room - SENTINELS], one, other, suffix_first=order < self.spm_rate)
-            closed = np.append(document, source[stop : stop + 1])[:room]
+        for stop, (chance, split_a, split_b, order) in zip(stops, chances.tolist(), strict=True):
+            space = len(row) - filled
+            document = source[first : min(stop, first + space)]
+            if chance < self.rate and len(document) > 0 and space > SENTINELS:
+                # Truncate before the split, so that every middle is complete.
+                document = self._permute_document(document[: space - SENTINELS], split_a, split_b, suffix_first=order < self.spm_rate)
+            closed = np.append(document, source[stop : stop + 1])[:space]
             row[filled : filled + len(closed)] = closed
             first, filled = stop + 1, filled + len(closed)
             if filled == len(row):
                 return
 
-    def _rearranged(self, document: np.ndarray, one: float, other: float, *, suffix_first: bool) -> np.ndarray:
-        """A document with its middle last; `one` and `other` say where it is cut, as shares of its length."""
-        low, high = sorted(int(chance * (len(document) + 1)) for chance in (one, other))
+    def _permute_document(self, document: np.ndarray, split_a: float, split_b: float, *, suffix_first: bool) -> np.ndarray:
+        """A document with its middle last, in PSM or SPM order.
+
+        Args:
+            document: (tokens,).
+            split_a, split_b: where it is split, as fractions of its length, in any order.
+            suffix_first: SPM order.
+
+        Returns:
+            (tokens + SENTINELS,).
+        """
+        low, high = sorted(int(fraction * (len(document) + 1)) for fraction in (split_a, split_b))
         prefix, middle, suffix = document[:low], document[low:high], document[high:]
-        marks = {name: np.array([getattr(self, name)], dtype=document.dtype) for name in ("prefix", "middle", "suffix")}
+        sentinels = {name: np.array([getattr(self, name)], dtype=document.dtype) for name in ("prefix", "middle", "suffix")}
         if suffix_first:
-            return np.concatenate([marks["prefix"], marks["suffix"], suffix, marks["middle"], prefix, middle])
-        return np.concatenate([marks["prefix"], prefix, marks["suffix"], suffix, marks["middle"], middle])
-
-
-def sentinel_ids(folder: Path, fingerprint: str, names: dict[str, str]) -> list[int]:
-    """The ids of sentinel tokens.
-
-    Args:
-        folder: of the tokenizer.
-        fingerprint: checksum of the tokenizer.json that the token shards were made with.
-        names: configuration key -> token.
-
-    Returns:
-        Their ids, in the same order.
-
-    Raises:
-        UserError: the folder holds no tokenizer or another one, or the tokens are not among its special tokens.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file() or digest(path) != fingerprint:
-        rule = "holds no tokenizer.json" if not path.is_file() else "is not the tokenizer that data.tokens was made with"
-        raise UserError.of("tokenizer.path", folder, rule, "point tokenizer.path to the folder that stage=tokenize used")
-    added = {token["content"]: token["id"] for token in json.loads(path.read_text(encoding="utf-8"))["added_tokens"]}
-    for key, name in names.items():
-        if name not in added:
-            fix = f"train or bring a tokenizer that has it; the special tokens of this one: {', '.join(sorted(added)[:20])}"
-            raise UserError.of(key, name, f"is no special token of {path}", fix)
-    return [added[name] for name in names.values()]
+            return np.concatenate([sentinels["prefix"], sentinels["suffix"], suffix, sentinels["middle"], prefix, middle])
+        return np.concatenate([sentinels["prefix"], prefix, sentinels["suffix"], suffix, sentinels["middle"], middle])

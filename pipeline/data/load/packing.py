@@ -1,7 +1,8 @@
-"""Best-fit packing (Ding et al. 2024, "Fewer Truncations Improve Language Modeling"): sequences of whole documents.
+"""Which documents are packed into sequence j of a corpus? Those that best-fit packing assigns to it.
 
-For data whose documents must not be cut, as in fine-tuning. Unlike windows it needs an index: opening reads the length of every document
-and packs each shard by itself, about a second and 20 MB for a million documents, on every rank.
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling". For data whose documents must not be truncated, as in fine-tuning. Unlike
+windows, packing needs an index: opening reads the length of every document and packs each shard separately. A million documents take
+about one second and 20 MB, on every rank.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ from pipeline.data.load.token_shards import Shard
 
 
 class BestFit:
-    """Sequences of whole documents, padded with end-of-document tokens. A document longer than a sequence is cut into several.
+    """Sequences of complete documents, padded with end-of-document tokens. Implements loader.Sequences.
+
+    A document that is longer than a sequence is split into chunks.
 
     Attributes:
-        counts: (corpora,) int64, sequences of each corpus: an epoch.
-        padding: share of all tokens that is padding.
+        counts: (corpora,) int64, sequences per epoch of each corpus.
+        padding: fraction of all tokens that is padding.
     """
 
     def __init__(self, stream: TokenStream, corpora: Sequence[Sequence[Shard]], sequence_length: int, end_of_document: int) -> None:
-        """Pack the corpora, which lie one after the other in a stream, shard by shard."""
+        """Pack the corpora shard by shard.
+
+        Args:
+            stream: the concatenated tokens of the corpora.
+            corpora: the shards of each corpus, in the order of the stream.
+            sequence_length: tokens per sequence, not counting the last label.
+            end_of_document: id of the token that closes every document; it is also the padding.
+        """
         self._stream, self._capacity = stream, sequence_length + 1
         self._padding = np.array([end_of_document], dtype=stream.dtype).tobytes()
         packed = [[_pack_shard(shard, self._capacity) for shard in shards] for shards in corpora]
@@ -32,84 +42,96 @@ class BestFit:
         firsts = np.cumsum([0, *(shard.entry["tokens"] for shard in stream.shards)], dtype=np.int64)
         self._positions = np.concatenate([pack[0] + first for pack, first in zip(flat, firsts[:-1], strict=True)])
         self._lengths = np.concatenate([pack[1] for pack in flat])
-        pieces = np.concatenate([pack[2] for pack in flat])
-        self._bounds = np.concatenate([[0], np.cumsum(pieces)])  # the pieces of sequence s are [s] to [s + 1]
+        chunks = np.concatenate([pack[2] for pack in flat])
+        self._bounds = np.concatenate([[0], np.cumsum(chunks)])  # sequence s holds the chunks [s] to [s + 1]
         self.counts = np.array([sum(len(pack[2]) for pack in packs) for packs in packed], dtype=np.int64)
         self._starts = np.cumsum(self.counts) - self.counts
-        self.padding = 1 - float(self._lengths.sum()) / max(len(pieces) * self._capacity, 1)
+        self.padding = 1 - float(self._lengths.sum()) / max(len(chunks) * self._capacity, 1)
 
-    def read(self, corpora: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Sequences by corpus and place, (n,) each; (n, sequence_length + 1) in the stream's dtype."""
-        sequences = self._starts[corpora] + places
-        pieces = [np.arange(self._bounds[s], self._bounds[s + 1]) for s in sequences.tolist()]
-        chosen = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
-        runs = iter(self._stream.runs(self._positions[chosen], self._lengths[chosen]))
+    def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Read sequences.
+
+        Args:
+            corpora: (n,) or (1,) int64, the corpus of each sequence.
+            indices: (n,) int64, the number of each sequence within its corpus.
+
+        Returns:
+            (n, sequence_length + 1) in the stream's dtype.
+        """
+        sequences = self._starts[corpora] + indices
+        chunks = [np.arange(self._bounds[s], self._bounds[s + 1]) for s in sequences.tolist()]
+        chosen = np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+        contents = iter(self._stream.read_ranges(self._positions[chosen], self._lengths[chosen]))
         joined = bytearray()
-        for row, numbers in enumerate(pieces, start=1):
+        for row, numbers in enumerate(chunks, start=1):
             for _ in numbers:
-                joined += next(runs)
+                joined += next(contents)
             missing = row * self._capacity - len(joined) // len(self._padding)
             joined += self._padding * missing
-        return np.frombuffer(joined, self._stream.dtype).reshape(len(places), self._capacity)
+        return np.frombuffer(joined, self._stream.dtype).reshape(len(indices), self._capacity)
 
 
 def _pack_shard(shard: Shard, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The pieces of a shard, sequence by sequence: position in the shard and length of each, and the pieces of each sequence."""
+    """Pack one shard.
+
+    Returns:
+        Position in the shard and length of each chunk, ordered by sequence, (chunks,) each; and the number of chunks in each sequence.
+    """
     entry = shard.entry
     lengths = np.fromfile(shard.path, "<u4", count=entry["documents"], offset=entry["lengths_offset"]).astype(np.int64)
     positions, lengths = split_long(np.cumsum(lengths) - lengths, lengths, capacity)
     sequences = best_fit(lengths, capacity)
-    order = np.argsort(sequences, kind="stable")  # within a sequence the documents keep their order
+    order = np.argsort(sequences, kind="stable")  # within a sequence, the documents keep their order
     return positions[order], lengths[order], np.bincount(sequences)
 
 
 def split_long(positions: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents that are longer than a sequence into full sequences and a rest.
+    """Split documents that are longer than a sequence into chunks of the sequence's length and a shorter last chunk.
 
     Args:
-        positions: (documents,) where each begins.
+        positions: (documents,) first token of each.
         lengths: (documents,) tokens of each, at least 1.
-        capacity: tokens of a sequence.
+        capacity: tokens per sequence.
 
     Returns:
-        Positions and lengths of the pieces.
+        Positions and lengths of the chunks, (chunks,) each.
     """
-    pieces = -(-lengths // capacity)
-    numbers = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, ... within each document
+    counts = -(-lengths // capacity)
+    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # 0, 1, ... within each document
     starts = numbers * capacity
-    return np.repeat(positions, pieces) + starts, np.minimum(np.repeat(lengths, pieces) - starts, capacity)
+    return np.repeat(positions, counts) + starts, np.minimum(np.repeat(lengths, counts) - starts, capacity)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Best-fit decreasing: the longest piece first, each into the fullest sequence that still has room for it.
+    """Best-fit decreasing bin packing: longest chunk first, each into the sequence with the least remaining space that is sufficient.
 
     Args:
-        lengths: (pieces,) from 1 to capacity.
-        capacity: tokens of a sequence.
+        lengths: (chunks,) from 1 to capacity.
+        capacity: tokens per sequence.
 
     Returns:
-        (pieces,) int64, the sequence of each piece; sequences count from 0.
+        (chunks,) int64, the sequence of each chunk, numbered from 0.
     """
     chosen = np.empty(len(lengths), dtype=np.int64)
-    with_room: dict[int, list[int]] = {}  # room left -> the sequences that have it
-    rooms: list[int] = []  # its keys, ascending
+    by_space: dict[int, list[int]] = {}  # remaining space -> the sequences that have it
+    spaces: list[int] = []  # the keys of by_space, ascending
     count = 0
     order = np.argsort(-lengths, kind="stable")
-    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        tightest = bisect_left(rooms, length)
-        if tightest == len(rooms):
-            sequence, room = count, capacity
+    for chunk, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        tightest = bisect_left(spaces, length)
+        if tightest == len(spaces):
+            sequence, space = count, capacity
             count += 1
         else:
-            room = rooms[tightest]
-            sequence = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[tightest]
-        chosen[piece] = sequence
-        room -= length
-        if room:
-            if room not in with_room:
-                with_room[room] = []
-                insort(rooms, room)
-            with_room[room].append(sequence)
+            space = spaces[tightest]
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[tightest]
+        chosen[chunk] = sequence
+        space -= length
+        if space:
+            if space not in by_space:
+                by_space[space] = []
+                insort(spaces, space)
+            by_space[space].append(sequence)
     return chosen

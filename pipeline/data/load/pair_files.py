@@ -1,4 +1,4 @@
-"""Files of pairs, a line each: .tsv (source, tab, target) or .jsonl. Lines are found once, at the start, and read when their turn comes."""
+"""Text pairs from .tsv (source, tab, target) or .jsonl files, one pair per line. Opening indexes the lines; a line is read on demand."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _CHUNK_BYTES = 1 << 24
 
 
 class PairFiles:
-    """The lines of some files, as pairs of texts.
+    """Random access to the text pairs of several files.
 
     Attributes:
-        pairs: their number.
-        fingerprint: of all that the files hold.
+        pairs: number of pairs.
+        fingerprint: checksum of the content of all files.
     """
 
     def __init__(self, paths: Sequence[str], fields: tuple[str, str], key: str, share: tuple[int, int] = (0, 1)) -> None:
-        """Find the lines, and look at this rank's share of them.
+        """Index the lines and validate this rank's share of them.
 
         Args:
             paths: the files, in order.
-            fields: of a JSON record: the source's and the target's.
-            key: configuration key that names the files.
+            fields: names of the source and target fields of a JSON record.
+            key: configuration key that lists the files, for messages.
             share: (rank, ranks) of the job.
 
         Raises:
-            UserError: a file is missing, empty or of another kind, or a line is no pair; it is named.
+            UserError: a file is missing, empty or of an unsupported format, or a line is not a pair; the message names it.
         """
         self._paths, self._fields, self._key = [Path(path) for path in paths], fields, key
         state = xxhash.xxh3_128()
-        self._bounds = [self._lines(path, state) for path in self._paths]
+        self._bounds = [self._line_offsets(path, state) for path in self._paths]
         self._firsts = np.cumsum([0, *(len(bounds) - 1 for bounds in self._bounds)])
         self._handles = [os.open(path, os.O_RDONLY) for path in self._paths]
         self.pairs, self.fingerprint = int(self._firsts[-1]), state.hexdigest()
@@ -46,24 +46,30 @@ class PairFiles:
             self.pair(number)
 
     def pair(self, number: int) -> tuple[str, str]:
-        """Source and target.
+        """Read a pair.
+
+        Args:
+            number: of the pair, from 0.
+
+        Returns:
+            Source and target.
 
         Raises:
-            UserError: the line is no pair.
+            UserError: the line is not a pair.
         """
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
         line = number - int(self._firsts[file])
         first, stop = self._bounds[file][line : line + 2].tolist()
         text = os.pread(self._handles[file], stop - first, first)
         try:
-            source, target = self._parsed(self._paths[file], text.decode().rstrip("\r\n"))
+            source, target = self._parse(self._paths[file], text.decode().rstrip("\r\n"))
         except (ValueError, KeyError, TypeError) as error:
-            rule = f"line {line + 1} is no pair of two texts ({error!r})"
-            fix = "mend the line; data.pairs.source and data.pairs.target name the fields of a JSON record"
+            rule = f"line {line + 1} is not a pair of texts ({error!r})"
+            fix = "fix the line; data.pairs.source and data.pairs.target are the field names of a JSON record"
             raise UserError.of(self._key, self._paths[file], rule, fix) from error
         return source, target
 
-    def _parsed(self, path: Path, line: str) -> Iterator[str]:
+    def _parse(self, path: Path, line: str) -> Iterator[str]:
         """The two texts of a line."""
         if path.suffix == ".tsv":
             found = line.split("\t")[:2]
@@ -71,14 +77,14 @@ class PairFiles:
             record = json.loads(line)
             found = [record[name] for name in self._fields]
         if len(found) != 2 or not all(isinstance(text, str) and text.strip() for text in found):
-            raise ValueError("two texts that are not empty are needed")
+            raise ValueError("two non-empty texts are required")
         return iter(found)
 
-    def _lines(self, path: Path, state: xxhash.xxh3_128) -> np.ndarray:
-        """Where the lines of a file begin, and where the last one ends: int64 (lines + 1,). Their bytes go into the checksum."""
+    def _line_offsets(self, path: Path, state: xxhash.xxh3_128) -> np.ndarray:
+        """The byte offset of each line of a file, and the end of the last line: int64 (lines + 1,). Adds the content to `state`."""
         if path.suffix not in (".tsv", ".jsonl") or not path.is_file():
-            rule = "is no file" if path.suffix in (".tsv", ".jsonl") else "is neither .tsv nor .jsonl"
-            raise UserError.of(self._key, path, rule, "name files of pairs, a line each")
+            rule = "is not a file" if path.suffix in (".tsv", ".jsonl") else "is neither .tsv nor .jsonl"
+            raise UserError.of(self._key, path, rule, "list .tsv or .jsonl files with one pair per line")
         ends, size = [np.zeros(1, dtype=np.int64)], 0
         with path.open("rb") as handle:
             while chunk := handle.read(_CHUNK_BYTES):
@@ -88,5 +94,5 @@ class PairFiles:
         bounds = np.concatenate(ends)
         bounds = bounds if bounds[-1] == size else np.append(bounds, size)
         if len(bounds) < 2:
-            raise UserError.of(self._key, path, "is empty", "leave it out")
+            raise UserError.of(self._key, path, "is empty", "remove it from the list")
         return bounds

@@ -1,4 +1,4 @@
-"""The tokens of many shards as one stream, read by offset where they lie: nothing is mapped, loaded or indexed."""
+"""Which bytes of which shard hold a range of tokens? Reads the concatenated shards by file offset; nothing is mapped, loaded or indexed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from pipeline.data.load.token_shards import Shard, Verifier
 from pipeline.errors import UserError, Violation
 
 OPEN_SHARDS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-"""Shards that are open at a time: half of the files that the process may open."""
+"""Maximum number of open shards: half of the process' limit on open files."""
 
-STATS_AT_ONCE = 16
-"""Files whose length is asked for at a time: what a parallel file system answers late, it answers side by side."""
+STAT_THREADS = 16
+"""Concurrent stat calls: a parallel file system has a high latency per call, but serves many calls in parallel."""
 
 
-class _Open:
-    """An open file. It closes when the last reader lets go of it, not before."""
+class _OpenShard:
+    """An open file, closed when its last reference is dropped, so that eviction does not close it during a read."""
 
     def __init__(self, shard: Shard) -> None:
         self.fd = -1
         try:
             self.fd = os.open(shard.path, os.O_RDONLY)
         except FileNotFoundError:
-            fault = shard.fault(None)
+            violation = shard.check_size(None)
         else:
-            fault = shard.fault(os.fstat(self.fd).st_size)
-        if fault:
-            raise UserError([fault])
+            violation = shard.check_size(os.fstat(self.fd).st_size)
+        if violation:
+            raise UserError([violation])
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -42,100 +42,109 @@ class _Open:
 
 
 class TokenStream:
-    """The tokens of shards, one shard after the other.
+    """The concatenated tokens of an ordered list of shards.
 
-    Reading is safe from several threads, and waits for the file system outside the interpreter's lock.
+    Reads are thread-safe and release the GIL while they wait for the file system.
 
     Attributes:
         shards: in order.
         tokens: length of the stream.
-        dtype: of a token on disk, little-endian.
+        dtype: of the tokens on disk, little-endian.
     """
 
     def __init__(self, shards: Sequence[Shard], *, lazy_checks: bool = False, share: tuple[int, int] = (0, 1)) -> None:
-        """Open nothing yet.
+        """Compute the offsets; no file is opened.
 
         Args:
             shards: in order, all of one dtype.
-            lazy_checks: compare a shard with its checksum, in the background, when it is first opened.
-            share: (rank, ranks): this process compares every ranks-th shard, so that a job reads each once.
+            lazy_checks: verify the checksum of a shard in a background thread when it is first opened.
+            share: (rank, ranks): this process verifies every ranks-th shard, so that a job verifies each shard once.
         """
         entries = [shard.entry for shard in shards]
         self.shards = shards
-        # Position in the stream at which each shard begins, and the end of the last; offset of its first token in its file.
+        # (shards + 1,) position in the stream at which each shard begins, and the end of the last. Then the byte offset of its first token.
         self._starts = np.cumsum([0, *(entry["tokens"] for entry in entries)], dtype=np.int64)
         self._offsets = np.array([entry["offset"] for entry in entries], dtype=np.int64)
         self.tokens = int(self._starts[-1])
         self.dtype = np.dtype(entries[0]["dtype"] if entries else "u2").newbyteorder("<")
         assert all(entry["dtype"] == entries[0]["dtype"] for entry in entries)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenShard] = {}
         self._lock = threading.Lock()
         self._verifier = Verifier()
         self._share = range(share[0], len(shards), share[1])
         self._unverified = set(self._share) if lazy_checks else set()
 
     def read(self, positions: np.ndarray, length: int) -> np.ndarray:
-        """Runs of equal length.
+        """Read ranges of equal length.
 
         Args:
-            positions: (n,) int64, where in the stream each run begins.
-            length: tokens of a run; it must end within the stream.
+            positions: (n,) int64, the first token of each range in the stream.
+            length: tokens per range; every range must end within the stream.
 
         Returns:
             (n, length) in the stream's dtype.
 
         Raises:
-            UserError: a shard is missing or truncated, or one that was opened earlier has turned out to be corrupt.
+            UserError: a shard is missing or truncated, or the background verification has found a corrupt one.
         """
-        joined = bytearray().join(self.runs(positions, np.full(len(positions), length)))
+        joined = bytearray().join(self.read_ranges(positions, np.full(len(positions), length)))
         return np.frombuffer(joined, self.dtype).reshape(len(positions), length)
 
-    def runs(self, positions: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-        """Runs of any lengths, as they lie on disk; errors as in read.
+    def read_ranges(self, positions: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+        """Read ranges of any lengths. Raises the errors of read.
 
         Args:
-            positions: (n,) int64, where in the stream each run begins.
-            lengths: (n,) int64, tokens of each.
+            positions: (n,) int64, the first token of each range in the stream.
+            lengths: (n,) int64, tokens of each range.
+
+        Returns:
+            The bytes of each range, in the stream's dtype.
         """
         self._verifier.check()
         shards = np.searchsorted(self._starts, positions, side="right") - 1
         starts = self._offsets[shards] + (positions - self._starts[shards]) * self.dtype.itemsize
         sizes = lengths * self.dtype.itemsize
-        needed, which = np.unique(shards, return_inverse=True)
-        files = [self._file(shard) for shard in needed.tolist()]  # held while they are read, so that they stay open
-        descriptors = np.array([file.fd for file in files], dtype=np.int64)[which]
-        # One call a run and no line of Python in between: at 2,048 tokens a run is read in about a microsecond.
-        runs = list(map(os.pread, descriptors.tolist(), sizes.tolist(), starts.tolist()))
-        for run in np.flatnonzero(positions + lengths > self._starts[shards + 1]).tolist():
-            runs[run] = self._across(int(shards[run]), int(starts[run]), int(sizes[run]))
-        if sum(map(len, runs)) != sizes.sum():
-            short = next(run for run, size in enumerate(sizes.tolist()) if len(runs[run]) != size)
-            self._say_short(self.shards[shards[short]])
-        return runs
+        distinct, inverse = np.unique(shards, return_inverse=True)
+        files = [self._file(shard) for shard in distinct.tolist()]  # these references keep the files open during the reads
+        descriptors = np.array([file.fd for file in files], dtype=np.int64)[inverse]
+        # One pread per range and no Python bytecode in between: a range of 2,048 tokens takes about a microsecond.
+        ranges = list(map(os.pread, descriptors.tolist(), sizes.tolist(), starts.tolist()))
+        for row in np.flatnonzero(positions + lengths > self._starts[shards + 1]).tolist():
+            ranges[row] = self._read_across_shards(int(shards[row]), int(starts[row]), int(sizes[row]))
+        if sum(map(len, ranges)) != sizes.sum():
+            short = next(row for row, size in enumerate(sizes.tolist()) if len(ranges[row]) != size)
+            self._raise_short_read(self.shards[shards[short]])
+        return ranges
 
-    def _across(self, shard: int, start: int, size: int) -> bytes:
-        """A run that reaches over the end of a shard, over as many shards as it takes."""
+    def _read_across_shards(self, shard: int, start: int, size: int) -> bytes:
+        """Read a range that spans two or more shards.
+
+        Args:
+            shard: the first of them.
+            start: byte offset in its file.
+            size: bytes of the range.
+        """
         parts: list[bytes] = []
         while size > 0:
             entry = self.shards[shard].entry
-            left = entry["offset"] + entry["tokens"] * self.dtype.itemsize - start
-            file = self._file(shard)  # held while it is read, so that it stays open
-            parts.append(os.pread(file.fd, min(size, left), start))
-            size -= left
+            available = entry["offset"] + entry["tokens"] * self.dtype.itemsize - start
+            file = self._file(shard)  # this reference keeps the file open during the read
+            parts.append(os.pread(file.fd, min(size, available), start))
+            size -= available
             shard += 1
             start = int(self._offsets[shard]) if size > 0 else 0
         return b"".join(parts)
 
-    def _say_short(self, shard: Shard) -> NoReturn:
-        """A file has become shorter while it was open, or its file system gave less than it has."""
-        if fault := shard.fault(shard.path.stat().st_size):
-            raise UserError([fault])
+    def _raise_short_read(self, shard: Shard) -> NoReturn:
+        """Raise the error for a file that was truncated while open, or for a read that returned fewer bytes than the file has."""
+        if violation := shard.check_size(shard.path.stat().st_size):
+            raise UserError([violation])
         raise OSError(errno.EIO, "fewer bytes were read than the file has", shard.path)
 
-    def _file(self, number: int) -> _Open:
-        """An open shard; the one that was used longest ago makes room."""
+    def _file(self, number: int) -> _OpenShard:
+        """The open file of a shard, from an LRU cache of OPEN_SHARDS files."""
         with self._lock:
-            file = self._open.pop(number, None) or _Open(self.shards[number])
+            file = self._open.pop(number, None) or _OpenShard(self.shards[number])
             self._open[number] = file
             if len(self._open) > OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
@@ -145,32 +154,32 @@ class TokenStream:
         return file
 
     def check_sizes(self) -> None:
-        """Ask for the length of every shard. One that is missing or truncated would else be noticed only when its turn comes.
+        """Compare the size of every shard file with the manifest, so that a run fails at its start and not when it first reads the shard.
 
         Raises:
-            UserError: naming all of them.
+            UserError: shards are missing or truncated; the message names all of them.
         """
 
-        def fault(shard: Shard) -> Violation | None:
+        def check(shard: Shard) -> Violation | None:
             try:
-                return shard.fault(shard.path.stat().st_size)
+                return shard.check_size(shard.path.stat().st_size)
             except FileNotFoundError:
-                return shard.fault(None)
+                return shard.check_size(None)
 
-        with ThreadPoolExecutor(STATS_AT_ONCE) as pool:
-            faults = [found for found in pool.map(fault, self.shards) if found]
-        if faults:
-            raise UserError(faults)
+        with ThreadPoolExecutor(STAT_THREADS) as pool:
+            violations = [found for found in pool.map(check, self.shards) if found]
+        if violations:
+            raise UserError(violations)
 
     def verify(self) -> None:
-        """Read every shard of this process' share now and hold it against its checksum.
+        """Verify the checksum of every shard in this process' share.
 
         Raises:
-            UserError: one is corrupt; it is named.
+            UserError: a shard is corrupt; the message names it.
         """
         for number in self._share:
             self.shards[number].verify()
 
-    def verified(self) -> None:
-        """Wait until every shard that was opened has been held against its checksum; errors as in verify."""
+    def wait_verified(self) -> None:
+        """Wait for the background verification of all opened shards. Raises the errors of verify."""
         self._verifier.finish()

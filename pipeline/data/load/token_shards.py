@@ -1,4 +1,4 @@
-"""A token shard and what was noted of it, and a thread that holds shards against their checksums while training already reads them."""
+"""Is a token shard the file that stage=tokenize wrote? Its path, its manifest entry, and checks of size and checksum."""
 
 from __future__ import annotations
 
@@ -15,69 +15,76 @@ from pipeline.files import verify
 
 @dataclass(frozen=True)
 class Shard:
-    """A token shard: where it is, and its entry in the manifest (pipeline/data/tokenize/tokens.py says what it holds)."""
+    """A token shard: its path, and its entry in the manifest. The file format is documented in pipeline/data/tokenize/tokens.py."""
 
     path: Path
     entry: dict[str, Any]
 
     @property
-    def remedy(self) -> str:
-        """What to do when it is not what was written."""
+    def fix(self) -> str:
+        """The fix that error messages suggest for a missing or damaged shard."""
         return f"remove {self.path.parent / MANIFEST} and run stage=tokenize again"
 
-    def fault(self, found: int | None) -> Violation | None:
-        """What is wrong with a length in bytes; None stands for a file that is not there."""
+    def check_size(self, found: int | None) -> Violation | None:
+        """Compare a file size with the manifest.
+
+        Args:
+            found: bytes; None for a missing file.
+
+        Returns:
+            The violation, or None if the size is correct.
+        """
         written = self.entry["bytes"]
         if found == written:
             return None
         rule = "is missing" if found is None else f"is truncated or overwritten: {found} bytes, {written} were written"
-        return Violation("data.tokens", self.path, rule, self.remedy)
+        return Violation("data.tokens", self.path, rule, self.fix)
 
     def verify(self) -> None:
-        """Read it whole and compare.
+        """Read the full file and compare its size and checksum with the manifest.
 
         Raises:
-            UserError: it is missing, truncated or corrupt.
+            UserError: the shard is missing, truncated or corrupt.
         """
-        verify(self.path, self.entry["bytes"], self.entry["xxh3"], self.remedy)
+        verify(self.path, self.entry["bytes"], self.entry["xxh3"], self.fix)
 
 
 class Verifier:
-    """Reads whole shards, one after the other, and remembers the first that is not what was written.
+    """A background thread that verifies shards one by one, while training reads them, and stores the first error.
 
-    The thread is a daemon: a job that ends does not wait for files that nobody will read again.
+    The thread is a daemon, so that a job does not wait for pending verifications at exit.
     """
 
     def __init__(self) -> None:
         self._shards: SimpleQueue[Shard] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._waiting = 0
-        self._found: Exception | None = None
+        self._pending = 0
+        self._error: Exception | None = None
 
     def add(self, shard: Shard) -> None:
-        """Have a shard verified, after those that were added before."""
+        """Queue a shard for verification."""
         with self._changed:
-            self._waiting += 1
+            self._pending += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="verify")
                 self._thread.start()
         self._shards.put(shard)
 
     def check(self) -> None:
-        """Say what has been found so far.
+        """Raise the first error found so far, without waiting.
 
         Raises:
-            UserError: a shard is missing, truncated or corrupt; it is named.
-            OSError: one cannot be read.
+            UserError: a shard is missing, truncated or corrupt; the message names it.
+            OSError: a shard cannot be read.
         """
-        if self._found is not None:
-            raise self._found
+        if self._error is not None:
+            raise self._error
 
     def finish(self) -> None:
-        """Wait for all shards, then check."""
+        """Wait until all queued shards are verified, then check."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting == 0)
+            self._changed.wait_for(lambda: self._pending == 0)
         self.check()
 
     def _work(self) -> None:
@@ -86,7 +93,7 @@ class Verifier:
             try:
                 shard.verify()
             except (UserError, OSError) as error:
-                self._found = self._found or error
+                self._error = self._error or error
             with self._changed:
-                self._waiting -= 1
+                self._pending -= 1
                 self._changed.notify_all()

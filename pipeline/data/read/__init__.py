@@ -1,1 +1,1 @@
-"""Files of any form -> documents, and what could not become one."""
+"""Input files of all supported formats -> documents, and records of unreadable input."""

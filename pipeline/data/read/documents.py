@@ -1,4 +1,4 @@
-"""What readers hand on: documents, and what could not become one."""
+"""The output of the readers: documents, and records of unreadable input."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ DEFAULT_CORPUS = "default"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from.
+    """One text and its origin.
 
     Attributes:
         source: name of the input file.
-        offset: where the document begins in that file, in bytes of what it decompresses to, or for Parquet the row, counted from 0;
-            with `corpus` and `source` the document's identity.
-        text: the document. It can be written as UTF-8.
-        meta: the small fields of its record besides the text; plain JSON.
-        corpus: name of the corpus it belongs to.
+        offset: start of the document in the decompressed file, in bytes; for Parquet the row, counted from 0.
+            (corpus, source, offset) identifies the document.
+        text: the document; encodable as UTF-8.
+        meta: the small fields of its record other than the text; plain JSON.
+        corpus: name of its corpus.
     """
 
     source: str
@@ -32,18 +32,18 @@ class Document:
 
     @property
     def id(self) -> str:
-        """The identity as one text."""
+        """The identity as a string."""
         return f"{label(self.corpus, self.source)}:{self.offset}"
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Input that is left out.
+    """Unreadable input, which is quarantined.
 
     Attributes:
         source: name of the input file, as in a document's identity.
-        position: where in it: "line 7", "byte 1234", "row 17", "member 3.txt"; empty where the file as a whole is bad.
-        reason: what is wrong, to be read after the position.
+        position: position in the file: "line 7", "byte 1234", "row 17", "member 3.txt"; empty when the entire file is bad.
+        reason: the fault, phrased to follow the position.
     """
 
     source: str
@@ -53,12 +53,12 @@ class Bad:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become documents.
+    """Options of the readers.
 
     Attributes:
         text_field: field of a JSON record, or column of a Parquet file, that holds the text.
-        document_bytes: a document larger than this, as it stands in its file, is bad.
-        main_content: keep of a web page its main content alone, not navigation, headers and footers.
+        document_bytes: a document whose size in the file exceeds this is bad.
+        main_content: keep only the main content of a web page, without navigation, headers and footers.
     """
 
     text_field: str = "text"
@@ -67,15 +67,15 @@ class ReadOptions:
 
     @classmethod
     def of(cls, data: DataConfig) -> ReadOptions:
-        """The options that a configuration asks for."""
+        """The options of a configuration."""
         return cls(data.text_field, round(data.document_megabytes * 1e6), data.main_content)
 
 
 def utf8_length(text: str) -> int:
-    """Bytes of a text in UTF-8. Of an ASCII text, which Python knows for one, without writing them."""
+    """Length of a text in UTF-8 bytes; an ASCII text, which Python flags as such, is not encoded."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 def label(corpus: str, source: str) -> str:
-    """A file's name among all corpora."""
+    """The name of a file, prefixed with its corpus unless that is the default one."""
     return source if corpus == DEFAULT_CORPUS else f"{corpus}/{source}"

@@ -1,4 +1,4 @@
-"""Documents out of files of any form. Bad input is told, never raised: one broken file must not end a job of a thousand ranks."""
+"""Reads documents from files of all supported formats. Bad input is reported, not raised: one broken file must not end a job."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pipeline.data.read.streams import DamageError
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """What begins in a span, in the file's order: documents, empty ones included, and what could not become one.
+    """Yield the documents that begin in a span, in file order, including empty ones, and a Bad for each unreadable record.
 
-    Of a file that is damaged, cut short or cannot be read (any more), whatever comes before the damage is given, then one Bad.
+    If a file is damaged, truncated or unreadable, the documents before the damage are returned, then one Bad.
     """
-    form = suffixes.form(span.source.name)
-    if span.source.size == 0 and form != "text":
+    file_format = suffixes.file_format(span.source.name)
+    if span.source.size == 0 and file_format != "text":
         yield Bad(span.source.label, "", "is an empty file")
         return
     try:
-        # Loaded on demand: each brings its library.
-        found = import_module(f"pipeline.data.read.formats.{form}").read(span, options)
+        # Imported on demand: each format imports its own library.
+        found = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
         first = next(found, None)
         if first is not None:
             yield first
             yield from found
-        elif span.whole:
-            yield Bad(span.source.label, "", "holds no document")
+        elif span.covers_file:
+            yield Bad(span.source.label, "", "contains no document")
     except DamageError as error:
-        yield Bad(span.source.label, f"byte {error.position}", f"is damaged or cut short: {error}")
+        yield Bad(span.source.label, f"byte {error.position}", f"is damaged or truncated: {error}")
     except OSError as error:
         yield Bad(span.source.label, "", f"cannot be read: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""The bytes of a source: from a local file or a URL, decompressed as they are read."""
+"""Byte streams of input files: local or remote, decompressed while they are read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import zstandard
 from pipeline.data.read.suffixes import split_compression
 
 BUFFER_BYTES = 1 << 20
-_COMPRESSED_BYTES = 1 << 12  # decompressed at once; what comes out of them is held, and may be ten thousand times as much
-_GZIP = 31  # zlib's window bits: a gzip header, the largest window
+_COMPRESSED_BYTES = 1 << 12  # decompressed at once; the result is held in memory and may be ten thousand times as large
+_GZIP = 31  # zlib window bits: gzip header, largest window
 
 
 class DamageError(Exception):
-    """A stream is damaged or ends too early.
+    """A stream is damaged or truncated.
 
     Attributes:
-        position: bytes that could be read before.
+        position: bytes read before the damage.
     """
 
     def __init__(self, position: int, reason: str) -> None:
@@ -28,12 +28,12 @@ class DamageError(Exception):
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is the URL of another place, read through fsspec."""
+    """Whether a path is a URL, which is read through fsspec."""
     return "://" in path
 
 
 def open_raw(path: str) -> IO[bytes]:
-    """The bytes of a local file or a URL as they are stored."""
+    """Open a local file or a URL without decompression."""
     if is_remote(path):
         import fsspec
 
@@ -42,14 +42,14 @@ def open_raw(path: str) -> IO[bytes]:
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """The bytes of a local file or a URL, decompressed. Seeks only where nothing is compressed."""
+    """Open a local file or a URL with decompression. Only uncompressed streams are seekable."""
     return decompressed(path, open_raw(path))
 
 
 def decompressed(name: str, handle: IO[bytes]) -> IO[bytes]:
-    """A handle's bytes, decompressed as the ending of the name says.
+    """Wrap a handle to decompress it according to the suffix of the name.
 
-    Reading from it raises DamageError.
+    Reading from a compressed stream may raise DamageError.
     """
     _, compression = split_compression(name)
     if not compression:
@@ -58,24 +58,24 @@ def decompressed(name: str, handle: IO[bytes]) -> IO[bytes]:
 
 
 class UntilDamage(io.RawIOBase):
-    """A stream for a library that drops what it has buffered when reading raises: it ends at the damage.
+    """A stream that ends at damage instead of raising, for libraries that drop their buffer when a read raises.
 
     Attributes:
-        damage: what was met; None if nothing.
+        damage: the damage; None if there was none.
     """
 
     def __init__(self, handle: IO[bytes]) -> None:
-        # One read of what is below: more would lose what the first of them brought.
+        # At most one read of the underlying stream per call: if a second one raised, the data of the first would be lost.
         self._readinto = handle.readinto1 if isinstance(handle, io.BufferedReader) else handle.readinto  # type: ignore[attr-defined]
         self._position = 0
         self.damage: DamageError | None = None
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a part of the buffer; returns how many bytes."""
+        """Fill a part of the buffer; return the number of bytes."""
         try:
             count = self._readinto(buffer)
         except DamageError as error:
@@ -90,14 +90,14 @@ class UntilDamage(io.RawIOBase):
 
 
 class _Decompressed(io.RawIOBase):
-    """A compressed stream of any number of members or frames.
+    """Decompresses a stream of any number of gzip members or Zstandard frames.
 
-    gzip.GzipFile drops what it has decompressed when it meets damage; zstandard's reader takes a frame that stops early for a whole one.
+    gzip.GzipFile drops its decompressed data on damage; the zstandard reader accepts a truncated frame as complete.
     """
 
     def __init__(self, handle: IO[bytes], compression: str) -> None:
         self._handle, self._compression = handle, compression
-        self._decompressor: Any = None  # of one gzip member or Zstandard frame: zlib's and zstandard's have one interface
+        self._decompressor: Any = None  # for one gzip member or Zstandard frame; both have the same interface
         self._compressed = b""
         self._pending = memoryview(b"")
         self._position = 0
@@ -122,7 +122,7 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
     def _refill(self) -> bool:
-        """Decompress a little more; False at the end of the stream."""
+        """Decompress the next chunk; return False at the end of the stream."""
         compressed = self._compressed or self._handle.read(_COMPRESSED_BYTES)
         self._compressed = b""
         if not compressed:
@@ -131,7 +131,7 @@ class _Decompressed(io.RawIOBase):
             return False
         if self._decompressor is None:
             if self._position and not compressed.strip(b"\0"):
-                return True  # tapes pad with zeros
+                return True  # zero padding after the last member is valid (gzip on tapes)
             self._decompressor = zlib.decompressobj(_GZIP) if self._compression == "gzip" else zstandard.ZstdDecompressor().decompressobj()
         try:
             self._pending = memoryview(self._decompressor.decompress(compressed))

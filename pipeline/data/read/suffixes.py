@@ -1,8 +1,8 @@
-"""Which form a file has: by the ending of its name, in this one table."""
+"""The table of file formats: the suffix of a file name determines its format."""
 
 from __future__ import annotations
 
-FORMS = {
+FORMATS = {
     ".jsonl": "lines",
     ".ndjson": "lines",
     ".json": "lines",
@@ -14,32 +14,32 @@ FORMS = {
     ".parquet": "parquet",
     ".tar": "tar",
 }
-"""Ending -> form, the module of formats/ that reads it. Each may be compressed, except .parquet, which is inside."""
+"""Suffix -> format, the module of formats/ that reads it. All may be compressed, except .parquet, which is compressed internally."""
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""Ending -> compression."""
+"""Suffix -> compression."""
 
 EXPANSION = 3
-"""Bytes of text per byte of a compressed file, about: work is shared before anything is decompressed."""
+"""Approximate bytes of text per byte of a compressed file: parts are assigned before anything is decompressed."""
 
-# `.json` alone is rarely JSON lines: it counts only where data.suffixes names it.
+# `.json` files are rarely JSON lines: they are read only if data.suffixes contains `.json`.
 SEARCHED = tuple(
     f"{ending}{packed}"
-    for ending in FORMS
+    for ending in FORMATS
     for packed in ("", *COMPRESSIONS)
     if (ending, packed) != (".json", "") and (ending != ".parquet" or not packed)
 )
-"""The endings that are looked for in a folder unless data.suffixes names others."""
+"""The suffixes that are read from a folder unless data.suffixes specifies others."""
 
 
-def form(name: str) -> str:
-    """The form of a file; a name that is not in the table is a text."""
+def file_format(name: str) -> str:
+    """The format of a file; a suffix that is not in the table means text."""
     name, _ = split_compression(name)
-    return FORMS.get("." + name.rpartition(".")[2], "text")
+    return FORMATS.get("." + name.rpartition(".")[2], "text")
 
 
 def split_compression(name: str) -> tuple[str, str]:
-    """(the name without the ending of its compression, the compression or "")."""
+    """Return (the name without the suffix of its compression, the compression or "")."""
     stem, dot, ending = name.rpartition(".")
     compression = COMPRESSIONS.get(dot + ending, "")
     return (stem, compression) if compression else (name, "")

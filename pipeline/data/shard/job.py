@@ -1,4 +1,4 @@
-"""One run of stage=shard: the passes, each of which takes up what an interrupted run left."""
+"""One run of stage=shard in three passes; each pass resumes the work of an interrupted run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.files import atomic_file
 
 
 class Job:
-    """The passes of one run: every part is read, cleaned and spilled; all are deduplicated together; shards are filled from them."""
+    """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards."""
 
     def __init__(self, config: RunConfig, comm: Comm, parts: list[Part], unfinished: Unfinished) -> None:
         data = config.data
@@ -40,8 +40,8 @@ class Job:
         return self._unfinished.folder / _name(part)
 
     def read(self, cleaner: Cleaner, index: int, size: int) -> None:
-        """Pass 1: this rank's parts, those that an earlier run finished left out."""
-        mine = [part for part in sources.share(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
+        """Pass 1: process this rank's parts, except those that an earlier run has finished."""
+        mine = [part for part in sources.assigned(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
         options, dedup = ReadOptions.of(self._config.data), self._config.dedup
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
@@ -51,28 +51,28 @@ class Job:
         self._comm.barrier()
 
     def all_read(self) -> bool:
-        """Whether every part is spilled, by whomever."""
+        """Whether every part is spilled, by any rank or task."""
         return all(self._unfinished.note(_name(part)) is not None for part in self._parts)
 
     def write(self, bad: list[Bad]) -> dict[str, Any]:
         """Passes 2 and 3: duplicates, then shards, report and manifest.
 
         Args:
-            bad: what was no input after all.
+            bad: input files and folders that cannot be read.
 
         Returns:
-            The manifest's totals, on rank 0; nothing elsewhere.
+            The totals of the manifest on rank 0; an empty dict on the other ranks.
 
         Raises:
-            UserError: too much could not be read, or nothing is left.
+            UserError: too many documents could not be read, or no document remains.
         """
         comm, unfinished = self._comm, self._unfinished
         counts = PartCounts(bad=[[entry.source, entry.position, entry.reason] for entry in bad])
         runs = []
         for part in self._parts if comm.rank == 0 else ():
-            noted = PartCounts.from_json(unfinished.note(_name(part)))
-            counts.add(noted)
-            runs.append(noted.runs)
+            part_counts = PartCounts.from_json(unfinished.note(_name(part)))
+            counts.add(part_counts)
+            runs.append(part_counts.runs)
         if comm.rank == 0:
             _check_quarantine(counts, self._config.data.quarantine_limit)
         pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
@@ -89,11 +89,11 @@ class Job:
         return totals
 
     def _planned(self, pool: Pool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
-        """What to leave out and which shards the rest becomes; taken from an interrupted run if that came so far."""
-        noted = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
+        """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step."""
+        saved = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
         dropped = self._unfinished.folder / "drop.npy"
-        if noted:
-            return clusters.from_json(noted["found"], np.load(dropped)), [ShardPlan(**shard) for shard in noted["shards"]]
+        if saved:
+            return clusters.from_json(saved["found"], np.load(dropped)), [ShardPlan(**shard) for shard in saved["shards"]]
         found = self._duplicates(pool)
         plan = self._plan(pool, found, counts)
         if self._comm.rank == 0:
@@ -103,31 +103,33 @@ class Job:
         return found, plan
 
     def _duplicates(self, pool: Pool) -> Clusters:
-        """What to leave out."""
+        """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs."""
         dedup, comm = self._config.dedup, self._comm
         found = clusters.NOTHING
         if dedup.url or dedup.exact or dedup.near:
-            numbers, rows = pool.held(comm)
+            numbers, rows = pool.local_rows(comm)
             score = rows["score"].astype(np.int64)
         if dedup.url:
             found = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
         if dedup.exact or dedup.near:
-            left = np.isin(numbers, found.drop, invert=True) if len(found.drop) else slice(None)
+            remaining = np.isin(numbers, found.drop, invert=True) if len(found.drop) else slice(None)
             known = signatures.load(comm, dedup) if dedup.against else None
-            keys, minhash = rows["exact"][left], rows["minhash"][left] if dedup.near else None
-            found = clusters.joined(found, duplicates.find(comm, numbers[left], keys, minhash, score[left], pool.texts, dedup, known))
+            keys, minhash = rows["exact"][remaining], rows["minhash"][remaining] if dedup.near else None
+            found = clusters.joined(
+                found, duplicates.find(comm, numbers[remaining], keys, minhash, score[remaining], pool.texts, dedup, known)
+            )
         if dedup.paragraphs:
             pool.find_repeated(comm, found.drop, dedup.paragraph_characters)
         return found
 
     def _plan(self, pool: Pool, found: Clusters, counts: PartCounts) -> list[ShardPlan]:
-        """The shards, the same on all ranks."""
+        """The shard plan, identical on all ranks."""
         tallies = pool.tally(self._comm, self._order, found.drop)
         plan = plan_shards(self._order, tallies, self._config.data.shard_megabytes) if tallies else None
         if tallies and not plan:
-            came = f"of {counts.documents:,} documents with any text, cleaning and deduplication left none"
-            fix = "name other files, another data.text_field, or other clean.steps"
-            raise UserError.of("data.input", self._config.data.input, came, fix)
+            rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents"
+            fix = "specify other files, another data.text_field, or other clean.steps"
+            raise UserError.of("data.input", self._config.data.input, rule, fix)
         return self._comm.bcast(plan)
 
 
@@ -136,15 +138,15 @@ def _name(part: Part) -> str:
 
 
 def _check_quarantine(counts: PartCounts, limit: float) -> None:
-    """Refuse to go on when more than a small part could not be read.
+    """Check the share of unreadable documents.
 
     Raises:
-        UserError: the share is above the limit; the first few are named.
+        UserError: the share exceeds the limit; the message names the first five.
     """
     bad = len(counts.bad)
     total = bad + counts.documents + counts.empty
     if bad > limit * total:
         first = "; ".join(" ".join(filter(None, entry)) for entry in sorted(counts.bad)[:5])
         rule = f"{bad:,} of {total:,} documents could not be read: {first}" + ("; ..." if bad > 5 else "")
-        fix = "mend or leave out the files (data.exclude), or raise the limit; what was read is kept"
+        fix = "repair or exclude the files (data.exclude), or raise the limit; finished parts are kept"
         raise UserError.of("data.quarantine_limit", limit, rule, fix)

@@ -1,4 +1,4 @@
-"""One part of the input, from its files to a sorted spill: read, clean, sign. Parts know nothing of each other, so ranks share them."""
+"""Processes one part of the input: read, clean, compute signatures, write a sorted spill. Parts are independent of each other."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pipeline.data.shard.spill import Spill, row_type
 
 @dataclass
 class PartCounts:
-    """What became of one part; what becomes of all is their sum.
+    """The counts of one part, or the sum over parts.
 
     Attributes:
-        documents, bytes: that were read, with any text.
-        empty: documents without.
-        bad: [file, position, reason] of what could not be read.
+        documents, bytes: non-empty documents that were read.
+        empty: documents without text.
+        bad: [file, position, reason] of unreadable input.
         read: corpus -> [documents, bytes].
-        steps: cleaning step -> numbers.
-        runs: bounds of the sorted runs of the spill.
+        steps: cleaning step -> counts.
+        runs: bounds of the sorted runs in the spill.
     """
 
     documents: int = 0
@@ -43,23 +43,23 @@ class PartCounts:
     runs: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For the note of a finished part."""
+        """Convert to JSON for the completion record of the part."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, noted: dict[str, Any]) -> PartCounts:
-        """What `to_json` made."""
-        return cls(**{**noted, "steps": {name: StepCounts(**counts) for name, counts in noted["steps"].items()}})
+    def from_json(cls, encoded: dict[str, Any]) -> PartCounts:
+        """Restore the counts from the result of `to_json`."""
+        return cls(**{**encoded, "steps": {name: StepCounts(**counts) for name, counts in encoded["steps"].items()}})
 
     def add(self, other: PartCounts) -> None:
-        """Take another part's numbers in."""
+        """Add the counts of another part."""
         self.documents += other.documents
         self.bytes += other.bytes
         self.empty += other.empty
         self.bad += other.bad
         for corpus, (documents, size) in other.read.items():
-            have = self.read.get(corpus, [0, 0])
-            self.read[corpus] = [have[0] + documents, have[1] + size]
+            total = self.read.get(corpus, [0, 0])
+            self.read[corpus] = [total[0] + documents, total[1] + size]
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
@@ -67,11 +67,11 @@ class PartCounts:
 def process(
     part: Part, stem: Path, options: ReadOptions, cleaner: Cleaner, order: Order, dedup: DedupConfig, advance: Callable[[int], None]
 ) -> PartCounts:
-    """Spill the documents of one part that cleaning leaves.
+    """Read and clean one part, and spill the documents that are kept.
 
     Args:
-        stem: path of the spill's files without their endings.
-        advance: told the bytes of input as they are done.
+        stem: path of the spill files without suffixes.
+        advance: called with the number of input bytes that have been processed.
     """
     counts, rows = PartCounts(), row_type(dedup.permutations if dedup.near else 0)
     spill = Spill(stem, rows)
@@ -87,17 +87,17 @@ def process(
 
 
 def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
-    """The documents with any text; the others, and what cannot be read, are counted."""
+    """Yield the non-empty documents; count empty documents and unreadable input."""
     for span in part.spans:
-        have = counts.read.setdefault(span.source.corpus, [0, 0])
+        total = counts.read.setdefault(span.source.corpus, [0, 0])
         for found in read(span, options):
             if isinstance(found, Bad):
                 counts.bad.append([found.source, found.position, found.reason])
             elif not found.text or found.text.isspace():
                 counts.empty += 1
             else:
-                have[0] += 1
-                have[1] += utf8_length(found.text)
+                total[0] += 1
+                total[1] += utf8_length(found.text)
                 yield found
         advance(span.size)
     counts.documents = sum(documents for documents, _ in counts.read.values())
@@ -105,7 +105,7 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
 
 
 def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
-    """Hand a cleaned batch over, with all that deduplication and the report need to know."""
+    """Spill a cleaned batch, with the rows that deduplication and the report require."""
     alive = np.flatnonzero(batch.alive).tolist()
     if not alive:
         return
@@ -117,24 +117,25 @@ def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: Dedu
     rows["score"] = [len(text) for text in texts]
     rows["exact"] = exact.keys(texts)
     if dedup.url:
-        # A document without a URL is its own: it gets its identity for one.
+        # A document without a URL is unique: its identity replaces the URL.
         rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
     if dedup.near:
         flat, offsets = minhash.shingles(batch.words, dedup.shingle)
         signatures = minhash.signatures(flat, offsets, dedup.permutations)
         rows["minhash"] = signatures[alive]
-    places = np.array([order.place(document) for document in documents], dtype=np.uint64)
-    spill.add(places, [_about(*pair) for pair in zip(documents, languages, strict=True)], [text.encode("utf-8") for text in texts], rows)
+    keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
+    metadata = [_metadata(*pair) for pair in zip(documents, languages, strict=True)]
+    spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows)
 
 
 def _language(batch: Batch, index: int) -> str | None:
-    """The language that a cleaning step found, or else the one that came with the document."""
+    """The language identified by a cleaning step, or else the one in the document's metadata."""
     if "languages" in vars(batch):
         return batch.languages[index][0]
     given = batch.documents[index].meta.get("lang")
     return given if isinstance(given, str) else None
 
 
-def _about(document: Document, language: str | None) -> dict[str, Any]:
-    """The metadata that goes into the shard beside a text, its identity first."""
+def _metadata(document: Document, language: str | None) -> dict[str, Any]:
+    """The metadata record of a document in the shard, with its identity first."""
     return {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}

@@ -1,4 +1,4 @@
-"""All documents that cleaning left, numbered through the parts: what deduplication compares and shards are filled from."""
+"""The documents of all spills, numbered consecutively over the parts; input of deduplication and of the shard writer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Pool:
     """The spills of all parts.
 
     Args:
-        stems: paths of the parts' spills without their endings.
-        runs: bounds of each spill's sorted runs.
+        stems: paths of the spills of all parts, without suffixes.
+        runs: bounds of the sorted runs of each spill.
     """
 
     def __init__(self, stems: Sequence[Path], runs: Sequence[Sequence[int]]) -> None:
@@ -28,7 +28,7 @@ class Pool:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def held(self, comm: Comm) -> tuple[np.ndarray, np.ndarray]:
+    def local_rows(self, comm: Comm) -> tuple[np.ndarray, np.ndarray]:
         """This rank's share: (documents,) int64 numbers, and their rows."""
         mine = range(comm.rank, len(self._parts), comm.size)
         numbers = [np.arange(self._starts[part], self._starts[part + 1]) for part in mine]
@@ -38,7 +38,7 @@ class Pool:
         return np.concatenate(numbers), np.concatenate(rows)
 
     def texts(self, numbers: Sequence[int]) -> list[str]:
-        """The texts of some documents."""
+        """The texts of the given documents."""
         return [self.record(number)[1].decode("utf-8") for number in numbers]
 
     def record(self, number: int) -> tuple[bytes, bytes]:
@@ -47,22 +47,22 @@ class Pool:
         return self._parts[part].record(number - int(self._starts[part]))
 
     def tally(self, comm: Comm, order: Order, drop: np.ndarray) -> list[Tally] | None:
-        """What every group of the shuffle holds when some documents are left out; on rank 0, from all ranks."""
+        """The tally of every group of the shuffle without the dropped documents, summed over all ranks; None except on rank 0."""
         sizes = np.zeros(order.groups * order.bins, dtype=np.int64)
         documents = np.zeros(order.groups, dtype=np.int64)
         lowest: list[tuple[int, int] | None] = [None] * order.groups
         for part in range(comm.rank, len(self._parts), comm.size):
             start = int(self._starts[part])
             kept = self._kept(part, 0, int(self._starts[part + 1]) - start, drop)
-            places = self._parts[part].places[kept]
-            bins = order.bin(places)
+            keys = self._parts[part].shuffle_keys[kept]
+            bins = order.bin(keys)
             np.add.at(sizes, bins, self._parts[part].rows["size"][kept].astype(np.int64))
             groups = bins // order.bins
             documents += np.bincount(groups, minlength=order.groups)
             for group in np.unique(groups).tolist():
                 within = np.flatnonzero(groups == group)
-                first = within[np.argmin(places[within])]
-                candidate = (int(places[first]), start + int(kept[first]))
+                first = within[np.argmin(keys[within])]
+                candidate = (int(keys[first]), start + int(kept[first]))
                 lowest[group] = min(filter(None, (lowest[group], candidate)))
         gathered = comm.gather((sizes, documents, lowest))
         if gathered is None:
@@ -74,24 +74,24 @@ class Pool:
             for group in range(order.groups)
         ]
 
-    def chosen(self, plan: ShardPlan, drop: np.ndarray) -> Iterator[tuple[int, bytes, bytes, np.void]]:
-        """(number, metadata, text, row) of every document of a shard, in the order of their places."""
+    def shard_documents(self, plan: ShardPlan, drop: np.ndarray) -> Iterator[tuple[int, bytes, bytes, np.void]]:
+        """Yield (number, metadata, text, row) of every document of a shard, in shuffled order."""
         found = []
         for part, spilled in enumerate(self._parts):
             start = int(self._starts[part])
             for begin, end in spilled.between(plan.first, plan.stop):
                 kept = set(self._kept(part, begin, end, drop).tolist())
-                places, rows = spilled.places, spilled.rows
+                keys, rows = spilled.shuffle_keys, spilled.rows
                 for row, record in enumerate(spilled.records(begin, end), start=begin):
                     number = start + row
                     if row in kept and number != plan.without and (plan.only is None or number == plan.only):
-                        found.append((int(places[row]), number, record, rows[row]))
+                        found.append((int(keys[row]), number, record, rows[row]))
         found.sort(key=lambda entry: entry[:2])
         for _, number, (meta, text), row in found:
             yield number, meta, text, row
 
     def find_repeated(self, comm: Comm, drop: np.ndarray, characters: int) -> None:
-        """Find the paragraphs that occurred before among the documents that stay, and note them beside the spills. All ranks call this."""
+        """Find the repeated paragraphs among the kept documents, and save their flags next to the spills. Collective."""
         mine = range(comm.rank, len(self._parts), comm.size)
         kept = [self._kept(part, 0, int(self._starts[part + 1] - self._starts[part]), drop) + self._starts[part] for part in mine]
         found = [paragraphs.hashes(map(self._text, numbers.tolist()), characters) for numbers in kept]
@@ -102,10 +102,10 @@ class Pool:
         repeated = paragraphs.find_repeated(comm, numbers, flat, offsets)
         for part, numbers_of_part in zip(mine, kept, strict=True):
             low, high = np.searchsorted(numbers, [self._starts[part], self._starts[part + 1]]) if len(numbers) else (0, 0)
-            self._parts[part].note_flags(numbers_of_part - self._starts[part], repeated[offsets[low] : offsets[high]], counts[low:high])
+            self._parts[part].save_flags(numbers_of_part - self._starts[part], repeated[offsets[low] : offsets[high]], counts[low:high])
 
     def without_repeated(self, number: int, text: bytes, characters: int) -> bytes:
-        """The text of a document without the paragraphs that `find_repeated` found in it."""
+        """The text of a document without the paragraphs that `find_repeated` flagged."""
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
         flags = self._parts[part].flags(number - int(self._starts[part]))
         return paragraphs.without(text.decode("utf-8"), flags, characters).encode("utf-8") if any(flags) else text
@@ -114,7 +114,7 @@ class Pool:
         return self.texts([number])[0]
 
     def _kept(self, part: int, begin: int, end: int, drop: np.ndarray) -> np.ndarray:
-        """Which of the documents begin <= row < end of a part stay: their rows."""
+        """The kept rows begin <= row < end of a part."""
         start = int(self._starts[part])
         low, high = np.searchsorted(drop, [start + begin, start + end])
         return np.setdiff1d(np.arange(begin, end), drop[low:high] - start, assume_unique=True)

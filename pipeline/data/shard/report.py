@@ -1,6 +1,6 @@
-"""The report of a shard stage: what came in, what every step did with it and why, what went out. As JSON, and as a page to look at.
+"""The report of the shard stage: input, effect of every step with reasons, output; as JSON and as an HTML page.
 
-Neither depends on the number of ranks or on the time.
+Neither depends on the number of ranks or on the time of the run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pipeline.data.shard.shuffle import SPLITS
 EXCERPT = 300
 LISTED_BAD = 100
 SHOWN_CLUSTERS = 20
-"""Clusters on the page, of each kind; report.json has more."""
+"""Clusters of each kind on the HTML page; report.json lists more."""
 
 _BAD = ("file", "position", "reason")
 
 
 def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any]) -> dict[str, Any]:
-    """The report as one JSON object.
+    """Build the report as a JSON object.
 
     Args:
-        output: what the shards hold: totals, languages and lengths.
+        output: content of the shards: totals, languages and lengths.
     """
     return {
         "input": {
@@ -53,7 +53,7 @@ def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any
 
 
 def _step(counts: StepCounts) -> dict[str, Any]:
-    """One cleaning step."""
+    """The report entry of a cleaning step."""
     examples = {
         reason: [{"id": identity, "before": before, "after": after} for _, identity, before, after in shown]
         for reason, shown in sorted(counts.examples.items())
@@ -68,7 +68,7 @@ def _step(counts: StepCounts) -> dict[str, Any]:
 
 
 def _cluster(cluster: Cluster, pool: Pool) -> dict[str, Any]:
-    """One cluster of duplicates, with the beginnings of a few of its texts."""
+    """The report entry of a cluster of duplicates, with excerpts of at most five dropped documents."""
 
     def document(number: int) -> dict[str, Any]:
         meta, text = pool.record(number)
@@ -84,12 +84,12 @@ def _cluster(cluster: Cluster, pool: Pool) -> dict[str, Any]:
 
 
 def as_json(report: dict[str, Any]) -> bytes:
-    """The report for programs."""
+    """The content of report.json."""
     return orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
 
 
 def quarantine(bad: list[list[str]]) -> bytes:
-    """All that could not be read, as JSON lines."""
+    """The content of quarantine.jsonl: all unreadable input."""
     return b"".join(orjson.dumps(dict(zip(_BAD, entry, strict=True))) + b"\n" for entry in sorted(bad))
 
 
@@ -105,67 +105,68 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f2; paddi
 
 
 def page(report: dict[str, Any]) -> str:
-    """The report as one HTML page without outside parts."""
-    output, came = report["output"], report["input"]
+    """The content of report.html: one self-contained HTML page."""
+    output, source = report["output"], report["input"]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Data report</title>",
-        f"<style>{_STYLE}</style><h1>From documents to shards</h1>",
+        f"<style>{_STYLE}</style><h1>Data report</h1>",
+        "<h2>Documents per step</h2>",
         _flow(report),
         "<h2>Corpora</h2>",
         _table(
-            ["corpus", "read", "MB", "kept for training", "MB", "for validation", "MB"],
+            ["corpus", "documents read", "MB", "training", "MB", "validation", "MB"],
             [
                 [name, documents, _mb(size), *_splits(output["corpora"].get(name, {}))]
-                for name, (documents, size) in sorted(came["corpora"].items())
+                for name, (documents, size) in sorted(source["corpora"].items())
             ],
         ),
         "<h2>Languages</h2>",
         _bars(
-            ["language", "documents", "MB", "share of the text"],
-            [(code or "not told", n, size) for code, (n, size) in output["languages"].items()],
+            ["language", "documents", "MB", "share of text"],
+            [(code or "unknown", n, size) for code, (n, size) in output["languages"].items()],
         ),
         "<h2>Lengths</h2>",
         _bars(
-            ["bytes a document", "documents", "", "share of the documents"],
+            ["bytes per document", "documents", "", "share of documents"],
             [(f"{1 << int(bit):,} to {(2 << int(bit)) - 1:,}", n, n) for bit, n in output["lengths"].items()],
             megabytes=False,
         ),
-        "<h2>What cleaning did</h2>",
+        "<h2>Cleaning steps</h2>",
         *map(_step_section, report["steps"]),
         "<h2>Duplicates</h2>",
         _duplicates(report["duplicates"]),
-        "<h2>Not readable</h2>",
+        "<h2>Quarantine</h2>",
         _quarantined(report),
     ]
     return "\n".join(parts) + "\n"
 
 
 def _flow(report: dict[str, Any]) -> str:
-    """Documents and bytes through every step."""
-    came, output = report["input"], report["output"]
-    rows: list[list[Any]] = [["read", came["documents"], _mb(came["bytes"]), "", ""]]
+    """A table of the documents and bytes of every step."""
+    source, output = report["input"], report["output"]
+    rows: list[list[Any]] = [["read", source["documents"], _mb(source["bytes"]), "", ""]]
     for step in report["steps"]:
-        gone = sum(entry["documents"] for entry in step["dropped"].values())
+        removed = sum(entry["documents"] for entry in step["dropped"].values())
         changed = sum(step["changed"].values())
-        rows.append([f"into {step['step']}", step["documents"], _mb(step["bytes"]), gone or "", changed or ""])
+        rows.append([f"input of {step['step']}", step["documents"], _mb(step["bytes"]), removed or "", changed or ""])
     dropped = report["duplicates"]["exact"] + report["duplicates"]["near"]
     kept = sum(part["documents"] for part in (output["train"], output["validation"]))
-    rows.append(["into deduplication", kept + dropped, "", dropped or "", ""])
+    rows.append(["input of deduplication", kept + dropped, "", dropped or "", ""])
     rows.append(["written", kept, _mb(output["train"]["bytes"] + output["validation"]["bytes"]), "", ""])
-    return _table(["", "documents", "MB", "dropped there", "changed there"], rows)
+    return _table(["", "documents", "MB", "dropped", "changed"], rows)
 
 
 def _step_section(step: dict[str, Any]) -> str:
-    """What one step dropped and changed, with examples to open."""
+    """The documents that a step dropped and changed, by reason, with expandable examples."""
     rows = [(reason, entry["documents"], f"{_mb(entry['bytes'])} MB dropped") for reason, entry in step["dropped"].items()]
     rows += [(reason, number, "changed") for reason, number in step["changed"].items()]
     if not rows:
-        return f"<p><b>{html.escape(step['step'])}</b>: nothing</p>"
+        return f"<p><b>{html.escape(step['step'])}</b>: no documents dropped or changed</p>"
     sections = [f"<p><b>{html.escape(step['step'])}</b></p>"]
     for reason, number, what in rows:
         shown = "".join(
             f"<div class=id>{html.escape(example['id'])}</div><pre>{html.escape(example['before'])}</pre>"
-            + (f"becomes<pre>{html.escape(example['after'])}</pre>" if example["after"] is not None else "")
+            + (f"after<pre>{html.escape(example['after'])}</pre>" if example["after"] is not None else "")
             for example in step["examples"].get(reason, [])
         )
         documents = "1 document" if number == 1 else f"{number:,} documents"
@@ -174,34 +175,34 @@ def _step_section(step: dict[str, Any]) -> str:
 
 
 def _duplicates(found: dict[str, Any]) -> str:
-    """How many duplicates there were, how large the clusters, and the largest of them."""
-    parts = [f"<p>{found['exact']:,} exact, {found['near']:,} near duplicates were left out.</p>"]
+    """The numbers of duplicates, the distribution of cluster sizes, and the largest clusters."""
+    parts = [f"<p>{found['exact']:,} exact and {found['near']:,} near duplicates were dropped.</p>"]
     if found["cluster_sizes"]:
-        parts.append(_table(["documents in a cluster", "clusters"], [[int(size), n] for size, n in found["cluster_sizes"].items()]))
+        parts.append(_table(["documents per cluster", "clusters"], [[int(size), n] for size, n in found["cluster_sizes"].items()]))
     shown = [[cluster for cluster in found["clusters"] if cluster["kind"] == kind][:SHOWN_CLUSTERS] for kind in ("near", "exact")]
     for cluster in itertools.chain(*shown):
         kept = cluster["kept"] or {"id": "a document of another corpus", "begins": ""}
-        likeness = (
+        similarity = (
             ""
             if cluster["kind"] == "exact"
             else ", Jaccard index " + " to ".join(f"{j:.2f}" for j in sorted({cluster["jaccard"][0], cluster["jaccard"][-1]}))
         )
         texts = "".join(
             f"<div class=id>{word} {html.escape(document['id'])}</div><pre>{html.escape(document['begins'])}</pre>"
-            for word, document in [("kept", kept), *(("left out", document) for document in cluster["dropped"])]
+            for word, document in [("kept", kept), *(("dropped", document) for document in cluster["dropped"])]
         )
-        parts.append(f"<details><summary>{cluster['documents']:,} documents, {cluster['kind']}{likeness}</summary>{texts}</details>")
+        parts.append(f"<details><summary>{cluster['documents']:,} documents, {cluster['kind']}{similarity}</summary>{texts}</details>")
     return "\n".join(parts)
 
 
 def _quarantined(report: dict[str, Any]) -> str:
-    """What could not be read."""
+    """A table of the unreadable input."""
     total = report["input"]["bad_documents"]
     if not total:
-        return "<p>Everything could be read.</p>"
+        return "<p>All input was read.</p>"
     rows = [[bad["file"], bad["position"], bad["reason"]] for bad in report["bad"]]
-    more = f"<p>The first {len(rows)} of {total:,}; quarantine.jsonl has all.</p>" if total > len(rows) else ""
-    return _table(["file", "where", "why"], rows) + more
+    more = f"<p>The first {len(rows)} of {total:,}; quarantine.jsonl lists all of them.</p>" if total > len(rows) else ""
+    return _table(list(_BAD), rows) + more
 
 
 def _splits(corpus: dict[str, Any]) -> Iterator[Any]:
@@ -215,7 +216,7 @@ def _mb(size: int) -> str:
 
 
 def _bars(head: list[str], rows: Iterable[tuple[str, int, int]], megabytes: bool = True) -> str:
-    """A table with a bar a row: (name, documents, weight of the bar)."""
+    """A table with one bar per row: (name, documents, length of the bar)."""
     listed = list(rows)
     total = max(1, sum(weight for _, _, weight in listed))
     cells = []
@@ -226,11 +227,11 @@ def _bars(head: list[str], rows: Iterable[tuple[str, int, int]], megabytes: bool
 
 
 class _Raw(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
-    """A table; numbers stand to the right."""
+    """An HTML table; columns with numbers are right-aligned."""
 
     def number(value: Any) -> bool:
         return isinstance(value, int) or value.replace(",", "").replace(".", "").isdigit()

@@ -1,4 +1,4 @@
-"""Shards filled from the pool, and the artifact that they become."""
+"""Writes the shards from the pool, then the report and the manifest."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ from pipeline.data.shard import report, text_shards
 from pipeline.data.shard.part import PartCounts
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
-from pipeline.data.unfinished import remove_strangers
+from pipeline.data.unfinished import remove_stale
 from pipeline.files import atomic_file
 
 Entries = dict[str, dict[str, Any]]
 
 
 def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: RunConfig) -> dict[str, Any]:
-    """Write one shard, and its signatures when they are to be kept.
+    """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
-        drop: sorted numbers of the documents to leave out.
+        drop: sorted numbers of the documents to drop.
 
     Returns:
-        {"files": the manifest's entries, "languages": language -> [documents, bytes], "lengths": power of two -> documents}.
+        {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents}.
     """
     dedup = config.dedup
     languages: dict[str, list[int]] = {}
     lengths: dict[str, int] = {}
     rows: list[np.void] = []
 
-    def chosen() -> Iterator[tuple[bytes, bytes]]:
-        for number, meta, whole, row in pool.chosen(plan, drop):
-            text = pool.without_repeated(number, whole, dedup.paragraph_characters) if dedup.paragraphs else whole
+    def documents() -> Iterator[tuple[bytes, bytes]]:
+        for number, meta, original, row in pool.shard_documents(plan, drop):
+            text = pool.without_repeated(number, original, dedup.paragraph_characters) if dedup.paragraphs else original
             if not text.strip():
-                continue  # nothing but paragraphs that stand elsewhere
-            have = languages.setdefault(row["language"].decode(), [0, 0])
-            have[:] = have[0] + 1, have[1] + len(text)
+                continue  # all paragraphs are repeated
+            total = languages.setdefault(row["language"].decode(), [0, 0])
+            total[:] = total[0] + 1, total[1] + len(text)
             bit = str(len(text).bit_length() - 1)
             lengths[bit] = lengths.get(bit, 0) + 1
             rows.append(row)
             yield text, meta
 
     with atomic_file(folder / plan.name) as handle:
-        text_shards.write(handle, chosen(), config.data.documents_per_member)
+        text_shards.write(handle, documents(), config.data.documents_per_member)
     text_bytes = sum(size for _, size in languages.values())
-    counted = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
-    files = {plan.name: artifact.entry(folder / plan.name, **counted)}
+    fields = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
+    files = {plan.name: artifact.entry(folder / plan.name, **fields)}
     if dedup.save_signatures:
         name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
-        noted = np.array(rows, dtype=rows[0].dtype)
-        files[name] = signatures.write(folder / name, noted["exact"], noted["minhash"], dedup)
+        table = np.array(rows, dtype=rows[0].dtype)
+        files[name] = signatures.write(folder / name, table["exact"], table["minhash"], dedup)
     return {"files": files, "languages": languages, "lengths": lengths}
 
 
 def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: PartCounts, found: Clusters, pool: Pool) -> dict[str, Any]:
-    """All shards are there: write report and manifest; returns the totals.
+    """Write report and manifest after all shards are written; return the totals.
 
     Args:
-        written: shard -> what `write` returned.
+        written: shard -> result of `write`.
     """
-    files: Entries = {name: entry for noted in written.values() for name, entry in noted["files"].items()}
-    remove_strangers(folder, "*-?????.tar", set(files))
+    files: Entries = {name: entry for shard in written.values() for name, entry in shard["files"].items()}
+    remove_stale(folder, "*-?????.tar", set(files))
     totals = {
         **totals_of(files, ("documents", "text_bytes")),
         "empty_documents": counts.empty,
@@ -99,10 +99,10 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
 
 
 def totals_of(files: Entries, counted: tuple[str, ...]) -> dict[str, Any]:
-    """Sums over the shards of every split, and of every split of every corpus.
+    """Sum fields of the shards of every split, and of every split of every corpus.
 
     Args:
-        counted: fields of an entry; text_bytes is called bytes in the sum.
+        counted: fields of an entry; text_bytes is named bytes in the sum.
     """
 
     def sums(split: str, corpus: str | None) -> dict[str, int]:
@@ -115,19 +115,19 @@ def totals_of(files: Entries, counted: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _sorted_languages(written: Entries) -> dict[str, list[int]]:
-    """Language -> [documents, bytes] of all shards, the commonest first."""
+    """Language -> [documents, bytes] of all shards, in descending order of bytes."""
     languages: dict[str, list[int]] = {}
-    for noted in written.values():
-        for code, (documents, size) in noted["languages"].items():
-            have = languages.get(code, [0, 0])
-            languages[code] = [have[0] + documents, have[1] + size]
+    for shard in written.values():
+        for code, (documents, size) in shard["languages"].items():
+            total = languages.get(code, [0, 0])
+            languages[code] = [total[0] + documents, total[1] + size]
     return dict(sorted(languages.items(), key=lambda entry: (-entry[1][1], entry[0])))
 
 
 def _lengths(written: Entries) -> dict[str, int]:
-    """Power of two -> documents of at least so many bytes, in all shards."""
+    """K -> number of documents with 2**k to 2**(k + 1) - 1 bytes, in all shards."""
     lengths: dict[int, int] = {}
-    for noted in written.values():
-        for bit, documents in noted["lengths"].items():
+    for shard in written.values():
+        for bit, documents in shard["lengths"].items():
             lengths[int(bit)] = lengths.get(int(bit), 0) + documents
     return {str(bit): lengths[bit] for bit in sorted(lengths)}

@@ -1,8 +1,8 @@
-"""The one global shuffle: where every document goes, and which shards that makes.
+"""The global document shuffle, and the plan of the shards.
 
-A document's place is a hash of its identity. So the result depends on the documents and the seed alone: not on the number of ranks, nor on
-who read what when. The places of a group of documents (a corpus's training or validation split) are numbers from 0 to 2**48; a shard is a
-range of them that holds about `data.shard_megabytes` of text.
+The shuffle key of a document is a hash of its identity. The result therefore depends only on the documents and the seed, not on the number
+of ranks or the order of reading. Within a group (the training or validation split of a corpus) keys are numbers from 0 to 2**48 - 1; a
+shard is a range of keys with about `data.shard_megabytes` of text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import xxhash
 from pipeline.data.read.documents import Document
 
 SPLITS = ("train", "validation")
-PLACE_BITS = 48
+KEY_BITS = 48
 _HASHES = 1 << 64
 
 
 @dataclass(frozen=True)
 class Order:
-    """The shuffle of a run: groups, and places in them.
+    """The document order of a run: groups, and shuffle keys within them.
 
     Attributes:
-        corpora: names, sorted; group 2 * c + s is split s of corpus c.
-        bins: into so many equal ranges the places are cut to count what lies where, a power of two.
+        corpora: sorted names; group 2 * c + s is split s of corpus c.
+        bins: number of equal key ranges of a group in which text bytes are counted, a power of two.
     """
 
     corpora: tuple[str, ...]
@@ -37,41 +37,41 @@ class Order:
 
     @classmethod
     def plan(cls, corpora: Sequence[str], text_bytes: int, shard_megabytes: float, seed: int, validation_fraction: float) -> Order:
-        """About a thousand bins a shard, going by the size of the input; a shard is made of whole bins."""
+        """Create an order with about a thousand bins per shard, estimated from the input size; a shard consists of complete bins."""
         shards = text_bytes / (shard_megabytes * 1e6)
         bins = 1 << min(22, max(12, int(1000 * shards).bit_length()))
         return cls(tuple(sorted(set(corpora))), seed, validation_fraction, bins)
 
-    def place(self, document: Document) -> int:
-        """The group, in the upper 16 bits, and the place in it."""
+    def shuffle_key(self, document: Document) -> int:
+        """The group in the upper 16 bits, the key within the group in the lower 48."""
         identity = document.id.encode("utf-8", "surrogatepass")
-        place = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed) >> (64 - PLACE_BITS)
-        # A second, independent hash decides the split: a document stays where it is when the corpus around it grows.
+        key = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed) >> (64 - KEY_BITS)
+        # A second, independent hash determines the split: a document keeps its split when the corpus grows.
         held_out = xxhash.xxh3_64_intdigest(identity, seed=2 * self.seed + 1) < self.validation_fraction * _HASHES
-        return (2 * self.corpora.index(document.corpus) + held_out) << PLACE_BITS | place
+        return (2 * self.corpora.index(document.corpus) + held_out) << KEY_BITS | key
 
     @property
     def groups(self) -> int:
-        """Groups of all corpora."""
+        """Number of groups of all corpora."""
         return 2 * len(self.corpora)
 
-    def bin(self, places: np.ndarray) -> np.ndarray:
-        """The bin of every place, counted through all groups: (n,) int64."""
-        return (places >> np.uint64(PLACE_BITS - self.bins.bit_length() + 1)).astype(np.int64)
+    def bin(self, keys: np.ndarray) -> np.ndarray:
+        """The bin of every shuffle key, numbered over all groups: (n,) int64."""
+        return (keys >> np.uint64(KEY_BITS - self.bins.bit_length() + 1)).astype(np.int64)
 
-    def first_place(self, group: int, bin_in_group: int) -> int:
-        """The lowest place of a bin."""
-        return (group << PLACE_BITS) + bin_in_group * ((1 << PLACE_BITS) // self.bins)
+    def first_key(self, group: int, bin_in_group: int) -> int:
+        """The lowest shuffle key of a bin."""
+        return (group << KEY_BITS) + bin_in_group * ((1 << KEY_BITS) // self.bins)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard: the documents with first <= place < stop.
+    """One shard: the documents with first <= shuffle key < stop.
 
     Attributes:
-        only: the number of the one document that it holds instead, if any.
-        without: the number of a document that another shard took.
-        text_bytes: how much that is, about; for balancing the work.
+        only: number of the single document in the shard, if it has been moved from the other split.
+        without: number of a document that has been moved to another shard.
+        text_bytes: approximate bytes of text.
     """
 
     name: str
@@ -86,12 +86,12 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a group holds.
+    """The content of a group.
 
     Attributes:
-        documents: their count.
+        documents: number of documents.
         sizes: (bins,) bytes of text in every bin.
-        first: (place, number) of the document with the lowest place, None in an empty group.
+        first: (shuffle key, number) of the document with the lowest key, None for an empty group.
     """
 
     documents: int
@@ -100,18 +100,18 @@ class Tally:
 
 
 def plan_shards(order: Order, tallies: Sequence[Tally], shard_megabytes: float) -> list[ShardPlan]:
-    """The shards that the groups become.
+    """Plan the shards of all groups.
 
-    The few documents of a small corpus may all fall into one split. Then the first of them moves over, so that there is always something to
-    train on and, with two documents and a fraction above zero, something to validate on.
+    All documents of a small corpus may fall into one split. In that case the first document is moved to the other split, so that the
+    training split is never empty and, with at least two documents and a fraction above zero, neither is the validation split.
 
     Args:
-        tallies: one a group.
+        tallies: one per group.
     """
     shards: list[ShardPlan] = []
     for number, corpus in enumerate(order.corpora):
         groups = 2 * number, 2 * number + 1
-        source = _group_that_gives(groups, tallies, order.validation_fraction > 0)
+        source = _source_group(groups, tallies, order.validation_fraction > 0)
         moved = None if source is None else _first_number(tallies[source])
         for split, group in zip(SPLITS, groups, strict=True):
             if source is not None and group != source:
@@ -125,8 +125,8 @@ def plan_shards(order: Order, tallies: Sequence[Tally], shard_megabytes: float) 
     return shards
 
 
-def _group_that_gives(groups: tuple[int, int], tallies: Sequence[Tally], validation_wanted: bool) -> int | None:
-    """The split whose first document moves to the other, if it has to."""
+def _source_group(groups: tuple[int, int], tallies: Sequence[Tally], validation_wanted: bool) -> int | None:
+    """The group whose first document is moved to the other split, None if no move is necessary."""
     train, validation = (tallies[group].documents for group in groups)
     if not train and validation:
         return groups[1]
@@ -139,7 +139,7 @@ def _first_number(tally: Tally) -> int:
 
 
 def _ranges(order: Order, group: int, tally: Tally, shard_bytes: float) -> list[tuple[int, int, int]]:
-    """(first place, end, bytes) of the group's shards: as many as its size makes, as equal as its bins allow."""
+    """(first key, end, bytes) of the shards of a group: their number follows from its size; equal in size up to complete bins."""
     total = int(tally.sizes.sum())
     if not tally.documents:
         return []
@@ -147,4 +147,4 @@ def _ranges(order: Order, group: int, tally: Tally, shard_bytes: float) -> list[
     before = np.concatenate([[0], np.cumsum(tally.sizes)])
     cuts = np.unique([0, *np.searchsorted(before, total * np.arange(1, count) / count), order.bins])
     ranges = [(int(first), int(stop), int(before[stop] - before[first])) for first, stop in pairwise(cuts)]
-    return [(order.first_place(group, first), order.first_place(group, stop), size) for first, stop, size in ranges if size]
+    return [(order.first_key(group, first), order.first_key(group, stop), size) for first, stop, size in ranges if size]

@@ -1,6 +1,6 @@
-"""Documents between reading and writing: one file a part, in the order of the shuffle, with an index that finds them again.
+"""Intermediate files between reading and writing: one file of documents per part, in shuffled order, with an index.
 
-A file for every shard would be simpler and, with thousands of shards and thousands of parts, millions of files.
+One file per part and shard would be simpler, but thousands of parts and shards would make millions of files.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import orjson
 from pipeline.files import atomic_file
 
 RUN_BYTES = 128 << 20
-"""Documents that are collected in memory before a sorted run is written. A part has one run, unless it decompresses to much more."""
+"""Bytes of documents that are collected in memory before a sorted run is written. Usually a part has one run."""
 
 _HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
 
 
 def row_type(permutations: int) -> np.dtype:
-    """What is noted of every document beside its place.
+    """The dtype of the index row of a document.
 
-    Where it lies in the file, the bytes of its text, its language, its score, hashes of its text and URL, and its signature.
+    Fields: offset in the file, bytes of text, language, score, hashes of text and URL, and signature.
     """
     fields = [("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4"), ("exact", "<u8", 2), ("url", "<u8", 2)]
     return np.dtype([*fields, ("minhash", "<u4", permutations)])
@@ -36,8 +36,8 @@ class Spill:
     """Writes the documents of one part.
 
     Args:
-        stem: path of the files without their endings: `.documents`, `.places.npy` and `.rows.npy`.
-        row: row_type.
+        stem: path of the files without suffix: `.documents`, `.places.npy` (shuffle keys) and `.rows.npy`.
+        row: dtype returned by row_type.
     """
 
     def __init__(self, stem: Path, row: np.dtype) -> None:
@@ -47,37 +47,37 @@ class Spill:
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._records: list[bytes] = []
         self._collected = self._written = 0
-        self._places: list[np.ndarray] = []
+        self._keys: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
         self.runs: list[int] = [0]
 
-    def add(self, places: np.ndarray, abouts: Sequence[dict[str, Any]], texts: Sequence[bytes], rows: np.ndarray) -> None:
-        """Take some documents.
+    def add(self, keys: np.ndarray, metadata: Sequence[dict[str, Any]], texts: Sequence[bytes], rows: np.ndarray) -> None:
+        """Add documents.
 
         Args:
-            places: (documents,) uint64.
-            rows: (documents,) of row_type; position and size are filled in here.
+            keys: (documents,) uint64 shuffle keys.
+            rows: (documents,) of row_type; this method sets position and size.
         """
         rows["size"] = [len(text) for text in texts]
-        for about, text in zip(abouts, texts, strict=True):
-            meta = orjson.dumps(about, default=str)
+        for fields, text in zip(metadata, texts, strict=True):
+            meta = orjson.dumps(fields, default=str)
             record = _HEAD.pack(len(meta), len(text)) + meta + text
             self._records.append(record)
             self._collected += len(record)
-        self._pending.append((places, rows))
+        self._pending.append((keys, rows))
         if self._collected >= RUN_BYTES:
             self._write_run()
 
     def close(self) -> None:
-        """Write what is still in memory, and the index."""
+        """Write the documents that are still in memory, and the index."""
         self._write_run()
         self._file.__exit__(None, None, None)
-        for ending, arrays, kind in ((".places.npy", self._places, np.dtype("<u8")), (".rows.npy", self._rows, self._row)):
+        for ending, arrays, kind in ((".places.npy", self._keys, np.dtype("<u8")), (".rows.npy", self._rows, self._row)):
             with atomic_file(self._stem.with_suffix(ending)) as handle:
                 np.save(handle, np.concatenate(arrays) if arrays else np.zeros(0, dtype=kind))
 
     def discard(self, error: BaseException) -> None:
-        """Leave nothing behind."""
+        """Remove the partial file."""
         try:
             self._file.__exit__(type(error), error, error.__traceback__)
         except BaseException as raised:
@@ -87,27 +87,27 @@ class Spill:
     def _write_run(self) -> None:
         if not self._records:
             return
-        places, rows = (np.concatenate(arrays) for arrays in zip(*self._pending, strict=True))
-        order = np.argsort(places, kind="stable")
+        keys, rows = (np.concatenate(arrays) for arrays in zip(*self._pending, strict=True))
+        order = np.argsort(keys, kind="stable")
         sizes = np.array([len(record) for record in self._records], dtype=np.uint64)[order]
         rows = rows[order]
         rows["position"] = self._written + np.cumsum(sizes) - sizes
         self._handle.writelines(self._records[number] for number in order.tolist())
         self._written += int(sizes.sum())
-        self._places.append(places[order])
+        self._keys.append(keys[order])
         self._rows.append(rows)
         self.runs.append(self.runs[-1] + len(rows))
         self._pending, self._records, self._collected = [], [], 0
 
 
 class Spilled:
-    """Reads the documents of one part, numbered from 0 in the order in which they lie in the file."""
+    """Reads the documents of one part, numbered from 0 in file order."""
 
     def __init__(self, stem: Path, runs: Sequence[int]) -> None:
         self._stem, self._runs = stem, runs
 
     @property
-    def places(self) -> np.ndarray:
+    def shuffle_keys(self) -> np.ndarray:
         """(documents,) uint64."""
         return np.load(self._stem.with_suffix(".places.npy"), mmap_mode="r")
 
@@ -117,15 +117,15 @@ class Spilled:
         return np.load(self._stem.with_suffix(".rows.npy"), mmap_mode="r")
 
     def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(first number, end) of the documents with first <= place < stop, for every run that has any."""
-        places = self.places
+        """Yield (first number, end) of the documents with first <= shuffle key < stop, for every run that has any."""
+        keys = self.shuffle_keys
         for begin, end in zip(self._runs[:-1], self._runs[1:], strict=True):
-            low, high = np.searchsorted(places[begin:end], np.array([first, stop], dtype=np.uint64)).tolist()
+            low, high = np.searchsorted(keys[begin:end], np.array([first, stop], dtype=np.uint64)).tolist()
             if low < high:
                 yield begin + low, begin + high
 
     def records(self, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-        """(metadata, text) of the documents begin <= number < end, which lie in one run."""
+        """Yield (metadata, text) of the documents begin <= number < end, which must be in one run."""
         rows = self.rows[begin:end]
         start = int(rows["position"][0])
         with open(self._stem.with_suffix(".documents"), "rb") as handle:
@@ -141,23 +141,23 @@ class Spilled:
         middle = start + _HEAD.size + meta_bytes
         return data[start + _HEAD.size : middle], data[middle : middle + text_bytes]
 
-    def note_flags(self, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
-        """Note a flag for every paragraph of some documents.
+    def save_flags(self, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
+        """Save one flag per paragraph of the given documents.
 
         Args:
             numbers: (documents,) sorted.
-            flags: (paragraphs,) bool, those of a document one after another.
-            counts: (documents,) how many each has.
+            flags: (paragraphs,) bool, in the order of the documents.
+            counts: (documents,) paragraphs of each document.
         """
         with atomic_file(self._stem.with_suffix(".flags.npz")) as handle:
             np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)
 
     def flags(self, number: int) -> list[bool]:
-        """What was noted of one document."""
-        noted = _loaded(self._stem.with_suffix(".flags.npz"))
-        row = int(np.searchsorted(noted["numbers"], number))
-        end = int(noted["ends"][row])
-        return noted["flags"][end - int(noted["counts"][row]) : end].tolist()
+        """The saved flags of one document."""
+        saved = _loaded(self._stem.with_suffix(".flags.npz"))
+        row = int(np.searchsorted(saved["numbers"], number))
+        end = int(saved["ends"][row])
+        return saved["flags"][end - int(saved["counts"][row]) : end].tolist()
 
 
 @lru_cache(maxsize=4)

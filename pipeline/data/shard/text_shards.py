@@ -1,7 +1,7 @@
 """Text shards: WebDataset tars of documents, plain USTAR.
 
-A document is a sample of two members, `NUMBER.txt` with the text and `NUMBER.json` with what is known of it. Of short texts, many can share
-one member: `NUMBER.jsonl` holds a line for each, with the text in the field `text`; a tar spends up to 2 kB on every sample.
+A document is a sample of two members, `NUMBER.txt` with the text and `NUMBER.json` with the metadata. Short documents can share a member:
+`NUMBER.jsonl` has one line per document, with the text in the field `text`; a tar takes up to 2 kB of overhead per sample.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ def write(handle: IO[bytes], documents: Iterable[tuple[bytes, bytes]], per_membe
 
     Args:
         documents: (text, metadata as a JSON object).
-        per_member: documents that share a member.
+        per_member: documents per member.
     """
     if per_member == 1:
         for number, (text, meta) in enumerate(documents):
             handle.write(tar.member(f"{number:08d}.txt", text))
             handle.write(tar.member(f"{number:08d}.json", meta))
     else:
-        rest = iter(documents)
+        iterator = iter(documents)
         number = 0
-        while some := list(islice(rest, per_member)):
-            lines = [orjson.dumps({"text": text.decode("utf-8"), **orjson.loads(meta)}) + b"\n" for text, meta in some]
+        while group := list(islice(iterator, per_member)):
+            lines = [orjson.dumps({"text": text.decode("utf-8"), **orjson.loads(meta)}) + b"\n" for text, meta in group]
             handle.write(tar.member(f"{number:08d}.jsonl", b"".join(lines)))
             number += 1
     handle.write(tar.END)
 
 
 def texts(shard: Path | IO[bytes]) -> Iterator[bytes]:
-    """The UTF-8 text of every document of a shard (its path, or the open file), in its order."""
+    """Yield the UTF-8 text of every document of a shard (a path or an open file), in order."""
     for name, content in tar.members(shard):
         if name.endswith(".txt"):
             yield content
@@ -49,7 +49,7 @@ def texts(shard: Path | IO[bytes]) -> Iterator[bytes]:
 
 
 def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every document of a shard: its text, and {"id", "corpus", "lang", "source", "meta"}."""
+    """Yield every document of a shard: its text, and {"id", "corpus", "lang", "source", "meta"}."""
     text = b""
     for name, content in tar.members(shard):
         if name.endswith(".txt"):
@@ -58,17 +58,17 @@ def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
             yield text, orjson.loads(content)
         elif name.endswith(".jsonl"):
             for line in content.splitlines():
-                about = orjson.loads(line)
-                yield about.pop("text").encode("utf-8"), about
+                metadata = orjson.loads(line)
+                yield metadata.pop("text").encode("utf-8"), metadata
 
 
-def language(about: dict[str, Any]) -> str:
-    """What a document counts as where languages are told apart: its language, or its corpus where that is not known."""
-    return about.get("lang") or about.get("meta", {}).get("lang") or about.get("corpus") or "default"
+def language(metadata: dict[str, Any]) -> str:
+    """The language label of a document for statistics: its language, or its corpus if the language is unknown."""
+    return metadata.get("lang") or metadata.get("meta", {}).get("lang") or metadata.get("corpus") or "default"
 
 
 def readable(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The documents of a shard that need not be read to its end: its checksum is looked at only when they cannot be read.
+    """Yield the documents of a shard that may be read partially: the checksum is verified only if reading fails.
 
     Raises:
         UserError: the shard is missing or corrupt.

@@ -119,7 +119,7 @@ def write(
     noted, text_bytes = text.files[name], 0
     with atomic_file(path) as handle:
         writer = Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
-        with artifact.opened(shards, text, name) as shard:
+        with artifact.open_verified(shards, text, name) as shard:
             for batch in _batches(text_shards.texts(shard)):
                 ids, lengths = engine.encode([document.decode("utf-8") for document in batch])
                 writer.add(np.insert(ids.astype(encoder.dtype), np.cumsum(lengths), encoder.end_of_document), lengths + 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import whole_sequence_violations
-from pipeline.data.load.objectives.special import SpecialTokens
+from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.errors import Violation
 
 #: The default of data.decoder_start: the first of these that the tokenizer has.

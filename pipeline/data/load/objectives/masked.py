@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import sentences
-from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, whole_sequence_violations
-from pipeline.data.load.objectives.special import SpecialTokens
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens, whole_sequence_violations
 from pipeline.data.load.permutation import random_words
 from pipeline.errors import UserError, Violation
+from pipeline.models.config import MaskedModelConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Masked(TokenShardObjective):
         self.samples = samples
         self._vocabulary, self._rates, self._seed = vocabulary, config.data.masking, config.training.seed
         self._length, self._packed = config.training.sequence_length, config.data.packing == "best_fit"
-        self._document_mask, self._next_sentence = config.training.document_mask, config.model.next_sentence
+        self._document_mask, self._next_sentence = config.training.document_mask, _model(config).next_sentence
         self._is_ordinary = np.zeros(samples.vocab_size, dtype=bool)
         self._is_ordinary[vocabulary.ordinary] = True
 
@@ -58,7 +58,7 @@ class Masked(TokenShardObjective):
     def violations(config: RunConfig) -> Iterator[Violation]:
         """See Objective."""
         yield from whole_sequence_violations(config)
-        training, masking, paired = config.training, config.data.masking, config.model.next_sentence
+        training, masking, paired = config.training, config.data.masking, _model(config).next_sentence
         if masking.random + masking.keep > 1:
             rule = f"and data.masking.keep={masking.keep} have a sum above 1"
             yield Violation("data.masking.random", masking.random, rule, "lower one of them")
@@ -73,17 +73,17 @@ class Masked(TokenShardObjective):
     @staticmethod
     def sample_settings(config: RunConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
-        return {"masking": vars(config.data.masking) | {"next_sentence": config.model.next_sentence}}
+        return {"masking": vars(config.data.masking) | {"next_sentence": _model(config).next_sentence}}
 
     @staticmethod
     def text_length(config: RunConfig) -> int:
         """See TokenShardObjective: the sequence without its special tokens."""
-        return config.training.sequence_length - (3 if config.model.next_sentence else 2)
+        return config.training.sequence_length - (3 if _model(config).next_sentence else 2)
 
     @classmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
-        masking, special = config.data.masking, SpecialTokens(config, samples)
+        masking, special = config.data.masking, special_tokens(config, samples)
         mask, first, between = special.find(
             {
                 "data.masking.mask": (masking.mask, ("[MASK]", "<mask>")),
@@ -92,12 +92,12 @@ class Masked(TokenShardObjective):
             }
         )
         ordinary = np.setdiff1d(np.arange(samples.vocab_size), list(special.ids.values()))
-        padding = config.model.padding_token
+        padding = _model(config).padding_token
         if padding is not None and padding in ordinary:
             rule = f"has a text token with id {padding}, which the stock {config.model.family} class treats as padding"
             fix = "train one with tokenizer=roberta"
             raise UserError.of("tokenizer.path", config.tokenizer.path, rule, fix)
-        if config.model.next_sentence and samples.counts.sum() < 2:
+        if _model(config).next_sentence and samples.counts.sum() < 2:
             rule = "leaves one sample, and a second sentence must come from another"
             raise UserError.of("training.sequence_length", config.training.sequence_length, rule, "shorten it, or tokenize more text")
         return cls(samples, Vocabulary(first, between, mask, ordinary), config)
@@ -142,6 +142,11 @@ class Masked(TokenShardObjective):
             documents[row, : len(whole)] = 0
         next_sentence = np.array([not follows for _, _, follows in pairs], dtype=np.int8)
         return {"tokens": tokens, "segments": segments, "documents": documents, "next_sentence": next_sentence}
+
+
+def _model(config: RunConfig) -> MaskedModelConfig:
+    """The model's configuration; only models with the members that masking needs name this objective."""
+    return cast(MaskedModelConfig, config.model)
 
 
 def mask(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.loader import Samples, Source
+from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.errors import Violation
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
@@ -124,6 +126,11 @@ class TokenShardObjective(Objective):
         return blend.fingerprint(config, self.samples, consumed, self.sample_settings(config))
 
 
+def special_tokens(config: RunConfig, samples: Source) -> SpecialTokens:
+    """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
+    return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])
+
+
 def whole_sequence_violations(config: RunConfig) -> Iterator[Violation]:
     """Rules of objectives whose samples cannot be split along the sequence, and whose text must keep its order."""
     if config.data.infill.rate > 0:
@@ -133,6 +140,6 @@ def whole_sequence_violations(config: RunConfig) -> Iterator[Violation]:
         rule = f"splits samples; the samples of model.family={config.model.family} are complete sequences"
         yield Violation("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", rule, "leave it empty")
     if config.parallel.context > 1:
-        rule = f"splits the sequences of models that predict the next token; model.family={config.model.family} has another objective"
-        fix = "use parallel.context=1, and more data, tensor or pipeline ranks"
+        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.model.objective}"
+        fix = "set parallel.context=1 and use more data, tensor or pipeline ranks"
         yield Violation("parallel.context", config.parallel.context, rule, fix)

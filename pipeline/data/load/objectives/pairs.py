@@ -11,10 +11,10 @@ import numpy as np
 import xxhash
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Corpus, Source
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import Source
 from pipeline.data.load.objectives import encoder_decoder
-from pipeline.data.load.objectives.objective import IGNORE, Objective
-from pipeline.data.load.objectives.special import SpecialTokens
+from pipeline.data.load.objectives.objective import IGNORE, Objective, special_tokens
 from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.load.permutation import permute
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -84,7 +84,11 @@ class Pairs(Objective):
     @classmethod
     def of(cls, config: RunConfig, samples: TokenizedPairs) -> Self:
         """The objective over these pairs; errors as in open_training."""
-        return cls(samples, config.training.sequence_length, encoder_decoder.decoder_start(config, SpecialTokens(config, samples)))
+        return cls(
+            samples,
+            config.training.sequence_length,
+            encoder_decoder.decoder_start(config, special_tokens(config, samples)),
+        )
 
     @classmethod
     def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:

@@ -19,8 +19,7 @@ from pipeline.config.data import SpansConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import encoder_decoder
-from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
-from pipeline.data.load.objectives.special import SpecialTokens
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.permutation import random_words
 from pipeline.errors import Violation
 
@@ -117,7 +116,7 @@ class SpanCorruption(TokenShardObjective):
     def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         sizes = longest(config.training.sequence_length, config.data.spans)
-        special = SpecialTokens(config, samples)
+        special = special_tokens(config, samples)
         names = [config.data.spans.sentinel.replace("*", str(number)) for number in range(sizes.spans)]
         sentinels = special.find({f"data.spans.sentinel {number}": (name, ()) for number, name in enumerate(names)})
         # Sequence parallelism splits a sequence evenly over the tensor ranks.

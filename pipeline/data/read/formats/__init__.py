@@ -1,1 +1,1 @@
-"""One module a form of file: read(span, options) gives its documents. pipeline.data.read.suffixes says which file has which form."""
+"""One module per file format: read(span, options) yields its documents. pipeline.data.read.suffixes maps suffixes to formats."""

@@ -1,4 +1,4 @@
-"""What every form asks of a text and of the fields beside it."""
+"""Checks of texts and metadata fields that all formats share."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipeline.data.read.documents import ReadOptions
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 META_BYTES = 1024
-"""Further fields of a record travel with its document when they are no longer than this: texts in characters, lists and objects as JSON."""
+"""Largest metadata field that is kept with a document: strings in characters, lists and objects in bytes of JSON."""
 
 
 class UnusableError(Exception):
-    """Why a record cannot become a document; the reader of its form adds where it stands."""
+    """The reason why a record is not a document; the reader of its format adds the position."""
 
 
 def utf8(raw: bytes) -> str:
-    """The text of UTF-8 bytes.
+    """Decode UTF-8 bytes.
 
     Raises:
-        UnusableError: they are none.
+        UnusableError: they are not valid UTF-8.
     """
     try:
         return raw.decode("utf-8")
@@ -32,10 +32,10 @@ def utf8(raw: bytes) -> str:
 
 
 def text_of(record: Any, field: str) -> str:
-    """Take the text out of a record.
+    """Remove the text from a record and return it.
 
     Raises:
-        UnusableError: it holds none.
+        UnusableError: the record has no text.
     """
     if not isinstance(record, dict):
         raise UnusableError(f"is a JSON {type(record).__name__}, not an object")
@@ -47,8 +47,8 @@ def text_of(record: Any, field: str) -> str:
     return text
 
 
-def small(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields that are small enough to travel along, as plain JSON: what else Parquet knows (dates, decimals) becomes text."""
+def small_fields(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of at most META_BYTES as plain JSON; other Parquet types (dates, decimals) are converted to strings."""
     kept: dict[str, Any] = {}
     for name, value in fields:
         if isinstance(value, str):
@@ -59,23 +59,23 @@ def small(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         else:
             try:
                 encoded = orjson.dumps(value, default=str)
-            except TypeError:  # nests deeper than orjson writes
+            except TypeError:  # nested deeper than orjson supports
                 continue
             if len(encoded) <= META_BYTES:
-                kept[name] = orjson.loads(encoded)  # NaN is null by now
+                kept[name] = orjson.loads(encoded)  # orjson has converted NaN to null
     return kept
 
 
 def too_large(options: ReadOptions) -> str:
-    """The reason of a document over the limit."""
+    """The reason for a document that exceeds the size limit."""
     return f"is larger than data.document_megabytes={options.document_bytes / 1e6:g}"
 
 
-def fitting(text: str, options: ReadOptions) -> str:
-    """The text itself.
+def within_limit(text: str, options: ReadOptions) -> str:
+    """Return the text.
 
     Raises:
-        UnusableError: it is larger than a document may be.
+        UnusableError: the text exceeds the size limit of a document.
     """
     if len(text) * 4 > options.document_bytes and len(text.encode()) > options.document_bytes:
         raise UnusableError(too_large(options))

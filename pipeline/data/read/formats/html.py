@@ -1,4 +1,4 @@
-"""Web pages: their visible text, or only the main content of it. By resiliparse (https://resiliparse.chatnoir.eu)."""
+"""Web pages: the visible text, or only the main content. Uses resiliparse (https://resiliparse.chatnoir.eu)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resiliparse.parse.html import HTMLTree
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats.checks import UnusableError, small, too_large
+from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large
 from pipeline.data.read.sources import Span
 
 _DEPTH = 1000
@@ -19,26 +19,26 @@ _NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """The page's text; its title goes into the metadata."""
+    """Yield the text of the page, with its title in the metadata."""
     source = span.source
     with streams.open_bytes(source.path) as handle:
         raw = handle.read(options.document_bytes + 1)
     try:
         text, title = page(raw, None, options)
-        yield Document(source.name, 0, text, small([("title", title)] if title else []), source.corpus)
+        yield Document(source.name, 0, text, small_fields([("title", title)] if title else []), source.corpus)
     except UnusableError as error:
         yield Bad(source.label, "", str(error))
 
 
 def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, str]:
-    """(text, title) of a page; either may be empty.
+    """Return (text, title) of a page; either may be empty.
 
     Args:
-        raw: the file's bytes.
-        charset: the encoding that came with it; None leaves it to the page's own word and, failing that, to a guess.
+        raw: the bytes of the page.
+        charset: the encoding from the HTTP header; None uses the one that the page declares, or else a detected one.
 
     Raises:
-        UnusableError: it is too large or too deep, or no HTML at all.
+        UnusableError: the page is too large, too deeply nested, or not HTML.
     """
     if len(raw) > options.document_bytes:
         raise UnusableError(too_large(options))
@@ -50,11 +50,11 @@ def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, st
         text = extract_plain_text(tree, preserve_formatting=True, main_content=options.main_content)
         return text, (tree.title or "").strip()
     except Exception as error:  # the parser's exceptions have no common base
-        raise UnusableError(f"is no HTML that can be parsed: {error}") from error
+        raise UnusableError(f"cannot be parsed as HTML: {error}") from error
 
 
 def _decoded(raw: bytes, charset: str | None) -> str:
-    """The page as Unicode: in the encoding that is declared, or where that does not fit, in the one that fits best."""
+    """Decode the page: in the declared encoding, or if that fails, in the detected one with replacement characters."""
     declared = charset and map_encoding_to_html5(charset, fallback_utf8=False)
     try:
         content = raw.decode(declared or detect_encoding(raw, from_html_meta=True) or "utf-8")
@@ -64,7 +64,7 @@ def _decoded(raw: bytes, charset: str | None) -> str:
 
 
 def _depth(content: str) -> int:
-    """How deep a page nests what may be its main content. Looking for that takes quadratic time: hours in a page made for it."""
+    """The nesting depth of the elements that may hold the main content. Extraction takes quadratic time: hours on an adversarial page."""
     depth = deepest = 0
     for tag in _NESTING.finditer(content):
         depth = max(0, depth - 1) if tag[1] else depth + 1

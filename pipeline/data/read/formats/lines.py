@@ -1,4 +1,4 @@
-"""JSON lines: a record a line, its text in one field."""
+"""JSON lines: one record per line, with the text in one field."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import orjson
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small, text_of, too_large, utf8
+from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small_fields, text_of, too_large, utf8
 from pipeline.data.read.sources import Span
 
 _SKIPPED_BYTES = 1 << 20
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """The documents of the lines that begin in the span. A line across its start belongs to the span before."""
+    """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
     source = span.source
     with streams.open_bytes(source.path) as handle:
         start = 0
@@ -26,7 +26,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
             start = span.start - 1 + _skip_line(handle)
         for offset, number, found in records(handle, start, span.end, options):
             if isinstance(found, str):
-                # Lines are counted where that costs nothing.
+                # The line number is known only when the span begins at the start of the file.
                 yield Bad(source.label, f"byte {offset}" if span.start else f"line {number}", found)
             else:
                 text, meta = found
@@ -37,12 +37,12 @@ Record = tuple[str, dict[str, Any]]
 
 
 def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOptions) -> Iterator[tuple[int, int, Record | str]]:
-    """(offset, number of the line, (text, small fields) or the reason why there are none) of every line that is not blank.
+    """Yield (offset, line number, (text, small fields) or the reason why the line is unusable) for every line that is not blank.
 
     Args:
-        handle: stands at the beginning of a line.
-        offset: where that is.
-        end: lines that begin here or later are left.
+        handle: positioned at the beginning of a line.
+        offset: that position, in bytes.
+        end: lines that begin here or later are not read.
     """
     number, limit, field = 0, options.document_bytes, options.text_field
     while (end is None or offset < end) and (line := handle.readline(limit + 1)):
@@ -60,13 +60,13 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
                     continue
                 record = _parsed(line.removeprefix(BYTE_ORDER_MARK) if begin == 0 else line)
             text = text_of(record, field)
-            yield begin, number, (text, small(record.items()))
+            yield begin, number, (text, small_fields(record.items()))
         except UnusableError as error:
             yield begin, number, str(error)
 
 
 def _skip_line(handle: IO[bytes]) -> int:
-    """Read to the end of a line, however long it is; returns how many bytes that was."""
+    """Read to the end of a line of any length; return the number of bytes."""
     skipped = 0
     while part := handle.readline(_SKIPPED_BYTES):
         skipped += len(part)
@@ -76,10 +76,10 @@ def _skip_line(handle: IO[bytes]) -> int:
 
 
 def _parsed(line: bytes) -> Any:
-    """What orjson refuses: with NaN in it, which Python writes and is taken as null here, it is a record all the same.
+    """Parse a line that orjson rejects: NaN, which Python's json writes, is accepted and becomes null.
 
     Raises:
-        UnusableError: it is none.
+        UnusableError: the line is not JSON.
     """
     try:
         record = json.loads(utf8(line), parse_constant=lambda _: None)
@@ -88,5 +88,5 @@ def _parsed(line: bytes) -> Any:
     try:
         orjson.dumps(record)
     except TypeError as error:
-        raise UnusableError(f"holds what is no Unicode text, or nests too deep: {error}") from error
+        raise UnusableError(f"contains invalid Unicode, or is nested too deeply: {error}") from error
     return record

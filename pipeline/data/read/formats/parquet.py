@@ -1,4 +1,4 @@
-"""Parquet files: a row a document, its text in one column."""
+"""Parquet files: one document per row, with the text in one column."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pyarrow.parquet as pq
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats.checks import UnusableError, fitting, small, text_of
+from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, within_limit
 from pipeline.data.read.sources import Span
 
 _BATCH_ROWS = 64
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """The documents of the row groups that begin in the span."""
+    """Yield the documents of the row groups that begin in the span."""
     source, row = span.source, 0
     with streams.open_raw(source.path) as handle:
         try:
             file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES)
             if reason := _mismatch(file.schema_arrow, options.text_field):
-                if span.start == 0:  # said once a file
+                if span.start == 0:  # reported once per file
                     yield Bad(source.label, "", reason)
                 return
             columns = _columns(file.schema_arrow, options.text_field)
@@ -32,18 +32,18 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                     for record in _records(batch):
                         try:
                             if record is None:
-                                raise UnusableError("holds bytes that are no UTF-8, or a date that there is not")
-                            text = fitting(text_of(record, options.text_field), options)
-                            yield Document(source.name, row, text, small(record.items()), source.corpus)
+                                raise UnusableError("contains invalid UTF-8, or a date out of range")
+                            text = within_limit(text_of(record, options.text_field), options)
+                            yield Document(source.name, row, text, small_fields(record.items()), source.corpus)
                         except UnusableError as error:
                             yield Bad(source.label, f"row {row}", str(error))
                         row += 1
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of names in a damaged schema
-            yield Bad(source.label, f"row {row}" if row else "", f"is damaged or cut short: {error}")
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names in a damaged schema
+            yield Bad(source.label, f"row {row}" if row else "", f"is damaged or truncated: {error}")
 
 
 def _mismatch(schema: pa.Schema, field: str) -> str:
-    """Why a file of this schema holds no documents; empty if it does."""
+    """The reason why a file with this schema has no documents; empty if it has."""
     if field not in schema.names:
         return f"has no column {field!r} (data.text_field), only {', '.join(map(repr, schema.names)) or 'none'}"
     kind = schema.field(field).type
@@ -54,9 +54,9 @@ def _mismatch(schema: pa.Schema, field: str) -> str:
 
 
 def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int]]:
-    """(number, first row) of every row group that begins in the span, going by its share of the file's data.
+    """Yield (number, first row) of every row group that begins in the span; its start is estimated from its share of the data.
 
-    The metadata of its columns would tell the very byte, but looking at them ends the process where they are damaged.
+    The column metadata contains the exact offset, but reading damaged column metadata crashes the process.
     """
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     total = max(1, sum(group.total_byte_size for group in groups))
@@ -70,7 +70,7 @@ def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int]]:
 
 
 def _columns(schema: pa.Schema, text_field: str) -> list[str]:
-    """The columns to read: not those that are never small text or numbers, such as raw pages and embeddings."""
+    """The columns to read: all except bulk data, such as raw pages and embeddings."""
     return [field.name for field in schema if field.name == text_field or not _is_bulk(field.type)]
 
 
@@ -80,7 +80,7 @@ def _is_bulk(kind: pa.DataType) -> bool:
 
 
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | None]:
-    """The rows of a batch; None for one whose values Python does not take, which those who write Parquet need not check."""
+    """The rows of a batch; None for a row with values that Python cannot represent, which Parquet writers do not check."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError):

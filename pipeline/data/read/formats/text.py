@@ -1,4 +1,4 @@
-"""A text file is one document."""
+"""Text files: one document per file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.data.read.sources import Span
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """The file's text."""
+    """Yield the text of the file."""
     source = span.source
     with streams.open_bytes(source.path) as handle:
         raw = handle.read(options.document_bytes + 1)
@@ -22,14 +22,14 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
 
 
 def plain(raw: bytes, options: ReadOptions) -> str:
-    """The text of a file's bytes.
+    """Decode the bytes of a text file.
 
     Raises:
-        UnusableError: there are too many of them, or they are no text.
+        UnusableError: the file is too large or not a text.
     """
     if len(raw) > options.document_bytes:
         raise UnusableError(too_large(options))
     text = utf8(raw.removeprefix(BYTE_ORDER_MARK))
     if "\0" in text:
-        raise UnusableError(f"is no text: a NUL stands at position {text.index(chr(0))}")
+        raise UnusableError(f"is not a text: NUL at position {text.index(chr(0))}")
     return text

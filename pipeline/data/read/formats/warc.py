@@ -1,4 +1,4 @@
-"""Web archives (ISO 28500): the pages of HTTP responses, and texts that a crawler has converted (WET). By fastwarc."""
+"""Web archives (ISO 28500): pages in HTTP responses, and texts converted by a crawler (WET). Uses fastwarc."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import html
-from pipeline.data.read.formats.checks import UnusableError, small, too_large, utf8
+from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
 from pipeline.data.read.sources import Span
 
-_WANTED = WarcRecordType.response | WarcRecordType.conversion
+_RECORD_TYPES = WarcRecordType.response | WarcRecordType.conversion
 _PAGES = ("text/html", "application/xhtml+xml")
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """The documents of the archive; records that hold no page (images, redirections, errors of the server) are passed over."""
+    """Yield the documents of the archive; records without a page (images, redirects, HTTP errors) are skipped."""
     source, position = span.source, None
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
         try:
-            for record in ArchiveIterator(io.BufferedReader(stream), record_types=_WANTED, parse_http=False, stream_detect=False):
+            for record in ArchiveIterator(io.BufferedReader(stream), record_types=_RECORD_TYPES, parse_http=False, stream_detect=False):
                 position = record.stream_pos
                 try:
                     found = _document(record, options)
                 except UnusableError as error:
-                    if stream.damage is None:  # else this is where it shows
+                    if stream.damage is None:  # else the error is a consequence of the damage
                         yield Bad(source.label, f"byte {position}", str(error))
                     continue
                 if found is not None:
                     text, title = found
-                    about = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
-                    yield Document(source.name, position, text, small((k, v) for k, v in about.items() if v), source.corpus)
+                    meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
+                    yield Document(source.name, position, text, small_fields((k, v) for k, v in meta.items() if v), source.corpus)
         except OSError as error:
             if stream.damage is None:
                 where = "" if position is None else f"after the record at byte {position}"
-                yield Bad(source.label, where, f"holds no WARC record that can be read: {error}")
+                yield Bad(source.label, where, f"contains no readable WARC record: {error}")
     if stream.damage is not None:
         raise stream.damage
 
 
 def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | None:
-    """(text, title) of a record, None if it holds no page.
+    """Return (text, title) of a record, None if it has no page.
 
     Raises:
-        UnusableError: it is cut short, too large, or cannot be decoded.
+        UnusableError: the record is truncated, too large, or cannot be decoded.
     """
     if record.headers.get("Content-Length") is None:
-        raise UnusableError("is cut within its header")
+        raise UnusableError("is truncated within its header")
     if record.content_length > options.document_bytes:
         raise UnusableError(too_large(options))
     length = record.content_length
     block = record.reader.read(length)
     if len(block) < length:
-        raise UnusableError(f"is cut short: {len(block)} of {length} bytes are there")
+        raise UnusableError(f"is truncated: {len(block)} of {length} bytes")
     if record.record_type == WarcRecordType.conversion:
         return utf8(block), ""
     return _page(block, options)
 
 
 def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | None:
-    """(text, title) of an HTTP response, None if it is not a page.
+    """Return (text, title) of an HTTP response, None if it is not a page.
 
     Raises:
         UnusableError: its body cannot be decoded, or is too large.
     """
-    response = WarcRecord()  # of its own: where decoding fails, the archive goes on
+    response = WarcRecord()  # a separate record: if decoding fails, the archive can still be read
     response.set_bytes_content(block)
     response.is_http = True
     try:
@@ -78,4 +78,4 @@ def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | None:
             return None
         return html.page(response.reader.read(options.document_bytes + 1), response.http_charset, options)
     except OSError as error:
-        raise UnusableError(f"holds an HTTP response that cannot be decoded: {error}") from error
+        raise UnusableError(f"contains an HTTP response that cannot be decoded: {error}") from error

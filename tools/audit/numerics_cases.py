@@ -1,4 +1,4 @@
-"""What tools/numerics audits: a small model of every family, the layouts it is trained in, and random batches of its objective."""
+"""The test cases of tools/numerics: a tiny model of every family, its layouts, and random batches for its objective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 10
 
 COMMON = (
     "precision=fp32",
-    "model.vocab_size=101",  # odd: the vocabulary's pieces have different sizes
+    "model.vocab_size=101",  # odd: the tensor ranks have vocabulary pieces of different sizes
     "training.sequence_length=16",
     f"training.steps={STEPS}",
     "training.global_batch_size=32",
@@ -27,12 +27,12 @@ COMMON = (
     "optimizer.eps=1e-6",
 )
 SIZES = ("model.hidden=64", "model.heads=8", "model.ffn_hidden=96", "model.max_positions=32")
-NARROW = tuple(size for size in SIZES if "ffn_hidden" not in size)  # where the feed-forward is four times the width
+NARROW = tuple(size for size in SIZES if "ffn_hidden" not in size)  # for families whose feed-forward width is always 4 x hidden
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout: sizes of its axes and what else is special."""
+    """A layout: the sizes of the mesh axes and further settings."""
 
     tensor: int
     pipeline: int
@@ -44,11 +44,11 @@ class Row:
 
     @property
     def data(self) -> int:
-        """What is left of the world."""
+        """The size of the data axis: the remaining factor of the world size."""
         return WORLD // (self.tensor * self.pipeline * self.context * self.expert)
 
     def overrides(self) -> list[str]:
-        """The command line that asks for it."""
+        """Return the settings of the layout as a command line."""
         axes = ("tensor", "pipeline", "context", "expert")
         return [
             *(f"parallel.{axis}={getattr(self, axis)}" for axis in axes),
@@ -66,7 +66,7 @@ class Row:
 NO_SEQUENCE = ("parallel.sequence_parallel=false",)
 ULYSSES = ("parallel.context_kind=ulysses",)
 
-#: Every family.
+#: Layouts of every family.
 SOME = (
     Row(1, 1, 3),
     Row(2, 1, 1),
@@ -76,7 +76,7 @@ SOME = (
     Row(2, 2, 1),
     Row(2, 2, 3, more=("training.activation_checkpointing=full",)),
 )
-#: gpt and llama.
+#: Layouts of gpt and llama.
 ALL = (
     *(Row(1, 1, zero) for zero in (0, 1, 2, 3)),
     *(Row(2, 1, zero) for zero in (0, 1, 3)),
@@ -96,7 +96,7 @@ ALL = (
     Row(2, 2, 1, more=("training.activation_checkpointing=full",)),
     Row(2, 2, 2, more=("training.activation_checkpointing=selective",)),
 )
-#: Decoders: long sequences on several ranks.
+#: Layouts of decoders with context parallelism.
 CONTEXT = (
     Row(1, 1, 1, context=2),
     Row(2, 2, 0, context=2),
@@ -104,7 +104,7 @@ CONTEXT = (
     Row(1, 2, 1, more=ULYSSES, context=2),
     Row(2, 1, 2, more=ULYSSES, context=2),
 )
-#: Mixtures of experts.
+#: Layouts of MoE models with expert parallelism.
 EXPERT = (
     Row(1, 1, 0, expert=4),
     Row(2, 1, 1, expert=2),
@@ -116,12 +116,12 @@ EXPERT = (
 
 @dataclass(frozen=True)
 class Model:
-    """A family's small model.
+    """The tiny model of a family.
 
     Attributes:
-        overrides: the command line that asks for it.
+        overrides: its settings as a command line.
         rows: its layouts.
-        own_loss: its loss is more than the cross-entropy of its logits; the plain loop takes the model's.
+        own_loss: its loss is not only the cross-entropy of its logits; the reference uses the loss that the model returns.
     """
 
     overrides: tuple[str, ...]
@@ -132,24 +132,24 @@ class Model:
 def _model(
     name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME, own_loss: bool = False
 ) -> Model:
-    """The model named so. Four layers fill two pipeline ranks with two stages each."""
+    """Return the model conf/model/NAME.yaml with tiny sizes. Four layers suffice for two pipeline ranks with two stages each."""
     return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows, own_loss)
 
 
-CLIP_MORE = "optimizer.gradient_clipping=0.1"  # where gradients are small
-CALM = "model.init_std=0.5"  # with 1 the decoder attends so sharply that fp32 alone is 3e-6 off fp64 in the gradients of queries
-STEEP = "model.init_std=0.02"  # with 0.006 queries hardly matter after a norm, and fp32 alone is 8e-6 off fp64 in their gradients
-SMOOTH = "model.activation=gelu"  # under ReLU rounding moves a value across the kink now and then: another gradient, by more than rounding
+CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
+LOWER_STD = "model.init_std=0.5"  # with 1 attention is so peaked that gradients of queries differ by 3e-6 between fp32 and fp64
+HIGHER_STD = "model.init_std=0.02"  # with 0.006 gradients of queries are so small that they differ by 8e-6 between fp32 and fp64
+SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of an input, which changes the gradient by more than rounding
 
 
 FAMILIES: dict[str, Model] = {
     "gpt": _model("gpt-tiny", layers=8, rows=ALL + CONTEXT),
     "llama": _model("llama-tiny", "model.kv_heads=4", layers=8, rows=ALL + CONTEXT),
     "gpt-banded": _model("gpt-tiny", "model.banded_window=6", rows=SOME + CONTEXT[:2]),
-    "gpt1": _model("gpt1-tiny", CLIP_MORE, sizes=NARROW, rows=SOME + CONTEXT[:2]),
+    "gpt1": _model("gpt1-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT[:2]),
     "opt": _model("opt-tiny", SMOOTH, rows=SOME + CONTEXT[:2]),
-    "opt-350m": _model("opt-tiny", "model.embed_width=48", "model.pre_norm=false", SMOOTH, STEEP, "optimizer.gradient_clipping=0.02"),
-    "bloom": _model("bloom-tiny", CLIP_MORE, sizes=NARROW, rows=SOME + CONTEXT),
+    "opt-350m": _model("opt-tiny", "model.embed_width=48", "model.pre_norm=false", SMOOTH, HIGHER_STD, "optimizer.gradient_clipping=0.02"),
+    "bloom": _model("bloom-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
     "deepseek_v3": _model("deepseek-tiny", rows=SOME + EXPERT, own_loss=True),
@@ -157,56 +157,59 @@ FAMILIES: dict[str, Model] = {
     "bert": _model("bert-tiny", own_loss=True),
     "roberta": _model("roberta-tiny", own_loss=True),
     "t5": _model("t5-tiny", "model.gated=true", own_loss=True),
-    "transformer": _model("transformer-tiny", SMOOTH, CALM, "data.pairs.train=[none.tsv]", own_loss=True),
+    "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]", own_loss=True),
 }
 
 
 def batches(config: Any) -> list[tuple[Tensor, Batch]]:
-    """Random batches of the model's objective, one a step: tokens (global batch, sequence) and what belongs to them."""
-    chance = torch.Generator().manual_seed(1)
+    """Return random batches for the objective of the model, one per step: tokens (global batch, sequence) and the other fields."""
+    generator = torch.Generator().manual_seed(1)
     training, vocabulary = config.training, config.model.vocab_size
     rows, length = training.global_batch_size, training.sequence_length
 
     def tokens(*shape: int) -> Tensor:
-        return torch.randint(vocabulary, shape, generator=chance)
+        return torch.randint(vocabulary, shape, generator=generator)
 
     def batch() -> tuple[Tensor, Batch]:
         if config.model.objective == "causal":
             text = tokens(rows, length + 1)
             return text[:, :-1], {"targets": text[:, 1:]}
         if config.model.objective == "masked":
-            found: Batch = {"targets": _some(tokens(rows, length), 0.3, chance), "documents": _padding(rows, length, chance)}
+            fields: Batch = {
+                "targets": _some_targets(tokens(rows, length), 0.3, generator),
+                "documents": _documents(rows, length, generator),
+            }
             if getattr(config.model, "next_sentence", False):
-                found["segments"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
-                found["next_sentence"] = torch.randint(2, (rows,), generator=chance)
-            return tokens(rows, length), found
+                fields["segments"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+                fields["next_sentence"] = torch.randint(2, (rows,), generator=generator)
+            return tokens(rows, length), fields
         decoded = tokens(rows, length + 1)
-        labels: Batch = {"targets": _some(decoded[:, 1:], 0.8, chance), "decoder_tokens": decoded[:, :-1].contiguous()}
-        return tokens(rows, length), {**labels, "documents": _padding(rows, length, chance)}
+        labels: Batch = {"targets": _some_targets(decoded[:, 1:], 0.8, generator), "decoder_tokens": decoded[:, :-1].contiguous()}
+        return tokens(rows, length), {**labels, "documents": _documents(rows, length, generator)}
 
     return [batch() for _ in range(training.steps)]
 
 
-def _some(targets: Tensor, share: float, chance: torch.Generator) -> Tensor:
-    """Only some positions count, other numbers of them in every sequence; the first always does."""
-    counted = torch.rand(targets.shape, generator=chance) < share
+def _some_targets(targets: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
+    """Keep a random fraction of the targets and set the others to IGNORE. Their number varies by sequence; the first one always counts."""
+    counted = torch.rand(targets.shape, generator=generator) < fraction
     counted[:, 0] = True
     return targets.masked_fill(~counted, IGNORE)
 
 
-def _padding(rows: int, length: int, chance: torch.Generator) -> Tensor:
-    """Documents of sequences whose ends are padding."""
-    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=chance)
+def _documents(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return document numbers (rows, length) of sequences of random length: 0 in the text, -1 in the padding at the end."""
+    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=generator)
     return torch.where(torch.arange(length) < lengths, 0, -1).int()
 
 
 def with_scale(batch: Batch) -> Batch:
-    """The batch with the factor that makes means over positions one over the counted targets of all sequences."""
+    """Add loss_scale, the factor from a mean over all positions to a mean over the counted targets of the global batch."""
     targets = batch["targets"]
     return {**batch, "loss_scale": torch.full((len(targets),), targets.numel() / int((targets != IGNORE).sum()))}
 
 
 def split(tokens: Tensor, batch: Batch, parts: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Equal parts of a batch, in order."""
-    pieces = {name: value.chunk(parts) for name, value in batch.items()}  # type: ignore[attr-defined] # a Batch holds tensors
-    return [(part, {name: values[index] for name, values in pieces.items()}) for index, part in enumerate(tokens.chunk(parts))]
+    """Split a batch into equal parts along the sequences, in order."""
+    chunks = {name: value.chunk(parts) for name, value in batch.items()}  # type: ignore[attr-defined] # a Batch holds tensors
+    return [(part, {name: values[index] for name, values in chunks.items()}) for index, part in enumerate(tokens.chunk(parts))]

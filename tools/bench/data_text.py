@@ -1,4 +1,4 @@
-"""The text of tools/bench_data: read from files or made up, cut into documents, and grown to any size without saying a thing twice."""
+"""The text of tools/bench_data: read from files or generated, split into documents, and extended to any size without near duplicates."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 
 DOCUMENT_BYTES = 4000
-"""A document ends with the paragraph in which it reaches this size: about the length of a web page."""
+"""A document ends with the paragraph in which it reaches this size: about the size of a web page."""
 
 FILES = 8
-"""Files of equal size that the text is written to, so that two workers of any peer have as much to do as each other."""
+"""Number of files, all of equal size, so that the two workers of any peer have equal work."""
 
 REPLACED, MISSPELT = 0.2, 0.02
-"""Shares of the words that another word of the document replaces in a further copy of it, and that become a new word.
+"""Fractions of the words of a further copy that are replaced by another word of the document, and that become a new word.
 
-Measured on 28 MB of English and German books and laws grown to 400 MB: runs of five words have a Jaccard similarity of 0.17 to those of the
-original (0.34 at most of 300 copies), so there are no near duplicates, and there are 3.6 times as many different words, about as in that
-much more text (Heaps' law), so that caches of words gain nothing. Without the second share the words would stay the same.
+Measured on 28 MB of English and German books and laws, extended to 400 MB: the 5-grams of words have a Jaccard similarity of 0.17 to those
+of the original (at most 0.34 in 300 copies), so there are no near duplicates. The number of distinct words grows by a factor of 3.6, about
+as in that much more text (Heaps' law), so that caches of words have no advantage. Without misspelt words it would not grow.
 """
 
 PROSE_BYTES = 20_000_000
@@ -43,7 +43,7 @@ _SYLLABLES = {
 
 @dataclass(frozen=True)
 class Text:
-    """Documents in `files` of JSON lines, each {"id", "text"}; `size` is UTF-8 bytes of their texts."""
+    """Documents in JSON lines `files`, each {"id", "text"}; `size` is the UTF-8 bytes of their texts."""
 
     files: list[Path]
     size: int
@@ -51,25 +51,25 @@ class Text:
 
     @property
     def folder(self) -> Path:
-        """Where the files are, and nothing else."""
+        """The folder, which holds only the files."""
         return self.files[0].parent
 
 
 def source(files: Sequence[Path]) -> list[str]:
-    """The documents to begin with, in a random order: of files of JSON lines, or without any the standard library's sources and prose."""
-    whole = (json.loads(line)["text"] for file in files for line in file.open(encoding="utf-8")) if files else _made_up()
-    documents = [document for text in whole for document in _cut(text) if document.strip()]
+    """Return the original documents in random order: those of JSON lines files, or, without files, generated prose and library code."""
+    texts = (json.loads(line)["text"] for file in files for line in file.open(encoding="utf-8")) if files else _generated()
+    documents = [document for text in texts for document in _split(text) if document.strip()]
     np.random.default_rng(0).shuffle(documents)
     return documents
 
 
 def write(documents: Sequence[str], size: int, folder: Path) -> Text:
-    """Write about `size` bytes of text to a new folder: the documents, or as many of them as needed, or changed copies of them too."""
+    """Write about `size` bytes of text to a new folder: as many of the documents as needed, then changed copies of them."""
     folder.mkdir(parents=True)
     files = [folder / f"part-{number}.jsonl" for number in range(FILES)]
     handles = [file.open("w", encoding="utf-8") for file in files]
     written = count = 0
-    for text in _endless(documents):
+    for text in _with_copies(documents):
         handles[count % FILES].write(json.dumps({"id": str(count), "text": text}, ensure_ascii=False) + "\n")
         written += len(text.encode("utf-8"))
         count += 1
@@ -80,8 +80,8 @@ def write(documents: Sequence[str], size: int, folder: Path) -> Text:
     return Text(files, written, count)
 
 
-def _endless(documents: Sequence[str]) -> Iterator[str]:
-    """The documents, then copies that are changed more than near duplicates are."""
+def _with_copies(documents: Sequence[str]) -> Iterator[str]:
+    """Yield the documents, then endless copies that differ by more than near duplicates do."""
     yield from documents
     random = np.random.default_rng(0)
     while True:
@@ -90,21 +90,21 @@ def _endless(documents: Sequence[str]) -> Iterator[str]:
 
 
 def _changed(text: str, random: np.random.Generator) -> str:
-    """A copy with other words here and there."""
-    pieces = re.split(r"(\s+)", text)  # words at even places, the space between them at odd ones
-    chance = random.random((len(pieces) + 1) // 2)
-    replaced = np.flatnonzero(chance < REPLACED)
-    for place, other in zip(replaced.tolist(), random.integers(len(chance), size=len(replaced)).tolist(), strict=True):
-        pieces[2 * place] = pieces[2 * other]
-    misspelt = np.flatnonzero(chance > 1 - MISSPELT)
-    for place, letters in zip(misspelt.tolist(), random.integers(ord("a"), ord("z") + 1, (len(misspelt), 2)).tolist(), strict=True):
-        word = pieces[2 * place]
-        pieces[2 * place] = word[: len(word) // 2] + "".join(map(chr, letters)) + word[len(word) // 2 :]
-    return "".join(pieces)
+    """Return a copy with some words replaced and some misspelt."""
+    parts = re.split(r"(\s+)", text)  # words at even indices, whitespace at odd ones
+    uniform = random.random((len(parts) + 1) // 2)
+    replaced = np.flatnonzero(uniform < REPLACED)
+    for index, other in zip(replaced.tolist(), random.integers(len(uniform), size=len(replaced)).tolist(), strict=True):
+        parts[2 * index] = parts[2 * other]
+    misspelt = np.flatnonzero(uniform > 1 - MISSPELT)
+    for index, letters in zip(misspelt.tolist(), random.integers(ord("a"), ord("z") + 1, (len(misspelt), 2)).tolist(), strict=True):
+        word = parts[2 * index]
+        parts[2 * index] = word[: len(word) // 2] + "".join(map(chr, letters)) + word[len(word) // 2 :]
+    return "".join(parts)
 
 
-def _cut(text: str) -> Iterator[str]:
-    """Documents of about DOCUMENT_BYTES, whole paragraphs each."""
+def _split(text: str) -> Iterator[str]:
+    """Yield documents of about DOCUMENT_BYTES that consist of complete paragraphs."""
     part: list[str] = []
     size = 0
     for paragraph in re.split(r"(?<=\n)(?=\n)", text):
@@ -117,8 +117,8 @@ def _cut(text: str) -> Iterator[str]:
         yield "".join(part).strip("\n")
 
 
-def _made_up() -> Iterator[str]:
-    """English and German prose of invented words, and the sources of Python's standard library."""
+def _generated() -> Iterator[str]:
+    """Yield English and German prose of invented words, then the source code of Python's standard library."""
     random = np.random.default_rng(0)
     for language in _COMMON:
         lexicon = _lexicon(language, random)
@@ -135,7 +135,7 @@ def _made_up() -> Iterator[str]:
 
 
 def _lexicon(language: str, random: np.random.Generator) -> np.ndarray:
-    """Words, the most frequent first: those that hold sentences together, then invented ones."""
+    """Return words, the most frequent first: function words, then invented words."""
     syllables = _SYLLABLES[language].split()
     invented = {"".join(random.choice(syllables, count)) for count in random.integers(2, 5, 60_000).tolist()}
     nouns = (word.capitalize() if language == "de" and len(word) % 2 else word for word in sorted(invented))
@@ -145,7 +145,7 @@ def _lexicon(language: str, random: np.random.Generator) -> np.ndarray:
 
 
 def _paragraphs(words: list[str], random: np.random.Generator) -> Iterator[str]:
-    """The words as sentences, and these as paragraphs."""
+    """Yield paragraphs of sentences of the words."""
     start = 0
     while start < len(words):
         sentences = []

@@ -1,16 +1,16 @@
-"""What tools/parity compares: for every family small models that differ in what the family lets one choose."""
+"""The test cases of tools/parity: small models of every family that cover its options."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Of all variants, where a family has the field; a variant's own come after.
+#: Defaults of all variants, for the fields that a family has. The fields of a variant override them.
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
 
-#: Rotary positions stretched to four times the first length.
-SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
+#: Rotary positions scaled to four times the original length.
+ROPE_SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
 
-#: A small DeepSeek: one dense block, two with experts. The stock class has no multi-token prediction.
+#: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
 LATENT = {
     "layers": 3,
     "dense_layers": 1,
@@ -31,7 +31,10 @@ LATENT = {
 #: family -> variant -> fields of its configuration
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bert": {"sentence pairs": {}, "masked": {"next_sentence": False}, "untied": {"next_sentence": False, "tie_embeddings": False}},
-    "bloom": {"tied": {}, "six heads": {"heads": 6, "tie_embeddings": False}},  # ALiBi's slopes follow another rule beside powers of 2
+    "bloom": {
+        "tied": {},
+        "six heads": {"heads": 6, "tie_embeddings": False},
+    },  # ALiBi slopes differ if heads is no power of 2
     "deepseek_v3": {
         "latent queries": LATENT,
         "direct queries": {**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "groups": 1, "topk_group": 1},
@@ -52,9 +55,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "grouped": {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "rope_theta": 500000.0, "norm_eps": 1e-3},
         "tied": {"kv_heads": 1, "tie_embeddings": True},
         "biases": {"kv_heads": 2, "attention_bias": True},
-        "linear": {**SCALED, "rope_scaling": "linear"},
-        "llama3": {**SCALED, "rope_scaling": "llama3", "rope_original_positions": 16},
-        "yarn": {**SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
+        "linear": {**ROPE_SCALED, "rope_scaling": "linear"},
+        "llama3": {**ROPE_SCALED, "rope_scaling": "llama3", "rope_original_positions": 16},
+        "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
         "qwen3": {"kv_heads": 2, "head_width": 16, "query_key_norm": True},
     },
     "mistral": {
@@ -75,6 +78,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "transformer": {"tied": {"layers": 4}, "uneven": {"layers": 3, "encoder_layers": 2}},
 }
 
-#: Largest difference of two logits, absolute: sums of fp32 numbers in another order, more of them in some families.
+#: Tolerance of the absolute difference of two logits. fp32 sums differ in their order; some families have more of them.
 TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4}
-USUAL_TOLERANCE = 1e-5
+DEFAULT_TOLERANCE = 1e-5

@@ -1,6 +1,7 @@
-"""The peers of tools/bench_data. Run by the Python of .venv-peers with a job in JSON, this does it once and prints what came out as JSON.
+"""The jobs of the peer libraries for tools/bench_data.
 
-Every job imports what it needs and nothing else: the whole process is timed.
+Run as a script by the Python of .venv-peers with a job in JSON; runs the job once and prints its result in JSON. The time of the process is
+measured, so every job imports only what it needs.
 """
 
 from __future__ import annotations
@@ -21,42 +22,44 @@ import numpy as np
 import xxhash
 
 Job = dict[str, Any]
-"""What to do: "peer" and "task", and what the task needs: "input" and "output" folders, "tokenizer" file, "end" token, "workers" ..."""
+"""A job: "peer" and "task", and the arguments of the task: folders "input" and "output", file "tokenizer", token "end", "workers" ...
+
+The result of a job has the same type."""
 
 BATCH = 1000
-"""Documents that are handed to a tokenizer at once where the peer does not say."""
+"""Documents per call of the tokenizer where the peer does not define a batch."""
 
 
 def digest(documents: Iterable[np.ndarray]) -> str:
-    """A checksum of the ids of all documents, each with its end token, whatever their order."""
+    """Return a checksum of the ids of all documents, each with its end token. It does not depend on their order."""
     return f"{sum(xxhash.xxh3_64_intdigest(ids.astype('<u4').tobytes()) for ids in documents) % (1 << 64):016x}"
 
 
 def rate(job: Job, read: Callable[[], int]) -> float:
-    """Samples a second over job["seconds"], the first call apart. `read` returns how many it read."""
+    """Return samples per second over job["seconds"]; the first call is not counted. `read` returns the number of samples it read."""
     read()
     samples, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < job["seconds"]:
+    while (elapsed := time.perf_counter() - start) < job["seconds"]:
         samples += read()
-    return samples / passed
+    return samples / elapsed
 
 
 def texts(file: Path) -> Iterator[str]:
-    """The documents of a file of JSON lines."""
+    """Yield the texts of a JSON lines file."""
     with file.open("rb") as handle:
         for line in handle:
             yield json.loads(line)["text"]
 
 
 def in_workers(work: Callable[[int, list[Path]], None], job: Job) -> None:
-    """Share the input's files among forked processes, which have this one's imports already."""
+    """Distribute the input files over forked processes, which inherit the imports of this one."""
     files, workers = sorted(Path(job["input"]).glob("*.jsonl")), job["workers"]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         pool.starmap(work, [(number, files[number::workers]) for number in range(workers)])
 
 
 def main(tasks: dict[str, dict[str, Callable[[Job], Job]]]) -> None:
-    """Do the job of the command line."""
+    """Run the job that the command line names."""
     job = json.loads(sys.argv[1])
     if "core" in job:
         os.sched_setaffinity(0, {job["core"]})
@@ -67,15 +70,15 @@ def main(tasks: dict[str, dict[str, Callable[[Job], Job]]]) -> None:
 
 
 def megatron_tokenize(job: Job) -> Job:
-    """IndexedDatasetBuilder behind Hugging Face tokenizers: the wheel lacks preprocess_data, which hands over documents one by one."""
-    from megatron.core.datasets import indexed_dataset  # noqa: F401  (before the fork)
+    """Write ids of Hugging Face tokenizers with IndexedDatasetBuilder. The wheel lacks preprocess_data, which encodes one by one."""
+    from megatron.core.datasets import indexed_dataset  # noqa: F401 - imported before the fork
 
     in_workers(partial(megatron_write, job), job)
     return {}
 
 
 def megatron_write(job: Job, number: int, files: list[Path]) -> None:
-    """A worker's share."""
+    """Tokenize and write the files of one worker."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = f"{job['output']}/{number}"
@@ -86,7 +89,7 @@ def megatron_write(job: Job, number: int, files: list[Path]) -> None:
 
 
 def megatron_ids(job: Job) -> Job:
-    """What megatron_tokenize wrote."""
+    """Return the checksum of the ids that `megatron_tokenize` wrote."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     prefixes = [str(file.with_suffix("")) for file in Path(job["output"]).glob("*.bin")]
@@ -94,10 +97,10 @@ def megatron_ids(job: Job) -> Job:
 
 
 def tokenized(job: Job, files: list[Path]) -> Iterator[np.ndarray]:
-    """The ids of every document and the end token, by Hugging Face tokenizers in batches."""
+    """Yield the ids of every document and its end token, from Hugging Face tokenizers in batches."""
     from tokenizers import Tokenizer
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # said aloud, because it warns after a fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # set explicitly: tokenizers warns after a fork otherwise
     tokenizer = Tokenizer.from_file(job["tokenizer"])
     end, batch = tokenizer.token_to_id(job["end"]), []
 
@@ -115,7 +118,7 @@ def tokenized(job: Job, files: list[Path]) -> Iterator[np.ndarray]:
 
 
 def megatron_prepare(job: Job) -> Job:
-    """The tokens of `input` as .bin and .idx."""
+    """Write the tokens of `input` as .bin and .idx."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     tokens, lengths = stored(job)
@@ -127,13 +130,13 @@ def megatron_prepare(job: Job) -> Job:
 
 
 def megatron_loader(job: Job) -> Job:
-    """GPTDataset in its own shuffled order: tokens as it finds them, its samples, and its samples with positions reset and loss masked."""
+    """Measure GPTDataset in its shuffled order: the token lookup only, its samples, or its samples with positions reset and loss masked."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
 
     class Vocabulary:
-        """The little that GPTDataset asks of a tokenizer."""
+        """The attributes of a tokenizer that GPTDataset reads."""
 
         vocab_size, eod, pad, unique_identifiers = job["vocab_size"], job["end_id"], -1, {"class": "bench"}
 
@@ -153,23 +156,23 @@ def megatron_loader(job: Job) -> Job:
     indexed = IndexedDataset(f"{job['output']}/all")
     dataset = GPTDataset(indexed, f"{job['output']}/all", np.arange(len(indexed), dtype=np.int32), None, Split.train, config)
     numbers = itertools.cycle(range(len(dataset)))
-    one = dataset._query_document_sample_shuffle_indices if job["variant"] == "tokens" else dataset.__getitem__
+    read_sample = dataset._query_document_sample_shuffle_indices if job["variant"] == "tokens" else dataset.__getitem__
 
     def read() -> int:
         for _ in range(256):
-            one(next(numbers))
+            read_sample(next(numbers))
         return 256
 
     return {"rate": rate(job, read)}
 
 
 def stored(job: Job) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that every loader reads, and the lengths of their documents."""
+    """Return the tokens that every loader reads, and the lengths of their documents in tokens."""
     return np.load(f"{job['input']}/tokens.npy"), np.load(f"{job['input']}/lengths.npy")
 
 
 def windows(job: Job) -> Iterator[np.ndarray]:
-    """The samples of formats that store samples: one token more than the sequence, without overlap."""
+    """Yield the samples of formats that store samples: sequence + 1 tokens each, without overlap."""
     tokens, size = stored(job)[0], job["sequence"] + 1
     yield from tokens[: len(tokens) // size * size].reshape(-1, size)
 
@@ -178,7 +181,7 @@ def windows(job: Job) -> Iterator[np.ndarray]:
 
 
 def import_streaming() -> Any:
-    """`streaming` without its picture datasets, which want torchvision."""
+    """Import `streaming` without its image datasets, which require torchvision."""
     for name in ("vision", "multimodal"):
         sys.modules[f"streaming.{name}"] = types.ModuleType(f"streaming.{name}")
     import streaming
@@ -187,28 +190,28 @@ def import_streaming() -> Any:
 
 
 def mosaic_tokenize(job: Job) -> Job:
-    """MDSWriter behind Hugging Face tokenizers, a sample a document."""
+    """Write ids of Hugging Face tokenizers with MDSWriter, one sample per document."""
     import_streaming()
     in_workers(partial(mosaic_write, job), job)
     return {}
 
 
 def mosaic_write(job: Job, number: int, files: list[Path]) -> None:
-    """A worker's share."""
+    """Tokenize and write the files of one worker."""
     with import_streaming().MDSWriter(out=f"{job['output']}/{number}", columns={"tokens": "ndarray:uint16"}) as writer:
         for ids in tokenized(job, files):
             writer.write({"tokens": ids})
 
 
 def mosaic_ids(job: Job) -> Job:
-    """What mosaic_tokenize wrote."""
+    """Return the checksum of the ids that `mosaic_tokenize` wrote."""
     streaming = import_streaming()
     datasets = [streaming.LocalDataset(str(folder)) for folder in Path(job["output"]).iterdir()]
     return {"digest": digest(dataset[number]["tokens"] for dataset in datasets for number in range(len(dataset)))}
 
 
 def mosaic_prepare(job: Job) -> Job:
-    """The windows of `input` as MDS shards."""
+    """Write the windows of `input` as MDS shards."""
     with import_streaming().MDSWriter(out=job["output"], columns={"tokens": f"ndarray:uint16:{job['sequence'] + 1}"}) as writer:
         for window in windows(job):
             writer.write({"tokens": window})
@@ -216,18 +219,18 @@ def mosaic_prepare(job: Job) -> Job:
 
 
 def mosaic_loader(job: Job) -> Job:
-    """StreamingDataset over local shards, shuffled, in the process itself."""
+    """Measure StreamingDataset on local shards, shuffled, without worker processes."""
     streaming = import_streaming()
     streaming.base.util.clean_stale_shared_memory()
     dataset = streaming.StreamingDataset(local=job["output"], shuffle=True, batch_size=8)
-    return {"rate": rate(job, counted(dataset))}
+    return {"rate": rate(job, sample_reader(dataset))}
 
 
 # webdataset
 
 
 def webdataset_prepare(job: Job) -> Job:
-    """The windows of `input` as members of tars."""
+    """Write the windows of `input` as members of tar shards."""
     import webdataset
 
     with webdataset.ShardWriter(f"{job['output']}/%05d.tar", maxcount=4000, verbose=0) as writer:
@@ -237,16 +240,16 @@ def webdataset_prepare(job: Job) -> Job:
 
 
 def webdataset_loader(job: Job) -> Job:
-    """WebDataset over local tars, with its shuffle of shards and of 1,000 samples, in the process itself."""
+    """Measure WebDataset on local tar shards, with shuffled shards and a shuffle buffer of 1,000 samples, without worker processes."""
     import webdataset
 
     tars = [str(file) for file in sorted(Path(job["output"]).glob("*.tar"))]
     dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), empty_check=False).shuffle(1000)
-    return {"rate": rate(job, counted(dataset.map(lambda sample: np.frombuffer(sample["tokens.bin"], np.uint16))))}
+    return {"rate": rate(job, sample_reader(dataset.map(lambda sample: np.frombuffer(sample["tokens.bin"], np.uint16))))}
 
 
-def counted(dataset: Iterable[Any]) -> Callable[[], int]:
-    """Reads 256 samples a call, over and over the dataset."""
+def sample_reader(dataset: Iterable[Any]) -> Callable[[], int]:
+    """Return a function that reads 256 samples per call; the epochs of the dataset repeat."""
     samples = itertools.chain.from_iterable(itertools.repeat(dataset))
 
     def read() -> int:

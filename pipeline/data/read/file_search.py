@@ -1,4 +1,4 @@
-"""Looking for files: in folders, behind globs, and through fsspec at URLs."""
+"""Input file search: folders, globs, and URLs through fsspec."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pipeline.data.read.streams import is_remote
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that was come upon.
+    """A file, or a folder that cannot be listed.
 
     Attributes:
-        path: where it lies, a path or a URL.
-        name: its path below the input that led to it, JSON-safe.
-        real: its path with every link resolved.
-        size: bytes as stored.
+        path: local path or URL.
+        name: path relative to the input that contains it, JSON-safe.
+        real: path with all symbolic links resolved.
+        size: size as stored, in bytes.
         problem: why it cannot be read; empty if it can.
-        folder: it is a folder; those are told only with a problem.
+        folder: whether it is a folder; folders are returned only with a problem.
     """
 
     path: str
@@ -36,11 +36,11 @@ class Entry:
     folder: bool = False
 
 
-class NoPlaceError(Exception):
-    """An input leads nowhere.
+class InputPathError(Exception):
+    """An input path or URL does not exist or cannot be read.
 
     Attributes:
-        fix: what to do.
+        fix: the suggested fix.
     """
 
     def __init__(self, rule: str, fix: str) -> None:
@@ -49,21 +49,21 @@ class NoPlaceError(Exception):
 
 
 def search(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
-    """The files that one entry of data.input leads to, whatever their ending.
+    """Yield the files of one entry of data.input, regardless of their suffix.
 
     Raises:
-        NoPlaceError: it names nothing that exists or can be read.
+        InputPathError: the entry does not exist or cannot be read.
     """
     return _remote(given, exclude) if is_remote(given) else _local(given, exclude)
 
 
 def is_folder(given: str) -> bool:
-    """Whether an entry of data.input that exists is a folder; URLs always pass for one."""
+    """Whether an existing entry of data.input is a folder; URLs always count as folders."""
     return is_remote(given) or Path(given).expanduser().is_dir()
 
 
 def printable(name: str) -> str:
-    """A file name as Unicode text, bytes that are none as backslash escapes."""
+    """A file name as Unicode text, with undecodable bytes as backslash escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
@@ -71,24 +71,24 @@ def _local(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
     path = Path(given).expanduser()
     if path.is_file():
         if not os.access(path, os.R_OK):
-            raise NoPlaceError("cannot be read", "mend its permissions")
+            raise InputPathError("cannot be read", "fix its permissions")
         yield _file(path, path.parent)
     elif path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
-            raise NoPlaceError("cannot be read", "mend its permissions")
+            raise InputPathError("cannot be read", "fix its permissions")
         yield from _walk(path, path, exclude)
     else:
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         matches = sorted(root.glob(str(path.relative_to(root)))) if glob.has_magic(given) else []
         if not matches:
-            raise NoPlaceError("no such file, folder or match", "mend the path")
+            raise InputPathError("no such file, folder or match", "correct the path")
         for match in matches:
             if not any(_matches(part, exclude) for part in match.relative_to(root).parts):
                 yield from _walk(match, root, exclude) if match.is_dir() else [_file(match, root)]
 
 
 def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
-    """Every file below a folder. Links to folders are followed, each real folder once."""
+    """Yield every file below a folder. Symbolic links to folders are followed; each real folder is visited once."""
     seen: set[str] = set()
     refused: list[OSError] = []
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=refused.append):
@@ -105,20 +105,20 @@ def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
 
 
 def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
-    """A file and what is known of it, with few questions to the file system.
+    """The entry of a file, built with few file system calls.
 
     Args:
-        real_folder: its folder with every link resolved, where that is known.
+        real_folder: its folder with all symbolic links resolved, if known.
     """
-    place, name = str(path), printable(path.relative_to(root).as_posix())
+    location, name = str(path), printable(path.relative_to(root).as_posix())
     real = os.path.realpath(path) if not real_folder or path.is_symlink() else f"{real_folder}/{path.name}"
     try:
         info = path.stat()
     except OSError as error:
-        return Entry(place, name, real, problem=f"is a broken link: {error.strerror}")
+        return Entry(location, name, real, problem=f"is a broken link: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
-        return Entry(place, name, real, problem="is no regular file")
-    return Entry(place, name, real, info.st_size, "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it")
+        return Entry(location, name, real, problem="is not a regular file")
+    return Entry(location, name, real, info.st_size, "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -129,16 +129,16 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise NoPlaceError("a URL needs fsspec", "pip install 'tannschen[remote]'") from error
+        raise InputPathError("a URL needs fsspec", "pip install 'tannschen[remote]'") from error
     try:
         system, given_path = url_to_fs(given)
         root, found = _listed(system, given_path)
     except ImportError as error:
-        raise NoPlaceError(f"its protocol needs a package: {error}", "install that package beside fsspec") from error
-    except Exception as error:  # every protocol raises errors of its own
-        raise NoPlaceError(f"cannot be listed: {error}", "mend the URL, or what the protocol needs to log in") from error
+        raise InputPathError(f"its protocol needs a package: {error}", "install that package in addition to fsspec") from error
+    except Exception as error:  # every protocol raises its own exception types
+        raise InputPathError(f"cannot be listed: {error}", "correct the URL, or the credentials for its protocol") from error
     if not found:
-        raise NoPlaceError("no such file, folder or match", "mend the URL")
+        raise InputPathError("no such file, folder or match", "correct the URL")
     for path in sorted(found):
         name = path.removeprefix(root).lstrip("/")
         if found[path]["type"] == "file" and (path == given_path or not any(_matches(part, exclude) for part in name.split("/"))):
@@ -147,7 +147,7 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
 
 
 def _listed(system: Any, path: str) -> tuple[str, dict[str, Any]]:
-    """(the folder that names are relative to, path -> what is known of it) for every file at a path, below it or behind it as a glob."""
+    """List the files of a remote path, folder or glob: (the folder that names are relative to, path -> fsspec info)."""
     if glob.has_magic(path):
         fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.split("/"))
         found: dict[str, Any] = {}

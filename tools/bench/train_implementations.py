@@ -1,4 +1,4 @@
-"""The contenders of tools/bench_train. Run as a script with an Options object in JSON, this is one of them; prints its numbers as JSON."""
+"""The implementations that tools/bench_train compares. Run as a script with Options in JSON, measures one of them and prints JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# All libraries, whichever contender this is, so that everybody's memory is counted from the same start.
+# Every implementation imports all libraries, so that memory is measured from the same baseline.
 import deepspeed  # noqa: F401
 import hydra
 import numpy as np
@@ -28,6 +28,7 @@ from pipeline import artifact
 from pipeline.checkpoint.native import TrainState
 from pipeline.config import compose
 from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.loader import TokenDataset
@@ -38,13 +39,14 @@ from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.init import initialise
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel.parallelize import DTYPES, compiles
+from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
 from pipeline.progress import set_up_logging
 from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import build_optimizer
 from pipeline.training.trainer import Trainer
+from tools.bench.report import resident_bytes
 
 WARMUP_STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,9 +54,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """What one process does. `contender` is a row of the table, or "machine"."""
+    """The settings of one measured process.
 
-    contender: str
+    Attributes:
+        implementation: a row of the table, or "machine" for measure_machine.
+        model: a file of conf/model.
+        dtype: fp32 or bf16.
+        batch: sequences per step.
+        sequence: tokens per sequence.
+        steps: timed steps after the warmup.
+        clock: "wall" or "cpu".
+    """
+
+    implementation: str
     model: str
     dtype: str
     batch: int
@@ -64,49 +76,49 @@ class Options:
 
     @property
     def now(self) -> Callable[[], float]:
-        """The clock, in seconds."""
+        """The clock; returns seconds."""
         return {"wall": time.perf_counter, "cpu": time.process_time}[self.clock]
 
 
-class Watch:
-    """Times the steps after the warm-up. Marks are times of the host on a CPU, and events in the device's queue on a GPU."""
+class Timer:
+    """Times the steps after the warmup. Timestamps are host times on a CPU and CUDA events on a GPU."""
 
     def __init__(self, options: Options) -> None:
-        self._now, self._steps, self._tokens = options.now, options.steps, options.batch * options.sequence
-        self._done = 0
-        self._before = resident_bytes("VmRSS")
+        self._now, self._steps, self._step_tokens = options.now, options.steps, options.batch * options.sequence
+        self._finished_steps = 0
+        self._initial_bytes = resident_bytes("VmRSS")
         self._spans: list[tuple[Any, Any]] = []
         self.result: dict[str, float] = {}
 
-    def tick(self) -> None:
-        """A step has been queued."""
-        self._done += 1
-        if self._done == WARMUP_STEPS:
+    def step(self) -> None:
+        """Record the end of a step; on a GPU its kernels may still be queued."""
+        self._finished_steps += 1
+        if self._finished_steps == WARMUP_STEPS:
             synchronize()
             self._spans.clear()
             self._start = self._now()
-        if self._done == WARMUP_STEPS + self._steps:
+        if self._finished_steps == WARMUP_STEPS + self._steps:
             synchronize()
             seconds = self._now() - self._start
-            memory = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resident_bytes("VmHWM") - self._before
-            self.result = {"tokens_per_second": self._steps * self._tokens / seconds, "memory": memory}
+            memory = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resident_bytes("VmHWM") - self._initial_bytes
+            self.result = {"tokens_per_second": self._steps * self._step_tokens / seconds, "memory": memory}
             if self._spans:
                 self.result["not_model"] = 1 - sum(self._elapsed(*span) for span in self._spans) / seconds
 
-    def count(self, owner: Any, name: str) -> None:
-        """Let every later call of `owner.name` count as model."""
+    def count_as_model(self, owner: Any, name: str) -> None:
+        """Patch `owner.name`: the time of every later call counts as model."""
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self._mark()
+            start = self._timestamp()
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._spans.append((start, self._mark()))
+                self._spans.append((start, self._timestamp()))
 
         setattr(owner, name, timed)
 
-    def _mark(self) -> Any:
+    def _timestamp(self) -> Any:
         if DEVICE.type == "cpu":
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
@@ -114,27 +126,23 @@ class Watch:
         return event
 
     def _elapsed(self, start: Any, end: Any) -> float:
-        """Seconds between two marks."""
+        """Return the seconds between two timestamps."""
         return end - start if DEVICE.type == "cpu" else start.elapsed_time(end) / 1e3
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Wait until the GPU has finished all queued work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
-def resident_bytes(field: str) -> int:
-    """This process's memory by the kernel's count: VmRSS now, VmHWM at its highest."""
-    line = next(line for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+def compose_config(options: Options, folder: str) -> RunConfig:
+    """Return the checked configuration of ours; the other implementations read the sizes and the optimizer from it.
 
-
-def configured(options: Options, folder: str) -> RunConfig:
-    """The checked configuration of ours; the others read sizes and optimizer from it. The learning rate is constant.
+    The learning rate is constant.
 
     Raises:
-        UserError: the model does not take such sequences.
+        UserError: the model does not support this sequence length.
     """
     compose.register()
     overrides = {
@@ -148,20 +156,20 @@ def configured(options: Options, folder: str) -> RunConfig:
         "optimizer.lr": 1e-4,
         "optimizer.min_lr_ratio": 1,
         "optimizer.warmup_steps": 0,
-        "parallel.zero_stage": int(options.contender == "ours-zero1"),
+        "parallel.zero_stage": int(options.implementation == "ours-zero1"),
         "checkpoint.every": 0,
         "tracking.wandb": "disabled",
         "data.tokens": f"{folder}/tokens",
         "run_dir": f"{folder}/run",
     }
-    with hydra.initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
-        config = compose.typed(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        config = compose.to_run_config(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
     preflight.check(config, world_size=1)
     return config
 
 
 def write_tokens(config: RunConfig) -> None:
-    """A folder as stage=tokenize writes it, with random tokens: one sample for every place in a batch of the run."""
+    """Write random tokens in the format of stage=tokenize, exactly as many samples as the run consumes."""
     folder, training, vocabulary = Path(config.data.tokens), config.training, config.model.vocab_size
     folder.mkdir(parents=True)
     tokens = np.random.default_rng(0).integers(vocabulary, size=training.steps * training.global_batch_size * training.sequence_length + 1)
@@ -176,41 +184,41 @@ def write_tokens(config: RunConfig) -> None:
     artifact.write(folder, artifact.Manifest("tokenize", {}, {shard.name: entry}, totals))
 
 
-def train_ours(config: RunConfig, watch: Watch) -> float:
-    """The body of stage=pretrain, with a clock in it. Like the other two, returns the mean loss over all steps."""
+def train_ours(config: RunConfig, timer: Timer) -> float:
+    """Run the training code of stage=pretrain with a timer. Like the other two, returns the mean loss over all steps, in nats per token."""
 
     class Timed(Trainer):
         def train(self, *args: Any) -> Any:
             result = super().train(*args)
-            watch.tick()
+            timer.step()
             return result
 
     training = config.training
     samples = Causal(TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed))
-    mesh = meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, ""))
+    mesh = meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, ""))
     for owner, name in (
         (torch.autograd, "backward"),
         (torch.optim.AdamW, "step"),
         (gradient_clipping, "global_norm"),
         (torch, "_foreach_copy_"),
     ):
-        watch.count(owner, name)
+        timer.count_as_model(owner, name)
     trainer = Timed(config, mesh)
-    for stage in trainer.model.parts():
-        watch.count(stage, "forward")
+    for stage in trainer.model.stage_modules():
+        timer.count_as_model(stage, "forward")
     Path(config.run_dir).mkdir()
     with Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics:
         loop.train(config, trainer, samples, None, TrainState(), metrics)
-    meshes.stop()
+    meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
 
 
-def train_plainly(config: RunConfig, watch: Watch, *, stock: bool) -> float:
-    """The loop that one writes by hand."""
+def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
+    """Train with a hand-written loop over our model or the stock class; returns the mean loss."""
     dtype, samples = DTYPES[config.precision.dtype], batches(config)
     model: Any = stock_model(config, dtype).to(DEVICE) if stock else our_model(config).to(DEVICE, dtype)
-    if compiles(config, DEVICE):
+    if compile_enabled(config, DEVICE):
         for block in stock_blocks(model) if stock else model.blocks.values():
             block.compile()
     weights = list(model.parameters())
@@ -233,16 +241,16 @@ def train_plainly(config: RunConfig, watch: Watch, *, stock: bool) -> float:
             with torch.no_grad():
                 torch._foreach_copy_(weights, masters)
         losses.append(loss.detach())
-        watch.tick()
+        timer.step()
     return float(torch.stack(losses).mean())
 
 
-def train_with_trainer(config: RunConfig, watch: Watch) -> float:
-    """The Trainer of transformers, with its defaults where nothing else is asked for."""
+def train_with_trainer(config: RunConfig, timer: Timer) -> float:
+    """Train with transformers' Trainer, with its defaults for everything that is not set here; returns the mean loss."""
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            watch.tick()
+            timer.step()
 
     optimizer = config.optimizer
     arguments = TrainingArguments(
@@ -251,7 +259,7 @@ def train_with_trainer(config: RunConfig, watch: Watch) -> float:
         per_device_train_batch_size=config.training.global_batch_size,
         bf16=config.precision.dtype == "bf16",
         use_cpu=DEVICE.type == "cpu",
-        torch_compile=compiles(config, DEVICE),
+        torch_compile=compile_enabled(config, DEVICE),
         optim="adamw_torch_fused",
         learning_rate=optimizer.lr,
         lr_scheduler_type="constant",
@@ -262,7 +270,7 @@ def train_with_trainer(config: RunConfig, watch: Watch) -> float:
         max_grad_norm=optimizer.gradient_clipping,
         logging_steps=config.tracking.log_every,
         train_sampling_strategy="sequential",
-        remove_unused_columns=False,  # keeps shift_labels, without which the last position would have no label
+        remove_unused_columns=False,  # keeps shift_labels, without it the last position has no label
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -274,7 +282,7 @@ def train_with_trainer(config: RunConfig, watch: Watch) -> float:
 
 
 def batches(config: RunConfig) -> list[Tensor]:
-    """What the loader of ours yields: int64 (batch, sequence + 1) for every step."""
+    """Return the batches of our loader, one int64 tensor of shape (batch, sequence + 1) per step."""
     training = config.training
     dataset = TokenDataset(Path(config.data.tokens), "train", training.sequence_length, training.seed)
     samples = np.arange(training.steps * training.global_batch_size).reshape(training.steps, -1)
@@ -282,31 +290,31 @@ def batches(config: RunConfig) -> list[Tensor]:
 
 
 def our_model(config: RunConfig) -> Stack:
-    """The whole model in fp32 on the CPU, with the weights that ours starts from."""
+    """Return the unsharded model in fp32 on the CPU, with the initial weights of ours."""
     model = registry.build(config.model)
     initialise(model, config.model, config.training.seed)
     return model
 
 
 def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The transformers class with the same weights."""
+    """Return the stock transformers class with the same weights."""
     adapter, weights = registry.adapter(config.model), our_model(config).state_dict()
-    described = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
-    model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa")
-    theirs = {row.theirs: row.join([weights[name] for name in row.ours]) for row in registry.stock_rows(config.model)[0]}
-    lacking = model.load_state_dict(theirs, strict=False)
-    assert not lacking.unexpected_keys
-    assert set(lacking.missing_keys) <= {"lm_head.weight"}, lacking.missing_keys  # a tied head has no tensor of its own
+    stock_config = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
+    model = AutoModelForCausalLM.from_config(stock_config, dtype=dtype, attn_implementation="sdpa")
+    stock_weights = {row.theirs: row.join([weights[name] for name in row.ours]) for row in registry.stock_rows(config.model)[0]}
+    incompatible = model.load_state_dict(stock_weights, strict=False)
+    assert not incompatible.unexpected_keys
+    assert set(incompatible.missing_keys) <= {"lm_head.weight"}, incompatible.missing_keys  # a tied head shares the tensor of the embedding
     return model
 
 
 def stock_blocks(model: PreTrainedModel) -> Any:
-    """The decoder blocks, whatever the class calls them."""
+    """Return the decoder blocks; their attribute name depends on the class."""
     return next(child for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList))
 
 
 def measure_machine(config: RunConfig, now: Callable[[], float]) -> dict[str, Any]:
-    """What the table's head says: device, the fastest square matrix product in FLOP/s, and the model's sizes."""
+    """Return the device, its peak FLOP/s in a square matrix product, and the parameters and FLOPs per token of the model."""
     size, products = (8192, 50) if DEVICE.type == "cuda" else (1536, 3)
     a, b = (torch.randn(size, size, device=DEVICE).to(DTYPES[config.precision.dtype]) for _ in range(2))
     seconds = []
@@ -328,24 +336,24 @@ def measure_machine(config: RunConfig, now: Callable[[], float]) -> dict[str, An
 
 
 def run(options: Options) -> dict[str, Any]:
-    """One contender's tokens_per_second, memory in bytes, mean loss, and for ours the share not_model.
+    """Return tokens_per_second, memory in bytes, mean loss, and for ours the share not_model.
 
     Raises:
-        UserError: see configured.
+        UserError: as compose_config.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = configured(options, folder)
-        if options.contender == "machine":
+        config = compose_config(options, folder)
+        if options.implementation == "machine":
             return measure_machine(config, options.now)
         write_tokens(config)
-        watch = Watch(options)
-        if options.contender == "trainer":
-            loss = train_with_trainer(config, watch)
-        elif options.contender.startswith("plain"):
-            loss = train_plainly(config, watch, stock=options.contender == "plain-hf")
+        timer = Timer(options)
+        if options.implementation == "trainer":
+            loss = train_with_trainer(config, timer)
+        elif options.implementation.startswith("plain"):
+            loss = train_plain(config, timer, stock=options.implementation == "plain-hf")
         else:
-            loss = train_ours(config, watch)
-        return {**watch.result, "loss": loss}
+            loss = train_ours(config, timer)
+        return {**timer.result, "loss": loss}
 
 
 if __name__ == "__main__":

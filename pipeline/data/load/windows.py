@@ -1,0 +1,46 @@
+"""Which tokens of a corpus does window j hold? tokens[j * T : j * T + T + 1], where T is the sequence length.
+
+Neighboring windows share one token: it is the last label of the first and the first input of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.stream import TokenStream
+
+
+class Windows:
+    """Consecutive windows of equal length over the tokens of each corpus, regardless of document boundaries. Implements Sequences.
+
+    Attributes:
+        counts: (corpora,) int64, windows per epoch of each corpus.
+    """
+
+    def __init__(self, stream: TokenStream, corpora: Sequence[Corpus], sequence_length: int) -> None:
+        """Compute where each corpus begins in the stream.
+
+        Args:
+            stream: the concatenated tokens of the corpora.
+            corpora: in the order of the stream.
+            sequence_length: tokens per window, not counting the last label.
+        """
+        self._stream, self._length = stream, sequence_length
+        tokens = np.array([corpus.total("tokens") for corpus in corpora], dtype=np.int64)
+        self._starts = np.cumsum(tokens) - tokens
+        self.counts = np.maximum(tokens - 1, 0) // sequence_length
+
+    def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Read windows.
+
+        Args:
+            corpora: (n,) or (1,) int64, the corpus of each window.
+            indices: (n,) int64, the number of each window within its corpus.
+
+        Returns:
+            (n, sequence_length + 1) in the stream's dtype.
+        """
+        return self._stream.read(self._starts[corpora] + indices * self._length, self._length + 1)

@@ -1,0 +1,1 @@
+"""The test cases of tools/numerics and tools/parity."""
