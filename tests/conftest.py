@@ -1,44 +1,107 @@
-"""Session fixtures: artifacts created once by the stages and shared by test files, which treat them as read-only."""
+"""The processes and artifacts that several test files use, and which tests run beside which."""
 
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.helpers import SHARDS, pipeline, write_corpus
 
+SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
+
+
+def pytest_configure(config):
+    """Start the server of warm processes: one for all workers of pytest-xdist."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory()
+        os.environ[warm.ADDRESS] = f"{folder.name}/socket"
+        command = [sys.executable, warm.__file__, "--serve", os.environ[warm.ADDRESS]]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        config.stash[SERVER] = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL), folder
+        while not Path(os.environ[warm.ADDRESS]).exists():
+            assert config.stash[SERVER][0].poll() is None, "the server of warm processes ended"
+            time.sleep(0.01)
+
+
+def pytest_unconfigure(config):
+    """Stop it."""
+    if server := config.stash.get(SERVER, None):
+        server[0].communicate()
+        server[1].cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests of several ranks first, and one after the other: they are the longest, and a machine of two cores has room for one world."""
+    for item in items:
+        if "world" in item.fixturenames or item.get_closest_marker("slurm"):
+            item.add_marker("world")
+        if item.get_closest_marker("world"):
+            item.add_marker(pytest.mark.xdist_group("world"))
+    items.sort(key=lambda item: item.get_closest_marker("world") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Workers of pytest-xdist get the tests of several ranks as one unit, and the others file by file, in the order of collection."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):
+        def _split_scope(self, nodeid):
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`once(name, make)`: a folder that `make(folder)` writes, once for all workers of pytest-xdist."""
+    root = tmp_path_factory.getbasetemp()
+    root = root if worker_id == "master" else root.parent
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        with open(root / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / f"{name}.done").exists():
+                make(root / name)
+                (root / f"{name}.done").touch()
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(once) -> Path:
     """A folder of JSON lines: 200 documents."""
-    folder = tmp_path_factory.mktemp("corpus") / "documents"
-    write_corpus(folder)
-    return folder
+    return once("corpus", write_corpus)
 
 
 @pytest.fixture(scope="session")
-def shards(corpus) -> Path:
-    """Text shards of the corpus: several of the train split, one of the validation split."""
-    folder = corpus.parent / "shards"
-    pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={folder}", *SHARDS)
-    return folder
+def shards(once, corpus) -> Path:
+    """Text shards of the corpus: several of training text, one of validation text."""
+    return once("shards", lambda folder: pipeline("stage=shard", f"data.input=[{corpus}]", f"data.shards={folder}", *SHARDS))
 
 
 @pytest.fixture(scope="session")
-def tokenizer(shards) -> Path:
-    """A tokenizer with 300 entries, trained on the shards."""
-    folder = shards.parent / "tokenizer"
-    pipeline(
-        "stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", "tokenizer.vocab_size=300", "tokenizer.report=false"
-    )
-    return folder
+def tokenizer(once, shards) -> Path:
+    """A tokenizer of 300 entries, learned from the shards."""
+    settings = ("stage=train_tokenizer", f"data.shards={shards}", "tokenizer.vocab_size=300", "tokenizer.report=false")
+    return once("tokenizer", lambda folder: pipeline(*settings, f"tokenizer.path={folder}"))
 
 
 @pytest.fixture(scope="session")
-def tokens(shards, tokenizer) -> Path:
+def tokens(once, shards, tokenizer) -> Path:
     """Token shards of the text shards."""
-    folder = shards.parent / "tokens"
-    pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}")
-    return folder
+    settings = ("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}")
+    return once("tokens", lambda folder: pipeline(*settings, f"data.tokens={folder}"))
 
 
 @pytest.fixture(scope="session")

@@ -3,29 +3,103 @@
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def pipeline(*arguments: str, ranks: int = 0, expect: int = 0, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
-    """Run `python -m pipeline ARGUMENTS`, under mpirun if ranks > 0, and return its combined stdout and stderr.
+#: What runs Python in a process forked from one with all imports done; a launcher starts it in place of Python.
+PYTHON = (sys.executable, "-S", str(ROOT / "tests" / "warm.py"))
+
+
+def program(name: str) -> str:
+    """A command of the environment that runs the tests."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def torchrun(ranks: int, *arguments: str, cold: bool = False) -> tuple[str, ...]:
+    """The words before a command that is to run on several ranks of this machine."""
+    start = (program("torchrun"),) if cold else (*PYTHON, "-m", "torch.distributed.run")
+    return *start, f"--nproc_per_node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python", *arguments
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of this process, one thread a process, and the package."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def python(
+    *arguments: object,
+    ranks: int = 0,
+    prefix: tuple[str, ...] = (),
+    cold: bool = False,
+    timeout: float = 300,
+    env: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run `python ARGUMENTS`, under mpirun when ranks are given; returns the exit code and what it printed, both streams.
 
     Args:
-        arguments: command-line arguments.
-        ranks: number of MPI ranks; 0 starts a single process without mpirun.
-        expect: expected exit code.
-        prefix: command placed before the pipeline command, for example a launcher.
-        env: additional environment variables.
+        prefix: a command that is to run it.
+        cold: start Python as users do. Otherwise the process is forked from one with all imports done (tests/warm.py).
+        timeout: in seconds.
+        env: environment variables besides those of this process.
     """
-    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)] if ranks else []
-    command = [*prefix, *launcher, sys.executable, "-m", "pipeline", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{' '.join(command)}\n{done.stdout}"
-    return done.stdout
+    variables = environment(**(env or {}))
+    prefix += (program("mpirun"), "-n", str(ranks)) if ranks else ()
+    with tempfile.TemporaryFile() as output:
+        if prefix or cold:
+            command = [*prefix, *((sys.executable,) if cold else PYTHON), *map(str, arguments)]
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            code = subprocess.run(command, env=variables, timeout=timeout, **streams).returncode
+        else:
+            code = warm.start(*arguments, environment=variables, output=output.fileno()).wait(timeout)
+        output.seek(0)
+        return code, output.read().decode()
+
+
+def pipeline(*arguments: object, expect: int = 0, **options: Any) -> str:
+    """Run `python -m pipeline ARGUMENTS` with the options of `python`; returns what it printed, both streams.
+
+    Args:
+        expect: the exit code it must have.
+    """
+    code, printed = python("-m", "pipeline", *arguments, **options)
+    assert code == expect, f"exit code {code}, expected {expect}:\n{' '.join(map(str, arguments))}\n{printed}"
+    return printed
+
+
+def start_ranks(count: int, *arguments: object, output: int | None = None) -> list[warm.Process]:
+    """Start `python -m pipeline ARGUMENTS` on several ranks, each with the variables that torchrun sets, and no launcher above them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "none"}
+    job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [warm.start("-m", "pipeline", *arguments, environment=environment(**job, **place), output=output) for place in places]
+
+
+def run_ranks(count: int, *arguments: object, timeout: float = 400) -> str:
+    """Run `start_ranks` to the end; returns what all ranks printed, both streams. A rank that fails ends the others."""
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryFile() as output:
+        ranks = start_ranks(count, *arguments, output=output.fileno())
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            codes = [rank.poll() for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+        output.seek(0)
+        printed = output.read().decode()
+    assert codes == [0] * count, f"exit codes {codes}:\n{printed}"
+    return printed
 
 
 def words(seed: int, count: int) -> str:

@@ -1,35 +1,38 @@
 """A gloo process group that is started once and runs functions of many tests on all ranks."""
 
-import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests import warm
+from tests.helpers import environment
+
 
 class World:
     """Rank processes that wait for functions to run."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = mp.get_context("spawn")
         self.size = size
-        self._pipes = [context.Pipe() for _ in range(size)]
-        store = f"file://{folder}/store"
-        self._ranks = [
-            context.Process(target=_serve, args=(rank, size, store, pipe[1]), daemon=True) for rank, pipe in enumerate(self._pipes)
-        ]
-        for rank in self._ranks:
-            rank.start()
+        self._pipes, self._ranks = [], []
+        for rank in range(size):
+            ours, theirs = Pipe()
+            call = f"from tests.world import serve; serve({rank}, {size}, 'file://{folder}/store', {theirs.fileno()})"
+            self._ranks.append(warm.start("-c", call, environment=environment(), output=2, pass_fds=(theirs.fileno(),)))
+            self._pipes.append(ours)
+            theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run `function(*arguments)` on all ranks and return the results by rank. An exception on any rank fails the test."""
-        for pipe, _ in self._pipes:
+        """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
+        for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, (pipe, _) in enumerate(self._pipes)]
+        answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, pipe in enumerate(self._pipes)]
         failures = [answer for good, answer in answers if not good]
         assert not failures, "\n".join(failures)
         return [answer for _, answer in answers]
@@ -40,7 +43,9 @@ class World:
             rank.kill()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
+    """Be a rank."""
+    pipe = Connection(pipe_fd)
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)

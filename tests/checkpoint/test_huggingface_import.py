@@ -79,6 +79,7 @@ def test_the_export_is_the_imported_model(run, tokenizer):
     assert all(torch.equal(again[name], value) for name, value in stock.state_dict().items())
 
 
+@pytest.mark.world
 def test_pretrain_continues_in_any_layout(run, tokens, tmp_path):
     """With the words that convert told, in one process and cut."""
     _, run_dir, stock, words = run

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import pipeline
+from tests.helpers import pipeline, torchrun
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
@@ -73,16 +72,14 @@ def test_only_one_rank_reports_an_error(tmp_path: Path) -> None:
 
 def test_a_delayed_rank_0_reports_the_error(tmp_path: Path) -> None:
     """torchrun terminates all ranks when one has failed: the other ranks must not exit before rank 0 has reported the error."""
-    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
     late = ("sh", "-c", '[ "$RANK" = 1 ] || sleep 1; exec "$@"', "late")
-    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *late), expect=1)
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *late), expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 
 def test_an_error_that_rank_0_does_not_find_is_reported(tmp_path: Path) -> None:
-    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "--no-python")
     elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")
-    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=(*torchrun, *elsewhere), expect=1)
+    message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *elsewhere), expect=1)
     assert message.count("optimizer.lr=-1") == 1
 
 

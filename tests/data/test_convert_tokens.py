@@ -34,8 +34,8 @@ def convert(tokens: Path, to: str, *settings: str, ranks: int = 0, expect: int =
 
 
 @pytest.fixture(scope="module")
-def indexed(tokens) -> Path:
-    folder = tokens.parent / "indexed"
+def indexed(tokens, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("indexed") / "tokens"
     convert(tokens, "megatron", f"stage.output={folder}")
     return folder
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
@@ -24,7 +21,7 @@ from pipeline.data.dedup.exact import EDGE
 from pipeline.data.mpi import SingleProcessComm
 from pipeline.data.words import Words
 from pipeline.errors import UserError
-from tests.helpers import ROOT, pipeline
+from tests.helpers import ROOT, pipeline, python
 
 VOCABULARY = [f"wort{number}" for number in range(3000)]
 
@@ -105,10 +102,9 @@ def compared(texts: list[str], scores: list[int], settings: DedupConfig) -> tupl
 def ranks_find(folder: Path, cases: list[dict], ranks: int, round_bytes: int = 1 << 26) -> list[dict]:
     """Run the cases on `ranks` ranks; every rank verifies that all ranks have the same result."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    script = [sys.executable, str(ROOT / "tests/data/dedup_ranks.py"), folder / "cases.json", folder / "results.json", str(round_bytes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
-    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
+    script = (ROOT / "tests/data/dedup_ranks.py", folder / "cases.json", folder / "results.json", round_bytes)
+    code, printed = python(*script, ranks=ranks, env={"RAYON_NUM_THREADS": "1"})
+    assert code == 0, printed
     return json.loads((folder / "results.json").read_text())
 
 

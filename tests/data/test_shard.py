@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from pipeline.data.shard import shuffle, text_shards
 from pipeline.data.shard.shuffle import Order, Tally
-from tests.helpers import RAW, ROOT, pipeline, prose, same_files, words, write_corpus
+from tests import warm
+from tests.helpers import RAW, environment, pipeline, program, prose, same_files, words, write_corpus
 
 
 def samples(folder: Path, split: str = "*") -> list[dict]:
@@ -303,7 +304,7 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     folder = tmp_path / "limited"
     for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
         limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
-        printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited)
+        printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited, cold=True)
         assert f"{folder}: cannot be written" in printed
         assert "Traceback" not in printed
         assert [path.name for path in folder.iterdir()] == [".unfinished"]
@@ -311,13 +312,11 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     assert same_files(tmp_path / "complete", folder)
 
 
-def start(*arguments: object, ranks: int = 0) -> subprocess.Popen:
-    launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)] if ranks else []
-    command = [*launcher, sys.executable, "-m", "pipeline", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start(*arguments: object) -> warm.Process:
+    return warm.start("-m", "pipeline", *arguments, environment=environment())
 
 
-def wait_for(folder: Path, mark: str, process: subprocess.Popen) -> None:
+def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) -> None:
     while process.poll() is None and not list(folder.glob(mark)):
         time.sleep(0.001)
 
@@ -346,7 +345,8 @@ def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one
 def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    process = start(*settings, ranks=2)
+    command = [program("mpirun"), "-n", "2", sys.executable, "-m", "pipeline", *settings]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(folder, ".unfinished/part-*.json", process)
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "stage=shard" in " ".join(child.cmdline())]
     victim = [rank for rank in ranks if "python" in rank.name()][-1]

@@ -12,6 +12,8 @@ from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.models import families, registry
 from tests.helpers import pipeline
 
+pytestmark = pytest.mark.world
+
 RUNS = {
     "gpt": (
         1,

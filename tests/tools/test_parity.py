@@ -1,16 +1,12 @@
 """tools/parity: a family is within the tolerance, a changed weight fails, and every family has test cases."""
 
-import subprocess
-import sys
-
 from pipeline.models.families import FAMILIES
-from tests.helpers import ROOT
+from tests.helpers import ROOT, python
 from tools.audit.parity_cases import VARIANTS
 
 
 def parity(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, ROOT / "tools" / "parity", *arguments], capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout
+    return python(ROOT / "tools" / "parity", *arguments)
 
 
 def test_a_family_equals_its_stock_class_in_both_directions():

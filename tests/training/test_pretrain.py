@@ -1,19 +1,17 @@
 """pretrain at the command line: outputs of a run, kill -9 and resume, and errors on invalid input."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers import ROOT, pipeline
+from tests.helpers import pipeline, run_ranks, start_ranks, torchrun
+
+pytestmark = pytest.mark.world
 
 TINY = (
     "model=llama-tiny",
@@ -31,26 +29,9 @@ TINY = (
 EXACT = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "skipped")
 
 
-def torchrun(ranks: int, *arguments: str) -> list[str]:
-    """The command line of a run with several local ranks."""
-    launcher = [
-        str(Path(sys.executable).with_name("torchrun")),
-        f"--nproc_per_node={ranks}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-    ]
-    return [*launcher, "-m", "pipeline", "stage=pretrain", *TINY, *map(str, arguments)]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
 def run(ranks: int, *arguments: str) -> str:
-    """Run to completion, and return stdout and stderr."""
-    done = subprocess.run(torchrun(ranks, *arguments), env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    """Train to completion, and return stdout and stderr of all ranks."""
+    return run_ranks(ranks, "stage=pretrain", *TINY, *arguments)
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -59,6 +40,10 @@ def lines(run_dir: Path) -> list[dict]:
 
 def exact(run_dir: Path) -> list[tuple]:
     return [tuple(line[key] for key in EXACT) if "loss" in line else (line["step"], line["validation_loss"]) for line in lines(run_dir)]
+
+
+def assert_plain(printed: str) -> None:
+    assert all(ord(c) >= 32 or c in "\n\t" for c in printed), "a log contains no control characters"
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +72,14 @@ def test_a_run_on_eight_ranks_writes_the_documented_files(eight):
     assert manifest["totals"]["world_size"] == 8
     assert (folder / "config.yaml").is_file()
     assert len(list((folder / "wandb").glob("offline-run-*"))) == 1, "only rank 0 logs"
-    assert all(ord(c) >= 32 or c in "\n\t" for c in printed), "a log contains no control characters"
+    assert_plain(printed)
 
 
 def test_another_layout_has_the_same_metrics(eight, tokens, tmp_path):
-    run(2, "parallel.zero_stage=3", "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=6")
+    """Started by torchrun, as users do."""
+    arguments = ("parallel.zero_stage=3", "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=6")
+    printed = pipeline("stage=pretrain", *TINY, *arguments, prefix=torchrun(2, cold=True), cold=True)
+    assert_plain(printed)
     for ours, theirs in zip(exact(tmp_path / "run"), exact(eight[0]), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -130,22 +118,15 @@ def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, 
     )
     run(ranks, *arguments, f"run_dir={tmp_path}/straight")
     for kill in range(kills):
-        process = subprocess.Popen(
-            torchrun(ranks, *arguments, f"run_dir={tmp_path}/killed"),
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        processes = start_ranks(ranks, "stage=pretrain", *TINY, *arguments, f"run_dir={tmp_path}/killed")
         metrics, until = tmp_path / "killed" / "metrics.jsonl", random.uniform(4, 8) * (kill + 1)
-        while process.poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
+        while processes[0].poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.1))
-        workers = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers) >= ranks, "the run ended before it was killed"
-        for worker in [psutil.Process(process.pid), *workers]:  # torchrun starts each rank in a separate session
-            worker.send_signal(signal.SIGKILL)
-        psutil.wait_procs(workers)
-        process.wait()
+        assert [process.poll() for process in processes] == [None] * ranks, "the run ended before it was killed"
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        assert [process.wait() for process in processes] == [-signal.SIGKILL] * ranks
     run(ranks, *arguments, f"run_dir={tmp_path}/killed")
     assert exact(tmp_path / "killed") == exact(tmp_path / "straight")
 
@@ -217,7 +198,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(tokens, tmp_pa
     """A file-size limit simulates a full disk: metrics.jsonl stays below it, a checkpoint does not."""
     limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "limited")
     common = ("stage=pretrain", *TINY, "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=3")
-    said = pipeline(*common, expect=2, prefix=limited)
+    said = pipeline(*common, expect=2, prefix=limited, cold=True)
     assert "could not be written" in said
     assert "Traceback" not in said
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
