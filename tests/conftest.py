@@ -1,5 +1,7 @@
 """The processes and artifacts that several test files use, and which tests run beside which."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 import subprocess
@@ -8,12 +10,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import warm
 from tests.helpers import SHARDS, pipeline, write_corpus
-from tests.world import World
+
+if TYPE_CHECKING:
+    from tests.world import World  # which loads torch
 
 SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
 
@@ -108,6 +113,8 @@ def tokens(once, shards, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
     """`worlds(size)`: gloo ranks, started once for all tests that use that many."""
+    from tests.world import World
+
     started: dict[int, World] = {}
 
     def world(size: int) -> World:
