@@ -6,13 +6,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import warm
 from tests.helpers import SHARDS, pipeline, write_corpus
+from tests.world import World
 
 SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
 
@@ -41,7 +42,7 @@ def pytest_unconfigure(config):
 def pytest_collection_modifyitems(items):
     """Tests of several ranks first, and one after the other: they are the longest, and a machine of two cores has room for one world."""
     for item in items:
-        if "world" in item.fixturenames or item.get_closest_marker("slurm"):
+        if "worlds" in item.fixturenames or item.get_closest_marker("slurm"):
             item.add_marker("world")
         if item.get_closest_marker("world"):
             item.add_marker(pytest.mark.xdist_group("world"))
@@ -105,10 +106,21 @@ def tokens(once, shards, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    """Four gloo ranks, shared by all multi-rank tests."""
-    from tests.world import World
+def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
+    """`worlds(size)`: gloo ranks, started once for all tests that use that many."""
+    started: dict[int, World] = {}
 
-    ranks = World(4, tmp_path_factory.mktemp("world"))
-    yield ranks
-    ranks.stop()
+    def world(size: int) -> World:
+        if size not in started:
+            started[size] = World(size, tmp_path_factory.mktemp("world"))
+        return started[size]
+
+    yield world
+    for ranks in started.values():
+        ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def world(worlds) -> World:
+    """Four gloo ranks."""
+    return worlds(4)

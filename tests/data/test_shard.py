@@ -60,6 +60,7 @@ def cleaned(library) -> Path:
     return library.parent / "cleaned"
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
     assert len(list(cleaned.glob("train-*.tar"))) >= 3
     for ranks in (1, 2, 4):
@@ -296,6 +297,7 @@ def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
@@ -321,6 +323,7 @@ def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) 
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
@@ -342,6 +345,7 @@ def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
 
 
+@pytest.mark.slow
 def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.helpers import ROOT, python, words
+
+pytestmark = pytest.mark.slow
 
 ENGLISH = "The winter was long, and the people of the village had to wait for the snow to melt before they could go to the forest. "
 

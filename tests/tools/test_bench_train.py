@@ -1,6 +1,10 @@
 """The table of tools/bench_train, without assertions on times."""
 
+import pytest
+
 from tests.helpers import ROOT, python
+
+pytestmark = pytest.mark.slow
 
 TINY = ["--model=llama-tiny", "--batch=2", "--sequence=16", "--steps=2", "--rounds=1"]
 

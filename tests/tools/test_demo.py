@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 #: Settings that make it last seconds.
 SHORT = [
     "data.suffixes=[.jsonl]", "data.validation_fraction=0.1", "tokenizer.vocab_size=300", "model.layers=1", "training.steps=30",

@@ -1,5 +1,7 @@
 """tools/parity: a family is within the tolerance, a changed weight fails, and every family has test cases."""
 
+import pytest
+
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT, python
 from tools.audit.parity_cases import VARIANTS
@@ -9,6 +11,7 @@ def parity(*arguments: str) -> tuple[int, str]:
     return python(ROOT / "tools" / "parity", *arguments)
 
 
+@pytest.mark.slow
 def test_a_family_equals_its_stock_class_in_both_directions():
     code, table = parity("--family", "gpt")
     assert code == 0, table
@@ -19,6 +22,7 @@ def test_a_family_equals_its_stock_class_in_both_directions():
     assert all(line[-1] == "GPT2LMHeadModel" and float(line[3]) <= 1e-5 and int(line[4]) > 100 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_changed_weight_fails():
     code, table = parity("--family", "llama", "--spoil")
     assert code == 1

@@ -43,6 +43,7 @@ def numbers(path: Path, seed: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_t5_learns_to_fill_spans(with_pad, tmp_path):  # noqa: F811 - the fixture
     paths = (f"data.tokens={with_pad}/tokens", f"tokenizer.path={with_pad}/tokenizer", f"run_dir={tmp_path}/run")
     pipeline(*SMALL, "model=t5-tiny", "model.head_width=8", *paths, "training.steps=30")
@@ -53,6 +54,7 @@ def test_t5_learns_to_fill_spans(with_pad, tmp_path):  # noqa: F811 - the fixtur
     assert last["bits_per_byte"] is None, "the loss does not cover all tokens of the text"
 
 
+@pytest.mark.slow
 def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path):  # noqa: F811 - the fixture
     files = (f"data.pairs.train=[{numbers(tmp_path / 'a.tsv', 0)}]", f"data.pairs.validation=[{numbers(tmp_path / 'b.tsv', 1)}]")
     paths = (f"tokenizer.path={with_pad}/tokenizer", f"run_dir={tmp_path}/run")

@@ -184,10 +184,11 @@ def _masked(overrides):
     return losses
 
 
-def test_compiled_tensor_parallel_blocks_train_alike(world):
+def test_compiled_tensor_parallel_blocks_train_alike(worlds):
     """Requires a C++ compiler; on a GPU the blocks are compiled by default."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    plain = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2"))
-    compiled = world.run(_losses, ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2", "training.compile=on"))
+    settings = ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2", "model.layers=2")
+    plain = worlds(2).run(_losses, settings)
+    compiled = worlds(2).run(_losses, (*settings, "training.compile=on"))
     assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=1e-4)

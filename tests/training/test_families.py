@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import pipeline
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("gpt1-tiny", "opt-tiny", "bloom-tiny", "mistral-tiny", "mixtral-tiny", "deepseek-tiny")
 
 

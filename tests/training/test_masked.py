@@ -133,6 +133,7 @@ def lines(run_dir):
 
 
 @pytest.mark.parametrize("model, kind", [("bert-tiny", "bert"), ("roberta-tiny", "roberta")])
+@pytest.mark.slow
 def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     paths = (f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"data.shards={shards}")
     common = (*paths, f"tokenizer={kind}", f"run_dir={tmp_path}/run", f"model={model}", "model.vocab_size=520", "model.hidden=64")
