@@ -35,7 +35,7 @@ from pipeline.data.load.objectives.causal import Causal
 from pipeline.errors import UserError
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compiles
 from pipeline.planner.flops import flops_per_token
@@ -278,7 +278,7 @@ def batches(config: RunConfig) -> list[Tensor]:
 def our_model(config: RunConfig) -> Stack:
     """The whole model in fp32 on the CPU, with the weights that ours starts from."""
     model = registry.build(config.model)
-    initialise(model, config.model, config.training.seed)
+    initialize(model, config.model, config.training.seed)
     return model
 
 
@@ -287,7 +287,7 @@ def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     adapter, weights = registry.adapter(config.model), our_model(config).state_dict()
     described = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
     model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa")
-    theirs = {row.theirs: row.join([weights[name] for name in row.ours]) for row in registry.stock_rows(config.model)[0]}
+    theirs = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_rows(config.model)[0]}
     lacking = model.load_state_dict(theirs, strict=False)
     assert not lacking.unexpected_keys
     assert set(lacking.missing_keys) <= {"lm_head.weight"}, lacking.missing_keys  # a tied head has no tensor of its own

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import dispatch, inverse, moe_layers
+from pipeline.layers.moe import inverse_permutation, moe_layers, permute
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
@@ -75,9 +75,9 @@ class RemoteExperts(nn.Module):
         travelling = sum(sent)
         arrived = exchange(x[:travelling], sent, received, self.group)
         order = _by_expert(coming, sum(received))
-        back = inverse(order)
-        done = self.experts(dispatch(arrived, order, back), coming.sum(dim=0))
-        home = exchange(dispatch(done, back, order), received, sent, self.group)
+        back = inverse_permutation(order)
+        done = self.experts(permute(arrived, order, back), coming.sum(dim=0))
+        home = exchange(permute(done, back, order), received, sent, self.group)
         return torch.cat([home, home.new_zeros(x.shape[0] - travelling, home.shape[1])])
 
 
@@ -98,4 +98,4 @@ def apply(model: nn.Module, mesh: Mesh) -> None:
         if mesh.layout.expert > 1:
             moe.experts = RemoteExperts(moe.experts, mesh.expert)
         if mesh.layout.context > 1:
-            moe.total = partial(collectives.total, group=mesh.context)
+            moe.reduce_sums = partial(collectives.total, group=mesh.context)

@@ -88,7 +88,7 @@ class RingPlan:
             return Mask(causal=mask.causal and source == self.group.rank())
         ranks, here = self.group.size(), self.group.rank()
         theirs = None if mask.documents is None else self._documents()[source][:, keys]
-        return mask.having(
+        return mask.replace(
             documents=None if mask.documents is None else mask.documents[:, queries],
             key_documents=theirs,
             positions=places(here, ranks, self.tokens, self.device)[None, queries],
@@ -99,7 +99,7 @@ class RingPlan:
         """Those of every rank's tokens, exchanged once for all blocks."""
         documents = self.mask.documents
         assert documents is not None
-        found: list[Tensor] = self.mask.once("documents of the ring", lambda: collectives.gather(documents, self.group))
+        found: list[Tensor] = self.mask.cached("documents of the ring", lambda: collectives.gather(documents, self.group))
         return found
 
 

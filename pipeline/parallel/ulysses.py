@@ -30,7 +30,7 @@ class UlyssesCore:
         scale: float | None = None,
     ) -> torch.Tensor:
         """See Core (layers/attention.py); the mask's documents are those of this rank's tokens, its slopes those of all heads."""
-        whole: Mask = mask.once("of all tokens", lambda: self._of_all_tokens(mask))
+        whole: Mask = mask.cached("of all tokens", lambda: self._of_all_tokens(mask))
         q, k, v = (collectives.heads_for_tokens(x, self.group) for x in (q, k, v))
         return collectives.tokens_for_heads(self.inner(q, k, v, whole, window=window, scale=scale), self.group)
 
@@ -40,4 +40,4 @@ class UlyssesCore:
         assert mask.key_documents is None, "swapping is for attention to oneself"
         documents = None if mask.documents is None else torch.cat(collectives.gather(mask.documents, self.group), dim=1)
         slopes = None if mask.slopes is None else mask.slopes.chunk(self.group.size())[self.group.rank()]
-        return mask.having(documents=documents, positions=None, slopes=slopes)
+        return mask.replace(documents=documents, positions=None, slopes=slopes)

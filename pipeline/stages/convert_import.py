@@ -37,7 +37,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
         UserError: the folder's model has what no family has, its weights are not its class's, or run_dir holds another run.
     """
     content = huggingface_import.read_config(source)
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     model, files = together(
         lambda: config_json.read(adapter, FAMILIES[family], content),
         lambda: huggingface_import.weight_files(source),

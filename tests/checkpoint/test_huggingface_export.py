@@ -18,7 +18,7 @@ from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
@@ -43,7 +43,7 @@ class InMemory:
 def random_model(config):
     """Every weight random and large enough to matter, norms and biases too."""
     model = registry.build(config)
-    initialise(model, config, seed=0)
+    initialize(model, config, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -125,7 +125,7 @@ def test_depths_of_multi_token_prediction_travel(tmp_path, tokenizer_folder):
         weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, file, {"format": "pt"})
     content = read_config(tmp_path)
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     found = ImportedWeights(StockWeights(tmp_path, adapter), config_json.read(adapter, FAMILIES[family], content))
     assert len(found.check()) == 4
     expected = InMemory(model)
@@ -139,7 +139,7 @@ def test_depths_of_multi_token_prediction_travel(tmp_path, tokenizer_folder):
 def test_banded_layers_have_no_stock_class():
     """GPT-2's class looks at everything; what GPT-3 learned through a band would be another model."""
     config = GPTConfig(banded_window=16)
-    with pytest.raises(UserError, match=r"model\.banded_window=16: is nothing GPT2LMHeadModel has"):
+    with pytest.raises(UserError, match=r"model\.banded_window=16: is not supported by GPT2LMHeadModel"):
         huggingface_export.write_configs(Path("unwritten"), config, dtype=torch.float32, end_of_document_id=0)
 
 

@@ -38,7 +38,7 @@ def save_gpt(folder: Path) -> GPT2LMHeadModel:
 def imported(folder: Path) -> ImportedWeights:
     """The weights of a folder, checked."""
     content = read_config(folder)
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     weights = ImportedWeights(StockWeights(folder, adapter), config_json.read(adapter, FAMILIES[family], content))
     weights.check()
     return weights
@@ -193,8 +193,8 @@ def test_folders_that_are_no_model(tmp_path):
     with pytest.raises(UserError, match=r"no readable config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
-    with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is no class that can be imported"):
-        registry.adapter_of(read_config(tmp_path))
+    with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is not a class that can be imported"):
+        registry.find_adapter(read_config(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"holds no model\.safetensors"):
         StockWeights(tmp_path, registry.adapters("gpt")[0])

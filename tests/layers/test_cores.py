@@ -39,11 +39,11 @@ class InParts(torch.autograd.Function):
 
 def in_parts(q, k, v, mask, *, window=None, scale=None):
     """A core."""
-    own, other = (place.expand(len(q), -1) for place in mask.places(q.shape[2], k.shape[2], q.device))
+    own, other = (place.expand(len(q), -1) for place in mask.token_positions(q.shape[2], k.shape[2], q.device))
     documents = mask.documents if mask.key_documents is None else mask.key_documents
     middle = k.shape[2] // 2
     masks = [
-        mask.having(
+        mask.replace(
             positions=own,
             key_positions=other[:, p],
             key_documents=None if documents is None else documents[:, p],
@@ -109,7 +109,7 @@ def test_every_core_is_the_formula(name, case):
     expected = plain(*inputs, mask, **options)
     if name == "flex":
         inputs = [x.detach() for x in inputs]
-    found = CORES[name](*inputs, mask.having(), **options)
+    found = CORES[name](*inputs, mask.replace(), **options)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     if name == "flex":
         return  # on a CPU it has no backward pass
@@ -132,8 +132,8 @@ def test_rows_in_chunks_change_nothing(monkeypatch):
     inputs, mask, grad = drawn(case)
     expected = in_parts(*inputs, mask, window=3)
     wanted = torch.autograd.grad(expected, inputs, grad)
-    monkeypatch.setattr(partial_attention, "SCORES", 2 * 2 * 3)
-    found = in_parts(*inputs, mask.having(), window=3)
+    monkeypatch.setattr(partial_attention, "MAX_SCORES", 2 * 2 * 3)
+    found = in_parts(*inputs, mask.replace(), window=3)
     torch.testing.assert_close((found, *torch.autograd.grad(found, inputs, grad)), (expected, *wanted))
 
 

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, grouped, loads, looped, moe_layers, within_capacity
-from pipeline.layers.router import Balance, Router
+from pipeline.layers.moe import Experts, MoE, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
+from pipeline.layers.router import AuxLoss, Router
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
 
 
-def moe(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, balance=None, capacity_factor=None, **options):
+def moe(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, aux_loss=None, capacity_factor=None, **options):
     """A layer with random weights."""
     layer = MoE(
-        Router(HIDDEN, experts, top_k, **options), Experts(experts, HIDDEN, FFN), balance=balance, capacity_factor=capacity_factor
+        Router(HIDDEN, experts, top_k, **options), Experts(experts, HIDDEN, FFN), aux_loss=aux_loss, capacity_factor=capacity_factor
     ).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -56,26 +56,26 @@ def value_and_gradients(function, layer, x):
     st.sampled_from(["softmax", "sigmoid"]),
     st.booleans(),
 )
-def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalise):
-    layer = moe(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalise=normalise, factor=1.5)
+def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalize):
+    layer = moe(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalize=normalize, scaling_factor=1.5)
     x = tokens(batch, sequence, seed=seed)
     for ours, theirs in zip(value_and_gradients(MoE.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"capacity_factor": 0.7}, {"balance": Balance(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction": True}]
+    "options", [{}, {"capacity_factor": 0.7}, {"aux_loss": AuxLoss(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction_bias": True}]
 )
 def test_gradients_are_those_of_the_function(options):
     layer = moe(**options)
-    balance, layer.balance = layer.balance, Balance()
+    aux_loss, layer.aux_loss = layer.aux_loss, AuxLoss()
     documents = torch.tensor([[0, 0, 0, 1, 1, -1], [0] * 6])
     parameters = [p for p in layer.parameters() if p.requires_grad]
 
     def run(x, *_):
         y = layer(x, AttentionContext(Mask(documents=documents)))
         routing = layer.router(x.flatten(0, 1))
-        return y, balance.loss(routing, documents >= 0)
+        return y, aux_loss.loss(routing, documents >= 0)
 
     assert torch.autograd.gradcheck(run, (tokens().requires_grad_(), *parameters))
 
@@ -89,7 +89,7 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
     x = torch.randn(12, 16, generator=generator).to(dtype)
     weights = torch.randn(4, 24, 16, generator=generator).to(dtype)
     results = []
-    for product in (looped, grouped):
+    for product in (loop_mm, grouped_mm):
         inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
         y = product(*inputs, counts)[:used]
         y.float().square().sum().backward()
@@ -145,7 +145,7 @@ def test_ties_go_to_the_lowest_index(groups):
 
 
 def test_padding_goes_nowhere():
-    layer = moe(balance=Balance(1.0, 1.0, 1.0))
+    layer = moe(aux_loss=AuxLoss(1.0, 1.0, 1.0))
     x = tokens()
     documents = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1]])
     y = layer(x, AttentionContext(Mask(documents=documents)))
@@ -167,7 +167,7 @@ def test_padding_goes_nowhere():
 @given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 5), st.integers(0, 12))
 def test_a_capacity_keeps_the_earliest(seed, rows, count, capacity):
     chosen = torch.randint(count + 1, (rows, 2), generator=torch.Generator().manual_seed(seed))
-    kept, taken = within_capacity(chosen, count, capacity), [0] * (count + 1)
+    kept, taken = drop_over_capacity(chosen, count, capacity), [0] * (count + 1)
     for before, after in zip(chosen.flatten().tolist(), kept.flatten().tolist(), strict=True):
         taken[before] += 1
         assert after == (before if taken[before] <= capacity else count)
@@ -186,7 +186,7 @@ def test_what_is_beyond_the_capacity_contributes_nothing():
 
 
 def test_groups_and_bias_choose_and_do_not_weigh():
-    router = Router(2, 4, 2, scoring="sigmoid", correction=True, groups=2, topk_group=1)
+    router = Router(2, 4, 2, scoring="sigmoid", correction_bias=True, groups=2, topk_group=1)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [1.0, 0], [0.9, 0]]))
         router.bias.zero_()
@@ -203,7 +203,7 @@ def test_the_balance_losses_are_their_formulas():
     layer = moe(dtype=torch.float32)
     x = tokens(3, 5, dtype=torch.float32)
     routing = layer.router(x.flatten(0, 1))
-    real = torch.ones(3, 5, dtype=torch.bool)
+    valid = torch.ones(3, 5, dtype=torch.bool)
 
     def uneven(rows):
         f = [sum((routing.experts[t] == e).sum() for t in rows) / (len(rows) * TOP_K) for e in range(EXPERTS)]
@@ -211,10 +211,10 @@ def test_the_balance_losses_are_their_formulas():
         return EXPERTS * sum(a * b for a, b in zip(f, p, strict=True))
 
     sequences = [range(5), range(5, 10), range(10, 15)]
-    torch.testing.assert_close(Balance(batch=2.0).loss(routing, real), 2 * uneven(range(15)))
-    torch.testing.assert_close(Balance(sequence=3.0).loss(routing, real), sum(map(uneven, sequences)))
+    torch.testing.assert_close(AuxLoss(batch=2.0).loss(routing, valid), 2 * uneven(range(15)))
+    torch.testing.assert_close(AuxLoss(sequence=3.0).loss(routing, valid), sum(map(uneven, sequences)))
     z = sum(row.exp().sum().log() ** 2 for row in routing.logits) / 15
-    torch.testing.assert_close(Balance(z=0.5).loss(routing, real), 0.5 * z)
+    torch.testing.assert_close(AuxLoss(z=0.5).loss(routing, valid), 0.5 * z)
 
 
 def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
@@ -222,19 +222,19 @@ def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
 
     layer = moe(dtype=torch.float32)
     routing = layer.router(tokens(3, 5, dtype=torch.float32).flatten(0, 1))
-    real = torch.ones(3, 5, dtype=torch.bool)
-    real[1, 2:] = False
-    theirs = load_balancing_loss_func((routing.logits,), EXPERTS, TOP_K, real.long())
-    torch.testing.assert_close(Balance(batch=TOP_K).loss(routing, real), theirs)
+    valid = torch.ones(3, 5, dtype=torch.bool)
+    valid[1, 2:] = False
+    theirs = load_balancing_loss_func((routing.logits,), EXPERTS, TOP_K, valid.long())
+    torch.testing.assert_close(AuxLoss(batch=TOP_K).loss(routing, valid), theirs)
 
 
 def test_losses_join_the_backward_pass_and_leave_the_output_alone():
-    x, balance = tokens(), Balance(0.3, 0.2, 0.1)
-    layer, bare = moe(balance=balance), moe()
+    x, aux_loss = tokens(), AuxLoss(0.3, 0.2, 0.1)
+    layer, bare = moe(aux_loss=aux_loss), moe()
     layer.loss_scale = 0.25
     assert torch.equal(layer(x), bare(x))
     joined = value_and_gradients(MoE.__call__, layer, x)
-    routing_loss = lambda m, v: balance.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
+    routing_loss = lambda m, v: aux_loss.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
     leaf = x.clone().requires_grad_()
     bare.zero_grad()
     (bare(leaf).square().sum() + 0.25 * routing_loss(bare, leaf)).backward()
@@ -245,7 +245,7 @@ def test_losses_join_the_backward_pass_and_leave_the_output_alone():
 def test_the_record_counts_backward_passes_once():
     from torch.utils.checkpoint import checkpoint
 
-    layer = moe(balance=Balance(batch=1.0))
+    layer = moe(aux_loss=AuxLoss(batch=1.0))
     x = tokens().requires_grad_()
     with torch.no_grad():
         layer(x)
@@ -256,7 +256,7 @@ def test_the_record_counts_backward_passes_once():
     assert layer.take_record() is None
     assert record[-1] == 2
     routing = layer.router(x.flatten(0, 1))
-    torch.testing.assert_close(record[:EXPERTS], 2.0 * loads(routing.experts, EXPERTS))
+    torch.testing.assert_close(record[:EXPERTS], 2.0 * tokens_per_expert(routing.experts, EXPERTS))
     entropy = torch.distributions.Categorical(routing.probs).entropy().mean()
     torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
     assert list(moe_layers(torch.nn.ModuleList([layer]))) == [layer]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig as StockConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import UserError
-from pipeline.layers.rope_scaling import Scaling, frequencies
+from pipeline.layers.rope_scaling import RopeScaling, frequencies
 from pipeline.layers.rotary import Rotary
 from pipeline.models import rope
 from pipeline.models.llama.config import LlamaConfig
@@ -50,9 +50,9 @@ def test_frequencies_are_those_of_transformers(kind, data, half, theta):
     parameters = ROPE.write(config)["rope_parameters"]
     stock = StockConfig(hidden_size=256, num_attention_heads=4, head_dim=2 * half, rope_parameters=parameters)
     expected, amplitude = ROPE_INIT_FUNCTIONS[kind](stock)
-    ours = Scaling(**rope.scaling(config))
+    ours = RopeScaling(**rope.scaling(config))
     torch.testing.assert_close(frequencies(2 * half, theta, ours), expected, rtol=1e-5, atol=0)
-    assert ours.amplitude == pytest.approx(amplitude, rel=1e-12)
+    assert ours.attention_scaling == pytest.approx(amplitude, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["none", *SCALED])
@@ -66,10 +66,10 @@ def test_what_is_written_is_read_again(kind, data):
 
 
 def test_amplitude_is_in_the_tables():
-    scaling = Scaling("yarn", factor=8.0, original_positions=64)
+    scaling = RopeScaling("yarn", factor=8.0, original_positions=64)
     tables = Rotary(8, 32, 10000.0, scaling)()
-    torch.testing.assert_close(tables[0][0], torch.full((8,), scaling.amplitude))
-    assert scaling.amplitude > 1.2
+    torch.testing.assert_close(tables[0][0], torch.full((8,), scaling.attention_scaling))
+    assert scaling.attention_scaling > 1.2
 
 
 @pytest.mark.parametrize(

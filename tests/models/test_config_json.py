@@ -25,7 +25,7 @@ def stock(adapter: Adapter) -> dict:
 
 
 def read(content: dict):
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     return config_json.read(adapter, FAMILIES[family], content)
 
 
@@ -64,14 +64,14 @@ def unlike(value: object) -> object:
 def constants() -> Iterator:
     for _, adapter in ADAPTERS:
         for key, value in adapter.constants.items():
-            if not config_json.is_dropout(key) and key not in config_json.HARMLESS:
+            if not config_json.is_dropout(key) and key not in config_json.IGNORED_KEYS:
                 yield pytest.param(adapter, key, value, id=f"{adapter.architecture}-{key}")
 
 
 @pytest.mark.parametrize("adapter, key, value", constants())
 def test_a_feature_that_the_family_does_not_have_is_refused(adapter, key, value):
     text = refused({**stock(adapter), key: unlike(value)})
-    assert f"config.json {key}={unlike(value)}: is nothing this family has; {value} is all it knows" in text
+    assert f"config.json {key}={unlike(value)}: is not supported by this family; only {value} is supported" in text
     assert "fix: " in text
 
 
@@ -114,13 +114,13 @@ def test_both_spellings_of_rotary_positions():
 
 
 def test_a_class_is_found_by_its_older_name():
-    assert registry.adapter_of({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] == "t5"
+    assert registry.find_adapter({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] == "t5"
 
 
 @pytest.mark.parametrize("content", [{"model_type": "llama"}, {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, {}])
 def test_a_class_that_is_not_here_is_refused(content):
-    with pytest.raises(UserError, match=r"is no class that can be imported"):
-        registry.adapter_of(content)
+    with pytest.raises(UserError, match=r"is not a class that can be imported"):
+        registry.find_adapter(content)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

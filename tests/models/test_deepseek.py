@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from pipeline.layers.attention import AttentionContext, plain
 from pipeline.layers.loss import IGNORE
-from pipeline.layers.mla import LatentAttention, halves
-from pipeline.layers.multi_token import ahead
+from pipeline.layers.mla import LatentAttention, deinterleave
+from pipeline.layers.multi_token import shift_labels
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from tests.world import causal, configured
 
 SIZES = {
@@ -43,7 +43,7 @@ CONFIG = DeepseekV3Config(**SIZES)
 
 def model_of(config):
     model = registry.build(config)
-    initialise(model, config, seed=1)
+    initialize(model, config, seed=1)
     return model
 
 
@@ -52,7 +52,7 @@ def tokens_of(*shape):
 
 
 def test_pairs_of_neighbours_become_halves():
-    assert halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
+    assert deinterleave(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
 
 
 def test_latent_attention_depends_on_distances_alone():
@@ -70,8 +70,8 @@ def test_latent_attention_depends_on_distances_alone():
 
 def test_labels_further_ahead():
     labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE, 7, 8]])
-    assert ahead(labels).tolist() == [[2, 3, 4, IGNORE], [IGNORE, IGNORE, 8, IGNORE]]
-    assert ahead(ahead(labels)).tolist() == [[3, 4, IGNORE, IGNORE], [IGNORE, IGNORE, IGNORE, IGNORE]]
+    assert shift_labels(labels).tolist() == [[2, 3, 4, IGNORE], [IGNORE, IGNORE, 8, IGNORE]]
+    assert shift_labels(shift_labels(labels)).tolist() == [[3, 4, IGNORE, IGNORE], [IGNORE, IGNORE, IGNORE, IGNORE]]
 
 
 def test_the_loss_is_that_of_the_next_token_and_the_mean_of_the_depths():

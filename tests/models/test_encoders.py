@@ -7,7 +7,7 @@ import transformers
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
 from pipeline.models.bert.config import BertConfig
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.models.roberta.config import PADDING, RobertaConfig
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
@@ -22,7 +22,7 @@ CONFIGS = {
 def pair(config):
     """Our model with weights that matter everywhere, and the stock one with the same."""
     ours = registry.build(config)
-    initialise(ours, config, seed=0)
+    initialize(ours, config, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ours.parameters():
@@ -33,7 +33,7 @@ def pair(config):
     theirs = getattr(transformers, stock.architecture)(kind).eval()
     weights = dict(ours.named_parameters())
     rows, copies = registry.stock_rows(config)
-    tensors = {row.theirs: row.join([weights[name].detach() for name in row.ours]) for row in rows}
+    tensors = {row.hf_name: row.to_hf([weights[name].detach() for name in row.names]) for row in rows}
     tensors |= {copy: tensors[name] for copy, name in copies.items()}
     theirs.load_state_dict(tensors, strict=True)
     return ours, theirs
@@ -88,8 +88,8 @@ def test_both_losses_and_their_gradients_are_those_of_the_stock_class():
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     stock = dict(theirs.named_parameters())
     for row in registry.stock_rows(CONFIGS["bert"])[0]:
-        joined = row.join([gradients[name] for name in row.ours])
-        torch.testing.assert_close(joined, stock[row.theirs].grad, rtol=1e-4, atol=1e-6, msg=row.theirs)
+        joined = row.to_hf([gradients[name] for name in row.names])
+        torch.testing.assert_close(joined, stock[row.hf_name].grad, rtol=1e-4, atol=1e-6, msg=row.hf_name)
 
 
 def test_a_sentence_head_that_roberta_does_not_have_is_refused():

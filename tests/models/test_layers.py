@@ -18,7 +18,7 @@ from pipeline.models import plan, registry
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
@@ -44,7 +44,7 @@ FAMILIES = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 def model_of(config) -> Stack:
     model = registry.build(config)
-    initialise(model, config, seed=1)
+    initialize(model, config, seed=1)
     return model
 
 
@@ -209,7 +209,7 @@ def test_bf16_model_is_near_the_fp32_model(config):
 def test_initial_weights_follow_the_recipe(config):
     model = registry.build(config)
     state = torch.get_rng_state()
-    initialise(model, config, seed=1)
+    initialize(model, config, seed=1)
     assert torch.equal(state, torch.get_rng_state()), "drawn from a generator of its own"
     residual = config.init_std / math.sqrt(2 * config.layers)
     for name, parameter in model.named_parameters():

@@ -176,8 +176,8 @@ def test_plan_and_table_name_every_weight(family):
         for name, shape in shapes.items():
             assert all(dim < len(shape) for dim in plan.splits(table, name).values()), name
         exported, _ = registry.stock_rows(config)
-        assert {part for row in exported for part in row.ours} == shapes.keys()
-        assert len({row.theirs for row in exported}) == len(exported)
+        assert {part for row in exported for part in row.names} == shapes.keys()
+        assert len({row.hf_name for row in exported}) == len(exported)
     assert unused == set(), "no choice has such a weight"
 
 
