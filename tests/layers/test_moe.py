@@ -1,4 +1,4 @@
-"""Routers and experts against naive loops, at the edges of the load, and their gradients."""
+"""Routers and experts compared with naive loops, with uneven loads, and their gradients."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def tokens(batch=2, sequence=6, *, seed=1, dtype=torch.float64):
 
 
 def naive(layer, x):
-    """Every token through every expert, weighted by what the router says; zero for those not chosen."""
+    """Every token through every expert, weighted by the router; zero for experts that are not selected."""
     routing = layer.router(x.flatten(0, 1))
     dense = torch.zeros_like(routing.probs).scatter_add(1, routing.experts, routing.weights).view(*x.shape[:2], -1)
     gate, up, down = layer.experts.gate, layer.experts.up, layer.experts.down
@@ -56,7 +56,7 @@ def value_and_gradients(function, layer, x):
     st.sampled_from(["softmax", "sigmoid"]),
     st.booleans(),
 )
-def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalize):
+def test_a_moe_layer_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalize):
     layer = moe(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalize=normalize, scaling_factor=1.5)
     x = tokens(batch, sequence, seed=seed)
     for ours, theirs in zip(value_and_gradients(MoE.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
@@ -99,12 +99,12 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
 
 
 def test_undefined_rows_reach_nothing(monkeypatch):
-    """Rows of no expert stay out of values and gradients, whatever the product leaves in them."""
+    """Rows of no expert affect neither values nor gradients, whatever the matrix product leaves in them."""
     layer = moe(dtype=torch.float32, capacity_factor=0.5)
     x = tokens(dtype=torch.float32)
     right = value_and_gradients(MoE.__call__, layer, x)
 
-    class Spoilt(torch.autograd.Function):
+    class Poisoned(torch.autograd.Function):
         @staticmethod
         def forward(ctx, rows, used):
             ctx.used = used
@@ -120,7 +120,9 @@ def test_undefined_rows_reach_nothing(monkeypatch):
 
     forward = Experts.forward
     monkeypatch.setattr(
-        Experts, "forward", lambda self, rows, counts: Spoilt.apply(forward(self, Spoilt.apply(rows, len(rows)), counts), int(counts.sum()))
+        Experts,
+        "forward",
+        lambda self, rows, counts: Poisoned.apply(forward(self, Poisoned.apply(rows, len(rows)), counts), int(counts.sum())),
     )
     for one, other in zip(value_and_gradients(MoE.__call__, layer, x), right, strict=True):
         torch.testing.assert_close(one, other)
@@ -131,7 +133,7 @@ def test_all_tokens_to_one_expert():
     with torch.no_grad():
         layer.router.weight.zero_()
     x = tokens()
-    assert layer.router(x.flatten(0, 1)).experts.tolist() == [[0]] * 12, "of equal scores the first wins"
+    assert layer.router(x.flatten(0, 1)).experts.tolist() == [[0]] * 12, "ties go to the first expert"
     values = value_and_gradients(MoE.__call__, layer, x)
     torch.testing.assert_close(values[0], naive(layer, x))
     assert all((gradient[1:] == 0).all() for gradient in values[3:]), "experts without tokens have a gradient of zeros"
@@ -144,7 +146,7 @@ def test_ties_go_to_the_lowest_index(groups):
     assert (router(tokens().flatten(0, 1).float()).experts == torch.tensor([0, 1, 2])).all()
 
 
-def test_padding_goes_nowhere():
+def test_padding_is_routed_to_no_expert():
     layer = moe(aux_loss=AuxLoss(1.0, 1.0, 1.0))
     x = tokens()
     documents = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1]])
@@ -156,7 +158,7 @@ def test_padding_goes_nowhere():
     assert record[:EXPERTS].sum() == 9 * TOP_K
     assert record[EXPERTS + 1] == 0, "padding is not dropped"
     layer(x.where((documents >= 0).unsqueeze(2), 7.0), AttentionContext(Mask(documents=documents))).sum().backward()
-    torch.testing.assert_close(layer.take_record(), record, msg="losses and statistics do not see what padding holds")
+    torch.testing.assert_close(layer.take_record(), record, msg="losses and statistics do not depend on the content of padding")
     nothing = layer(x, AttentionContext(Mask(documents=torch.full((2, 6), -1))))
     nothing.sum().backward()
     assert (nothing == 0).all()
@@ -173,7 +175,7 @@ def test_a_capacity_keeps_the_earliest(seed, rows, count, capacity):
         assert after == (before if taken[before] <= capacity else count)
 
 
-def test_what_is_beyond_the_capacity_contributes_nothing():
+def test_assignments_beyond_the_capacity_contribute_nothing():
     layer = moe(capacity_factor=0.5)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -185,13 +187,13 @@ def test_what_is_beyond_the_capacity_contributes_nothing():
     assert record[EXPERTS + 1].item() == pytest.approx(18 / 24)
 
 
-def test_groups_and_bias_choose_and_do_not_weigh():
+def test_groups_and_bias_affect_selection_but_not_weights():
     router = Router(2, 4, 2, scoring="sigmoid", correction_bias=True, groups=2, topk_group=1)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [1.0, 0], [0.9, 0]]))
         router.bias.zero_()
     x = torch.tensor([[1.0, 0]])
-    assert router(x).experts.tolist() == [[2, 3]], "the best expert stands in the weaker group"
+    assert router(x).experts.tolist() == [[2, 3]], "the best expert is in the weaker group"
     router.bias.copy_(torch.tensor([0.0, 2.0, 0, 0]))
     routing = router(x)
     assert routing.experts.tolist() == [[1, 0]]
@@ -205,19 +207,19 @@ def test_the_balance_losses_are_their_formulas():
     routing = layer.router(x.flatten(0, 1))
     valid = torch.ones(3, 5, dtype=torch.bool)
 
-    def uneven(rows):
+    def balance_loss(rows):
         f = [sum((routing.experts[t] == e).sum() for t in rows) / (len(rows) * TOP_K) for e in range(EXPERTS)]
         p = [sum(routing.logits[t].softmax(0)[e] for t in rows) / len(rows) for e in range(EXPERTS)]
         return EXPERTS * sum(a * b for a, b in zip(f, p, strict=True))
 
     sequences = [range(5), range(5, 10), range(10, 15)]
-    torch.testing.assert_close(AuxLoss(batch=2.0).loss(routing, valid), 2 * uneven(range(15)))
-    torch.testing.assert_close(AuxLoss(sequence=3.0).loss(routing, valid), sum(map(uneven, sequences)))
+    torch.testing.assert_close(AuxLoss(batch=2.0).loss(routing, valid), 2 * balance_loss(range(15)))
+    torch.testing.assert_close(AuxLoss(sequence=3.0).loss(routing, valid), sum(map(balance_loss, sequences)))
     z = sum(row.exp().sum().log() ** 2 for row in routing.logits) / 15
     torch.testing.assert_close(AuxLoss(z=0.5).loss(routing, valid), 0.5 * z)
 
 
-def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
+def test_the_batch_loss_is_that_of_transformers_mixtral_for_one_layer():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     layer = moe(dtype=torch.float32)
@@ -228,18 +230,18 @@ def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
     torch.testing.assert_close(AuxLoss(batch=TOP_K).loss(routing, valid), theirs)
 
 
-def test_losses_join_the_backward_pass_and_leave_the_output_alone():
+def test_aux_losses_affect_gradients_but_not_the_output():
     x, aux_loss = tokens(), AuxLoss(0.3, 0.2, 0.1)
     layer, bare = moe(aux_loss=aux_loss), moe()
     layer.loss_scale = 0.25
     assert torch.equal(layer(x), bare(x))
-    joined = value_and_gradients(MoE.__call__, layer, x)
+    with_loss = value_and_gradients(MoE.__call__, layer, x)
     routing_loss = lambda m, v: aux_loss.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
     leaf = x.clone().requires_grad_()
     bare.zero_grad()
     (bare(leaf).square().sum() + 0.25 * routing_loss(bare, leaf)).backward()
-    torch.testing.assert_close(joined[1], leaf.grad)
-    torch.testing.assert_close(joined[2], bare.router.weight.grad)
+    torch.testing.assert_close(with_loss[1], leaf.grad)
+    torch.testing.assert_close(with_loss[2], bare.router.weight.grad)
 
 
 def test_the_record_counts_backward_passes_once():

@@ -1,4 +1,4 @@
-"""The table of weights in both directions."""
+"""The mapping between our weights and Hugging Face tensors, in both directions."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ SIZES = st.integers(1, 4)
 
 
 class Sizes:
-    """As much of a configuration as a table looks at."""
+    """The fields of a configuration that a table uses."""
 
     layers, heads, experts, encoder_blocks, decoder_blocks = 3, 2, 2, 1, 2
 
 
 @given(parts=st.integers(1, 3), groups=st.integers(1, 3), width=SIZES, inputs=SIZES, transposed=st.booleans())
-def test_split_is_the_inverse_of_join(parts, groups, width, inputs, transposed):
+def test_from_hf_is_the_inverse_of_to_hf(parts, groups, width, inputs, transposed):
     row = Row("w", tuple("abc"[:parts]), transposed, groups=groups)
     ours = [torch.randn(groups * width, inputs) for _ in range(parts)]
     shapes = [tuple(weight.shape) for weight in ours]
@@ -36,9 +36,9 @@ def test_fused_parts_may_have_different_sizes():
     assert all(torch.equal(back, weight) for back, weight in zip(row.from_hf(theirs, [(8, 3), (2, 3), (2, 3)]), ours, strict=True))
 
 
-def test_interleaved_heads_take_turns():
-    """Theirs is (heads, 3, head_dim, hidden): the first head of q, of k, of v, then the second of each."""
-    row = Row("qkv", ("q", "k", "v"), interleaved="heads").of(Sizes)
+def test_interleaved_heads():
+    """The Hugging Face tensor is (heads, 3, head_dim, hidden): the first head of q, of k, of v, then the second of each."""
+    row = Row("qkv", ("q", "k", "v"), interleaved="heads").for_config(Sizes)
     q, k, v = (torch.tensor([[10.0 * n + 1], [10.0 * n + 2]]) for n in (1, 2, 3))
     assert row.to_hf([q, k, v]).flatten().tolist() == [11, 21, 31, 12, 22, 32]
 
@@ -52,7 +52,7 @@ def test_experts_are_slices():
     assert torch.equal(row.from_hf(stack[1].t(), [(2, 3, 4)])[0], stack[1])
 
 
-def test_a_table_is_written_out_in_order():
+def test_a_table_is_expanded_in_order():
     table = (
         *rows("first", "embed"),
         *rows("h.{i}.a", "blocks.{i}.x"),
