@@ -58,16 +58,16 @@ def adapter(config: ModelConfig) -> Adapter:
     Raises:
         UserError: no Hugging Face class supports the configuration.
     """
-    found = adapters(config.family)
-    wrong = {stock.architecture: stock.mismatches(config) for stock in found}
-    for stock in found:
-        if not wrong[stock.architecture]:
-            return stock
+    candidates = adapters(config.family)
+    mismatches = {candidate.architecture: candidate.mismatches(config) for candidate in candidates}
+    for candidate in candidates:
+        if not mismatches[candidate.architecture]:
+            return candidate
     fix = "such a model cannot be exported to Hugging Face; train with the supported value to export it"
     raise UserError(
         [
             Violation(f"model.{field}", getattr(config, field), f"is not supported by {name}; only {value} is supported", fix)
-            for name, values in wrong.items()
+            for name, values in mismatches.items()
             for field, value in values.items()
         ]
     )
@@ -78,13 +78,13 @@ def stock_rows(config: ModelConfig) -> tuple[list[Row], dict[str, str]]:
 
     Duplicates are tied weights (the head) and the `copies` of the adapter.
     """
-    stock, tied = adapter(config), aliases(config)
-    every = list(stock.rows(config))
-    of_weight = {row.names: row.hf_name for row in every}
-    copies = {row.hf_name: of_weight[(tied[row.names[0]],)] for row in every if row.names[0] in tied}
-    own = [row for row in every if row.hf_name not in copies]
-    named = {row.hf_name for row in own}
-    return own, {**{copy: name for copy, name in stock.copies.items() if copy not in named}, **copies}
+    table, tied = adapter(config), aliases(config)
+    all_rows = list(table.rows(config))
+    hf_names = {row.names: row.hf_name for row in all_rows}
+    duplicates = {row.hf_name: hf_names[(tied[row.names[0]],)] for row in all_rows if row.names[0] in tied}
+    stored = [row for row in all_rows if row.hf_name not in duplicates]
+    stored_names = {row.hf_name for row in stored}
+    return stored, {**{copy: name for copy, name in table.copies.items() if copy not in stored_names}, **duplicates}
 
 
 def find_adapter(content: Mapping[str, Any]) -> tuple[str, Adapter]:
@@ -96,11 +96,12 @@ def find_adapter(content: Mapping[str, Any]) -> tuple[str, Adapter]:
     Raises:
         UserError: no family supports its class.
     """
-    known = {family: adapters(family) for family in FAMILIES}
-    named = (content.get("architectures") or [None])[0]
-    for family, stock in ((family, stock) for family, found in known.items() for stock in found):
-        if stock.model_type == content.get("model_type") and named in (stock.architecture, *stock.legacy_architectures):
-            return family, stock
-    classes = ", ".join(stock.architecture for found in known.values() for stock in found)
-    key, value = ("architectures", named) if named else ("model_type", content.get("model_type"))
+    candidates = [(family, candidate) for family in FAMILIES for candidate in adapters(family)]
+    architecture = (content.get("architectures") or [None])[0]
+    for family, candidate in candidates:
+        names = (candidate.architecture, *candidate.legacy_architectures)
+        if candidate.model_type == content.get("model_type") and architecture in names:
+            return family, candidate
+    classes = ", ".join(candidate.architecture for _, candidate in candidates)
+    key, value = ("architectures", architecture) if architecture else ("model_type", content.get("model_type"))
     raise refusal(key, value, "is not a class that can be imported", f"choose a model of one of {classes}")

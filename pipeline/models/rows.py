@@ -67,8 +67,8 @@ class Row:
         parts = [weight if self.expert is None else weight[self.expert] for weight in weights]
         if self.groups > 1:
             parts = [torch.stack([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 2)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.t().contiguous() if self.transposed else whole.contiguous()
+        fused = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return fused.t().contiguous() if self.transposed else fused.contiguous()
 
     def from_hf(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Return our weights, the inverse of `to_hf`: views of the tensor in the order of `names`.
@@ -77,17 +77,17 @@ class Row:
             tensor: the Hugging Face tensor, of the shape that `shape` returns.
             shapes: shapes of our weights; for an expert's row, the returned tensors are slices of them along dim 0.
         """
-        whole = tensor.t() if self.transposed else tensor
+        fused = tensor.t() if self.transposed else tensor
         if self.groups > 1:
-            grouped = whole.unflatten(0, (self.groups, len(shapes), -1))
+            grouped = fused.unflatten(0, (self.groups, len(shapes), -1))
             return [grouped[:, part].flatten(0, 1) for part in range(len(shapes))]
-        return list(whole.split([shape[0] for shape in self._parts(shapes)]))
+        return list(fused.split([shape[0] for shape in self._parts(shapes)]))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the Hugging Face tensor, from the shapes of our weights."""
         parts = self._parts(shapes)
-        whole = (sum(part[0] for part in parts), *parts[0][1:])
-        return whole[::-1] if self.transposed else whole
+        fused = (sum(part[0] for part in parts), *parts[0][1:])
+        return fused[::-1] if self.transposed else fused
 
     def elements(self, shapes: Sequence[Shape]) -> int:
         """Return the number of elements of the Hugging Face tensor."""

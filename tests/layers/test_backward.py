@@ -74,7 +74,7 @@ def test_softmax_of_masked_scores():
 
 @dataclass
 class Head:
-    """Tensors saved for the backward pass of a head: O = P V with P = softmax(S), S = Q K^T / sqrt(head_dim), masked (Vaswani et al. 2017)."""
+    """Tensors saved for the backward pass of a head: O = P V with P = softmax(S), S = masked Q K^T / sqrt(head_dim) (Vaswani et al. 2017)."""
 
     q: Tensor
     k: Tensor
@@ -214,7 +214,8 @@ def test_feed_forward():
 def swiglu_backward(mlp: GatedMLP, x: Tensor, d_y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """y = (silu(g) * u) W_down^T with g = x W_gate^T, u = x W_up^T (Shazeer 2020).
 
-    silu(g) = g s with s = 1 / (1 + exp(-g)) has the derivative s + g s (1 - s). In a product, each factor is the derivative with respect to the other.
+    silu(g) = g s with s = 1 / (1 + exp(-g)) has the derivative s + g s (1 - s).
+    In a product, each factor is the derivative with respect to the other.
     """
     gate, up, down = mlp.gate.weight, mlp.up.weight, mlp.down.weight
     g, u = x @ gate.T, x @ up.T

@@ -73,12 +73,12 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
 
     embed = Embedding(config.vocab_size, config.hidden)
     depths = [MTPModule(config.hidden, config.norm_eps, block(moe())) for _ in range(config.mtp_depth)]
-    dense, rest = config.dense_layers, config.layers - config.dense_layers
+    moe_layers = config.layers - config.dense_layers
     return DeepseekV3(
         embed=embed,
         blocks=[
-            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(dense)),
-            *(block(moe()) for _ in range(rest)),
+            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(config.dense_layers)),
+            *(block(moe()) for _ in range(moe_layers)),
         ],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths, config.mtp_loss),

@@ -31,24 +31,24 @@ def _read_tie(content: dict[str, Any]) -> dict[str, Any]:
 
 def _attention(part: str, layer: int, hf: str, name: str) -> tuple[Row, ...]:
     """Return the rows of an attention layer and its norm, in every block of the encoder or the decoder."""
-    stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
+    hf_layer, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     return (
-        *rows(f"{stock}.{hf}.q", f"{block}.{name}.query"),
-        *rows(f"{stock}.{hf}.k", f"{block}.{name}.key"),
-        *rows(f"{stock}.{hf}.v", f"{block}.{name}.value"),
-        *rows(f"{stock}.{hf}.o", f"{block}.{name}.output"),
-        *rows(f"{stock}.layer_norm", f"{block}.{name}_norm"),
+        *rows(f"{hf_layer}.{hf}.q", f"{block}.{name}.query"),
+        *rows(f"{hf_layer}.{hf}.k", f"{block}.{name}.key"),
+        *rows(f"{hf_layer}.{hf}.v", f"{block}.{name}.value"),
+        *rows(f"{hf_layer}.{hf}.o", f"{block}.{name}.output"),
+        *rows(f"{hf_layer}.layer_norm", f"{block}.{name}_norm"),
     )
 
 
 def _feed_forward(part: str, layer: int, *, gated: bool) -> tuple[Row, ...]:
     """Return the rows of a feed-forward and its norm; T5 1.1 has two input projections."""
-    stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
+    hf_layer, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     inputs = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
     return (
-        *(row for hf, name in inputs.items() for row in rows(f"{stock}.DenseReluDense.{hf}", f"{block}.mlp.{name}")),
-        *rows(f"{stock}.DenseReluDense.wo", f"{block}.mlp.down"),
-        *rows(f"{stock}.layer_norm", f"{block}.mlp_norm"),
+        *(row for hf, name in inputs.items() for row in rows(f"{hf_layer}.DenseReluDense.{hf}", f"{block}.mlp.{name}")),
+        *rows(f"{hf_layer}.DenseReluDense.wo", f"{block}.mlp.down"),
+        *rows(f"{hf_layer}.layer_norm", f"{block}.mlp_norm"),
     )
 
 

@@ -13,23 +13,23 @@ _BOTH = ("weight", "bias")
 
 def _attention(part: str, hf: str, name: str) -> tuple[Row, ...]:
     """Return the rows of an attention layer and its norm."""
-    stock = f"model.{part}.layers.{{{part}}}.{hf}"
+    hf_layer = f"model.{part}.layers.{{{part}}}.{hf}"
     return (
-        *rows(f"{stock}.k_proj", f"blocks.{{{part}}}.{name}.key", leaves=_BOTH),
-        *rows(f"{stock}.v_proj", f"blocks.{{{part}}}.{name}.value", leaves=_BOTH),
-        *rows(f"{stock}.q_proj", f"blocks.{{{part}}}.{name}.query", leaves=_BOTH),
-        *rows(f"{stock}.out_proj", f"blocks.{{{part}}}.{name}.output", leaves=_BOTH),
-        *rows(f"{stock}_layer_norm", f"blocks.{{{part}}}.{name}_norm", leaves=_BOTH),
+        *rows(f"{hf_layer}.k_proj", f"blocks.{{{part}}}.{name}.key", leaves=_BOTH),
+        *rows(f"{hf_layer}.v_proj", f"blocks.{{{part}}}.{name}.value", leaves=_BOTH),
+        *rows(f"{hf_layer}.q_proj", f"blocks.{{{part}}}.{name}.query", leaves=_BOTH),
+        *rows(f"{hf_layer}.out_proj", f"blocks.{{{part}}}.{name}.output", leaves=_BOTH),
+        *rows(f"{hf_layer}_layer_norm", f"blocks.{{{part}}}.{name}_norm", leaves=_BOTH),
     )
 
 
 def _feed_forward(part: str) -> tuple[Row, ...]:
     """Return the rows of a feed-forward and its norm."""
-    stock = f"model.{part}.layers.{{{part}}}"
+    hf_layer = f"model.{part}.layers.{{{part}}}"
     return (
-        *rows(f"{stock}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
-        *rows(f"{stock}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
-        *rows(f"{stock}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
+        *rows(f"{hf_layer}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
+        *rows(f"{hf_layer}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
+        *rows(f"{hf_layer}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
     )
 
 
