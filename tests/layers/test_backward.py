@@ -74,7 +74,7 @@ def test_softmax_of_masked_scores():
 
 @dataclass
 class Head:
-    """Tensors saved for the backward pass of a head: O = P V with P = softmax(S), S = masked Q K^T / sqrt(head_dim) (Vaswani et al. 2017)."""
+    """Tensors saved for the backward pass: O = P V with P = softmax(S), S = masked Q K^T / sqrt(head_dim) (Vaswani et al. 2017)."""
 
     q: Tensor
     k: Tensor
