@@ -58,8 +58,8 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
     Returns:
         Number of parameters written.
     """
-    rows = {row.theirs: row for row in registry.stock_rows(config)[0]}
-    elements = {name: row.elements([weights.shape(part) for part in row.ours]) for name, row in rows.items()}
+    rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
+    elements = {name: row.elements([weights.shape(part) for part in row.names]) for name, row in rows.items()}
     split = split_state_dict_into_shards_factory(
         elements,
         get_storage_size=lambda count: count * dtype.itemsize,
@@ -71,7 +71,7 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
         for file, names in split.filename_to_tensors.items():
             shard: dict[str, Tensor] = {}
             for name in names:
-                shard[name] = rows[name].join(read(rows[name]))
+                shard[name] = rows[name].to_hf(read(rows[name]))
                 progress.advance(shard[name].nbytes, file)
             save_file(shard, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
@@ -90,9 +90,9 @@ class _Reader:
     def __call__(self, row: Row) -> list[Tensor]:
         if row.expert is None:
             self._stacks = {}
-            return [self._weights.tensor(name).to(self._dtype) for name in row.ours]
+            return [self._weights.tensor(name).to(self._dtype) for name in row.names]
         cached = self._stacks
-        self._stacks = {name: cached[name] if name in cached else self._weights.tensor(name).to(self._dtype) for name in row.ours}
+        self._stacks = {name: cached[name] if name in cached else self._weights.tensor(name).to(self._dtype) for name in row.names}
         return list(self._stacks.values())
 
 

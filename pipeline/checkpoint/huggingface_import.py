@@ -118,18 +118,18 @@ class ImportedWeights:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._rows, self._copies = registry.stock_rows(config)
         self._found = set(stock.names())
-        self._stored = {row.theirs: row.theirs for row in self._rows if row.theirs in self._found}
+        self._stored = {row.hf_name: row.hf_name for row in self._rows if row.hf_name in self._found}
         for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names
             if copy in self._found:
                 self._stored.setdefault(name, copy)
         adapter = registry.adapter(config)
-        for name, other in adapter.stand_ins.items():
+        for name, other in adapter.fallbacks.items():
             if other in self._found:
                 self._stored.setdefault(name, other)
-        self._unused, self._zeros = (*UNUSED, *adapter.unused), adapter.zeros
+        self._unused, self._zeros = (*UNUSED, *adapter.ignored_weights), adapter.zero_weights
         self._rows_of: dict[str, list[Row]] = {name: [] for name in self._shapes}
         for row in self._rows:
-            for name in row.ours:
+            for name in row.names:
                 self._rows_of[name].append(row)
         uncovered = [name for name, rows in self._rows_of.items() if not rows]
         assert not uncovered, f"the adapter of {config.family} has no row for {uncovered}"
@@ -149,13 +149,13 @@ class ImportedWeights:
             return self._read_row(rows[0], name)
         experts = torch.empty(self._shapes[name])
         for row in rows:
-            assert row.expert is not None, f"{row.theirs} is not the weight of an expert"
+            assert row.expert is not None, f"{row.hf_name} is not the weight of an expert"
             experts[row.expert] = self._read_row(row, name)
         return experts
 
     def _read_row(self, row: Row, name: str) -> Tensor:
-        theirs = self._stock.tensor(self._stored[row.theirs])
-        return row.split(theirs, [self._shapes[ours] for ours in row.ours])[row.ours.index(name)].contiguous()
+        theirs = self._stock.tensor(self._stored[row.hf_name])
+        return row.from_hf(theirs, [self._shapes[ours] for ours in row.names])[row.names.index(name)].contiguous()
 
     def check(self) -> list[str]:
         """Verify the files against the stock class with this configuration.
@@ -175,10 +175,10 @@ class ImportedWeights:
     def _missing(self) -> Iterator[str]:
         """Weights that are missing, or have a wrong shape or dtype."""
         for row in self._rows:
-            expected = list(row.shape([self._shapes[name] for name in row.ours]))
-            stored = self._stored.get(row.theirs)
+            expected = list(row.shape([self._shapes[name] for name in row.names]))
+            stored = self._stored.get(row.hf_name)
             if stored is None:
-                yield f"{row.theirs} {expected} is missing"
+                yield f"{row.hf_name} {expected} is missing"
             elif list(self._stock.shape(stored)) != expected:
                 yield f"{stored} is {list(self._stock.shape(stored))}, not {expected}"
             elif self._stock.number_format(stored) not in FORMATS:
@@ -186,7 +186,7 @@ class ImportedWeights:
 
     def _unexpected(self) -> Iterator[str]:
         """Tensors that the class does not have."""
-        known = {row.theirs for row in self._rows} | self._copies.keys() | set(self._zeros)
+        known = {row.hf_name for row in self._rows} | self._copies.keys() | set(self._zeros)
         for name in self._stock.names():
             if name not in known and not self._is_unused(name):
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"

@@ -1,1 +1,1 @@
-"""The mathematics, once: plain PyTorch on full tensors."""
+"""Layers of the models: plain PyTorch on full tensors."""

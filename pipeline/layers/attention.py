@@ -1,4 +1,4 @@
-"""Attention on interchangeable cores: MHA (Vaswani et al. 2017), MQA (Shazeer 2019), GQA (Ainslie et al. 2023) and cross-attention."""
+"""Attention with interchangeable cores: MHA (Vaswani et al. 2017), MQA (Shazeer 2019), GQA (Ainslie et al. 2023), cross-attention."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pipeline.layers.rotary import RotaryTables, rotate
 
 
 class Core(Protocol):
-    """Softmax attention of heads.
+    """Interface of the softmax attention of all heads, between the query, key and value projections and the output projection.
 
     Args:
         q: (batch, heads, queries, head_dim).
-        k: (batch, kv_heads, keys, head_dim); heads / kv_heads query heads share one.
+        k: (batch, kv_heads, keys, head_dim); heads / kv_heads query heads share a key head.
         v: (batch, kv_heads, keys, value_dim).
-        mask: who may look at whom.
+        mask: the attention mask and score biases.
         window: as in Mask.visible.
         scale: factor of the scores, 1 / sqrt(head_dim) when None.
 
     Returns:
-        (batch, heads, queries, value_dim). A query that may look nowhere gets zeros.
+        (batch, heads, queries, value_dim). Zeros for a query whose keys are all masked.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
@@ -37,36 +37,36 @@ class Core(Protocol):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-    """PyTorch's kernels (flash, memory-efficient, cuDNN); a rule beyond causality costs a (queries, keys) tensor."""
-    dense = mask.dense(q.shape[2], k.shape[2], q.device, q.dtype, window)
+    """PyTorch's kernels (flash, memory-efficient, cuDNN); any mask other than causal needs a (queries, keys) tensor."""
+    dense = mask.attn_mask(q.shape[2], k.shape[2], q.device, q.dtype, window)
     causal = mask.causal and dense is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-    """The formula as it is written, for tests to compare with."""
+    """Unfused reference implementation, which tests compare the other cores with."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    bias = mask.scores(q.shape[2], k.shape[2], q.device, q.dtype)
+    bias = mask.score_bias(q.shape[2], k.shape[2], q.device, q.dtype)
     if bias is not None:
         scores = scores + bias
-    seen = mask.visible(q.shape[2], k.shape[2], q.device, window)
-    if seen is None and mask.causal:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if seen is None:
+    allowed = mask.visible(q.shape[2], k.shape[2], q.device, window)
+    if allowed is None and mask.causal:
+        allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if allowed is None:
         return scores.softmax(dim=3).to(v.dtype) @ v
-    # Not -inf: a row that is empty has a softmax then, which the second mask makes zero, and its gradient is no nan.
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(dim=3).masked_fill(~seen, 0.0)
+    # Not -inf: with all keys masked, the softmax and its gradient stay finite, and the second masked_fill zeroes them.
+    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(dim=3).masked_fill(~allowed, 0.0)
     return weights.to(v.dtype) @ v
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a block needs beside its activations; the same for all blocks of a forward pass.
+    """Inputs of a block other than its activations; the same for all blocks of a forward pass.
 
     Attributes:
-        mask: of self-attention.
-        rotary: tables of rotary positions, None where positions are told in another way.
+        mask: mask of self-attention.
+        rotary: cosine and sine tables of rotary position embeddings, None for families without them.
         cross: mask of cross-attention.
     """
 
@@ -78,18 +78,18 @@ class AttentionContext:
 class Attention(nn.Module):
     """Multi-head attention; `heads / kv_heads` query heads share a key and value head.
 
-    The number of heads is read off the projections' output, so that a slice of their rows is a correct attention over fewer heads.
+    The number of heads is taken from the shape of the projections' output, so a slice of their rows is correct attention over fewer heads.
 
     Args:
         hidden: width of the residual stream.
         heads: query heads.
         kv_heads: key and value heads.
         head_dim: width of a head.
-        bias: whether query, key and value projections add one.
-        output_bias: whether the output projection does; as `bias` when None.
+        bias: whether the query, key and value projections have a bias.
+        output_bias: whether the output projection has a bias; as `bias` when None.
         window: as in Mask.visible.
         scale: as in Core.
-        head_norm: makes a norm over each head's width for queries and keys (Qwen 3), None for none.
+        head_norm: factory of the norms over the head_dim of queries and keys (Qwen 3), None for none.
     """
 
     def __init__(
@@ -116,28 +116,28 @@ class Attention(nn.Module):
         self.key_norm = head_norm() if head_norm else None
 
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
-        """Attend to oneself, or to a memory.
+        """Compute self-attention, or cross-attention to a memory.
 
         Args:
-            x: (batch, sequence, hidden), where queries come from.
-            memory: (batch, keys, hidden), where keys and values come from; x when None.
-            context: masks and positions; causal when None.
+            x: (batch, sequence, hidden), input of the query projection.
+            memory: (batch, keys, hidden), input of the key and value projections; x when None.
+            context: masks and rotary tables; a causal mask when None.
 
         Returns:
             (batch, sequence, hidden).
         """
         context = context or AttentionContext()
         source = x if memory is None else memory
-        q, k, v = self._heads(self.query(x)), self._heads(self.key(source)), self._heads(self.value(source))
+        q, k, v = self._split_heads(self.query(x)), self._split_heads(self.key(source)), self._split_heads(self.value(source))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotary is not None and memory is None:
             q, k = rotate(q, context.rotary), rotate(k, context.rotary)
         mask = context.mask if memory is None else context.cross
-        mixed = self.core(q, k, v, mask, window=self.window, scale=self.scale)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale)
+        return self.output(attn_output.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """(batch, sequence, heads * head_dim) -> (batch, heads, sequence, head_dim)."""
         batch, sequence, _ = x.shape
         return x.view(batch, sequence, -1, self.head_dim).transpose(1, 2)

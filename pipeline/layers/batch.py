@@ -1,4 +1,4 @@
-"""What a forward pass is given beside tokens: one table of names for data, models and pipeline."""
+"""Inputs of a forward pass other than tokens, with the names that data, models and pipeline stages share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from torch import Tensor
 
 
 class Batch(TypedDict, total=False):
-    """Tensors of a micro-batch; the first dim of each counts sequences. A model takes what it knows and refuses the rest.
+    """Tensors of a micro-batch; dim 0 of each is the batch. A model raises for keys that it does not support.
 
     Attributes:
-        targets: int64 (batch, sequence), the label of each position, IGNORE (layers/loss.py) where there is none. Logits without it.
-        loss_scale: fp32 (batch,), the same number in every row: positions over counted targets of the whole batch, whose mean the loss is.
-        documents: int (batch, sequence), the document of each token, -1 for padding; no rule where it is missing.
-        positions: int64 (batch, sequence), the place of each token in its sequence; 0, 1, ... where it is missing.
-        segments: int64 (batch, sequence), 0 or 1: which of two sentences a token belongs to.
-        next_sentence: int64 (batch,), 0 where the second sentence follows the first, 1 where it comes from elsewhere (BERT).
-        decoder_tokens: int64 (batch, decoder sequence), what the decoder of an encoder-decoder reads; tokens are the encoder's.
+        targets: int64 (batch, sequence), the label of each position, IGNORE (layers/loss.py) for none. Without it, a model returns logits.
+        loss_scale: fp32 (batch,), the same number in every row: number of positions / number of targets other than IGNORE, of the global
+            batch over whose targets the loss is averaged.
+        documents: int (batch, sequence), the document of each token, -1 for padding; without it, tokens attend across documents.
+        positions: int64 (batch, sequence), the position of each token in its sequence; 0, 1, ... without it.
+        segments: int64 (batch, sequence), 0 or 1: the segment of each token (BERT).
+        next_sentence: int64 (batch,), 0 if the second segment follows the first, 1 if it is taken from elsewhere (BERT).
+        decoder_tokens: int64 (batch, decoder sequence), input of the decoder of an encoder-decoder; the tokens are the encoder's.
     """
 
     targets: Tensor

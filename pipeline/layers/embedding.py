@@ -1,4 +1,4 @@
-"""From token ids to vectors, and back to the vocabulary."""
+"""Token embedding and output head."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor, nn
 
 from pipeline.layers import linear
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
-from pipeline.layers.table import Table
+from pipeline.layers.positions import SinusoidalPositions, add_position_embeddings
 
 
 class Embedding(nn.Module):
-    """A vector for every token, with what a family adds to it.
+    """Token embeddings, plus the position and segment embeddings of the family. Positions are added by layers/positions.py.
 
     Args:
-        vocab_size: rows.
-        hidden: width.
-        max_positions: learned positions, None for none.
-        position_offset: rows of the table of positions before that of position 0 (OPT and RoBERTa: 2).
-        segments: learned segments (BERT: 2), 0 for none.
-        norm: of the sum, None for none.
-        factor: of the tokens' vectors, before anything is added (Vaswani et al. 2017, section 3.4: sqrt(hidden)).
-        sinusoidal: positions as sines and cosines (section 3.5) instead of learned ones; max_positions of them.
-        width: of the tokens' vectors, which are then projected to hidden (opt-350m); hidden when None.
+        vocab_size: number of token embeddings.
+        hidden: width of the output.
+        max_positions: number of position embeddings, None for none.
+        position_offset: row of the learned position embeddings that holds position 0 (OPT and RoBERTa: 2).
+        segments: number of learned segment embeddings (BERT: 2), 0 for none.
+        norm: applied to the sum, None for none.
+        factor: scales the token embeddings before positions and segments are added (Vaswani et al. 2017, section 3.4: sqrt(hidden)).
+        sinusoidal: use sinusoidal position embeddings (section 3.5) instead of learned ones.
+        width: width of the token embeddings, which are then projected to hidden (opt-350m); hidden when None.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Embedding(nn.Module):
         learned = max_positions is not None and not sinusoidal
         self.positions = linear.Embedding(max_positions + position_offset, hidden) if max_positions and learned else None
         self.segments = linear.Embedding(segments, hidden) if segments else None
-        self.waves = Sinusoids(max_positions, hidden) if max_positions and sinusoidal else None
+        self.sinusoids = SinusoidalPositions(max_positions, hidden) if max_positions and sinusoidal else None
         self.norm = norm
         self.position_offset, self.factor = position_offset, factor
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """Look up.
+        """Embed tokens.
 
         Args:
             tokens: int64 (batch, sequence).
@@ -65,48 +65,22 @@ class Embedding(nn.Module):
             hidden = hidden * self.factor
         if self.project is not None:
             hidden = self.project(hidden)
-        if positions is None and (self.positions is not None or self.waves is not None):
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        if self.positions is not None and positions is not None:
-            hidden = hidden + self.positions(positions + self.position_offset)
-        if self.waves is not None and positions is not None:
-            hidden = hidden + self.waves(positions).to(hidden.dtype)
+        hidden = add_position_embeddings(hidden, positions, learned=self.positions, offset=self.position_offset, sinusoidal=self.sinusoids)
         if self.segments is not None:
             hidden = hidden + self.segments(torch.zeros_like(tokens) if segments is None else segments)
         return hidden if self.norm is None else self.norm(hidden)
 
 
-class Sinusoids(Table):
-    """Sines in the first half of the width, cosines in the second (section 3.5, in the order of its reference code)."""
-
-    def __init__(self, max_positions: int, hidden: int) -> None:
-        super().__init__()
-        self.table: Tensor
-        self.register_buffer("table", torch.empty(max_positions, hidden, dtype=torch.float32), persistent=False)
-        self.reset_buffers(self.table.device)
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """See Table."""
-        count, hidden = self.table.shape
-        exponents = torch.arange(0, hidden, 2, dtype=torch.float64, device="cpu") / hidden
-        angles = torch.outer(torch.arange(count, dtype=torch.float64, device="cpu"), 1.0 / 10000.0**exponents)
-        self.table = torch.cat((angles.sin(), angles.cos()), dim=1)[:, :hidden].float().to(device)
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """(...) -> (..., hidden), fp32."""
-        return self.table[positions]
-
-
 class OutputHead(nn.Module):
-    """The projection to the vocabulary, and the loss.
+    """Projection to the vocabulary, fused with the cross-entropy loss when targets are passed.
 
     Args:
-        vocab_size: rows.
-        hidden: width.
-        bias: whether a bias is added (BERT).
-        factor: of the hidden states (T5 with tied embeddings: 1 / sqrt(hidden)).
-        label_smoothing: share of the target that is spread over the vocabulary (Szegedy et al. 2016).
-        width: of the vectors that are compared with hidden states, which are projected to it first (opt-350m); hidden when None.
+        vocab_size: number of output tokens.
+        hidden: width of the hidden states.
+        bias: whether a bias is added to the logits (BERT).
+        factor: scales the hidden states (T5 with tied embeddings: 1 / sqrt(hidden)).
+        label_smoothing: probability mass of the target that is spread over the vocabulary (Szegedy et al. 2016).
+        width: width of the output embeddings, to which the hidden states are projected first (opt-350m); hidden when None.
     """
 
     def __init__(
@@ -126,12 +100,12 @@ class OutputHead(nn.Module):
         self.factor, self.label_smoothing = factor, label_smoothing
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
-        """Logits, or with targets the loss (without the logits of the whole batch in memory).
+        """Compute the logits, or with targets the loss, without materializing the logits of the full batch.
 
         Args:
             hidden: (batch, sequence, hidden).
             targets: as in Batch.
-            loss_scale: as in Batch; the mean over this batch's counted targets when None.
+            loss_scale: as in Batch; when None, the loss is the mean over this batch's targets other than IGNORE.
 
         Returns:
             Logits (batch, sequence, vocabulary), or the mean cross-entropy as a 0-dim fp32 tensor.

@@ -16,19 +16,19 @@ from pipeline.layers.stack import Stack
 
 
 class EncoderDecoder(Stack):
-    """A whole model, or a pipeline stage of it. The encoder's blocks come first, the decoder's go on counting.
+    """A full encoder-decoder, or one pipeline stage of it. The decoder's blocks are numbered after the encoder's.
 
-    What goes from stage to stage is a pair: the encoder's states and the decoder's, both embedded by the first stage. An encoder block
-    changes the first, a decoder block the second.
+    Pipeline stages exchange a pair of tensors: the hidden states of the encoder and of the decoder, both embedded by the first stage.
+    An encoder block updates the first, a decoder block the second.
 
     Args:
-        embed: of source and decoder tokens alike.
-        encoder: its blocks; a norm of the encoder's output is the `output_norm` of the last one.
-        decoder: its blocks, with cross-attention.
-        norm: of the decoder's output, None where the blocks are post-norm.
-        head: of the decoder.
-        encoder_bias, decoder_bias: of the scores of self-attention in all blocks, None for none.
-        tie_embeddings: head and embedding are one matrix.
+        embed: embedding of the encoder's and the decoder's tokens.
+        encoder: blocks of the encoder; the norm of the encoder's output is the `output_norm` of its last block.
+        decoder: blocks of the decoder, with cross-attention.
+        norm: norm of the decoder's output, None for post-norm blocks.
+        head: output head of the decoder.
+        encoder_bias, decoder_bias: relative position biases of self-attention, shared by all blocks; None for none.
+        tie_embeddings: whether head and embedding share one weight.
     """
 
     def __init__(
@@ -47,42 +47,43 @@ class EncoderDecoder(Stack):
         self.encoder_blocks = len(encoder)
         self.encoder_bias, self.decoder_bias = encoder_bias, decoder_bias
 
-    def forward(self, x: Tensor, decoded: Tensor | None = None, **batch: Unpack[Batch]) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Run the parts that are here.
+    def forward(self, x: Tensor, decoder_states: Tensor | None = None, **batch: Unpack[Batch]) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Run the modules that this stage holds.
 
         Args:
-            x: the encoder's tokens, int64 (batch, sequence), or without an embedding its states (batch, sequence, hidden).
-            decoded: the decoder's states (batch, decoder sequence, hidden), None with an embedding.
-            batch: decoder_tokens; documents are those of the encoder's tokens, -1 for padding. Padding of the decoder stands at its end,
-                where nothing looks at it; its targets are IGNORE.
+            x: the encoder's tokens, int64 (batch, sequence), or without an embedding its hidden states (batch, sequence, hidden).
+            decoder_states: hidden states of the decoder (batch, decoder sequence, hidden), None with an embedding.
+            batch: decoder_tokens; documents are those of the encoder's tokens, -1 for padding. Padding of the decoder is at the end of its
+                sequence, where the causal mask excludes it; its targets are IGNORE.
 
         Returns:
-            Both states where there is no head, else logits (batch, decoder sequence, vocabulary) or the loss.
+            The hidden states of encoder and decoder without a head, else logits (batch, decoder sequence, vocabulary) or the loss.
         """
         if self.embed is not None:
-            x, decoded = self.embed(x), self.embed(batch["decoder_tokens"])
-        assert decoded is not None
-        encoder_context, decoder_context = self.attention_contexts(x, decoded, batch)
-        encoded, given = x, decoded
+            x, decoder_states = self.embed(x), self.embed(batch["decoder_tokens"])
+        assert decoder_states is not None
+        encoder_context, decoder_context = self.attention_contexts(x, decoder_states, batch)
+        encoder_states, decoder_input = x, decoder_states
         for index, block in self.blocks.items():
             if int(index) < self.encoder_blocks:
-                encoded = block(encoded, encoder_context)
+                encoder_states = block(encoder_states, encoder_context)
             else:
-                decoded = block(decoded, decoder_context, encoded)
+                decoder_states = block(decoder_states, decoder_context, encoder_states)
         if self.head is not None:
-            return self.finish(decoded, decoder_context, batch)
-        # The pipeline's schedules detach in place what a stage gives on: it must not be what the stage was given.
-        return encoded.clone() if encoded is x else encoded, decoded.clone() if decoded is given else decoded
+            return self.forward_head(decoder_states, decoder_context, batch)
+        # Pipeline schedules detach a stage's outputs in place, so an output must not be the same tensor as an input.
+        encoder_states = encoder_states.clone() if encoder_states is x else encoder_states
+        return encoder_states, decoder_states.clone() if decoder_states is decoder_input else decoder_states
 
-    def attention_contexts(self, encoded: Tensor, decoded: Tensor, batch: Batch) -> tuple[AttentionContext, AttentionContext]:
-        """What the encoder's blocks need, and the decoder's."""
-        # Under sequence parallelism both states hold the same share of their rows; the decoder's tokens tell which.
+    def attention_contexts(self, encoder_states: Tensor, decoder_states: Tensor, batch: Batch) -> tuple[AttentionContext, AttentionContext]:
+        """Return the contexts of the encoder's and the decoder's blocks."""
+        # Under sequence parallelism both states are slices along the sequence by the same factor, known from the decoder's full length.
         length = batch["decoder_tokens"].shape[1]
-        source = encoded.shape[1] * (length // decoded.shape[1])
+        source = encoder_states.shape[1] * (length // decoder_states.shape[1])
         documents = batch.get("documents")
-        # A pipeline stage has one kind of blocks, or both: what no block here asks for is not made.
-        here = [int(index) for index in self.blocks]
-        own = self.encoder_bias(source) if self.encoder_bias is not None and min(here) < self.encoder_blocks else None
-        other = self.decoder_bias(length) if self.decoder_bias is not None and max(here) >= self.encoder_blocks else None
-        encoder = AttentionContext(Mask(causal=False, documents=documents, bias=own))
-        return encoder, AttentionContext(Mask(bias=other), cross=Mask(causal=False, key_documents=documents))
+        # A pipeline stage may hold only encoder or only decoder blocks: the bias of the other kind is not computed.
+        indices = [int(index) for index in self.blocks]
+        encoder_bias = self.encoder_bias(source) if self.encoder_bias is not None and min(indices) < self.encoder_blocks else None
+        decoder_bias = self.decoder_bias(length) if self.decoder_bias is not None and max(indices) >= self.encoder_blocks else None
+        encoder = AttentionContext(Mask(causal=False, documents=documents, bias=encoder_bias))
+        return encoder, AttentionContext(Mask(bias=decoder_bias), cross=Mask(causal=False, key_documents=documents))

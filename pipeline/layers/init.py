@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, name), so that every layout slices the same full tensor."""
+"""Initial weights as a pure function of (seed, name), so that every parallel layout slices the same full tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def initial_tensor(name: str, shape: Sequence[int], std: float | None, seed: int) -> Tensor:
-    """The full initial value of a weight.
+    """Return the full (unsharded) initial value of a weight.
 
     Args:
-        name: its name in the whole model; also says which constant, where std is None.
-        shape: its full shape. The matrices of a stack (three dims) are weights of their own, NAME.0, NAME.1, ..., so that who needs a few
-            of them draws no more.
-        std: standard deviation of the normal distribution it is drawn from; None for a constant: zeros for a bias, ones else (norms).
-        seed: of the run.
+        name: parameter name in the full model; with std=None, it also selects the constant.
+        shape: full shape. The matrices of a stack (three dims, e.g. experts) are drawn separately as NAME.0, NAME.1, ..., so that an
+            expert-parallel rank draws only its own.
+        std: standard deviation of the normal distribution; None for a constant: zeros for a bias, else ones (norms).
+        seed: seed of the run.
 
     Returns:
         fp32 on the CPU, the same on every rank.

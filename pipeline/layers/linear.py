@@ -1,6 +1,6 @@
-"""Linear layers and embeddings whose weights wait for layers/init.py.
+"""Linear layers and embeddings with uninitialized weights; models/init.py initializes them.
 
-torch's own initial values would be overwritten, and drawing them on the meta device alone imports a second's worth of compiler.
+The initial values of torch.nn would be overwritten, and drawing them on the meta device imports the compiler, which takes a second.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """nn.Linear with uninitialised weights."""
+    """nn.Linear with uninitialized weights."""
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding with uninitialised weights."""
+    """nn.Embedding with uninitialized weights."""
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""

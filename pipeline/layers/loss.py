@@ -1,8 +1,8 @@
-"""The output projection and the cross-entropy in one function that never holds all logits.
+"""Fused linear cross-entropy: the output projection and the loss in one function that never materializes all logits.
 
-Rows of the batch are taken in chunks. For each chunk the forward pass computes logits, loss and, in the same visit, the
-gradients of hidden states and weight; the backward pass only scales them. Three matrix products as in the plain form
-(logits, input gradient, weight gradient), but fp32 logits for one chunk at a time instead of (batch x sequence, vocabulary).
+Rows of the batch are processed in chunks. For each chunk, the forward pass computes the logits, the loss and the gradients of hidden
+states and weight; the backward pass only scales these gradients. It computes the same three matrix products as the unfused form
+(logits, input gradient, weight gradient), with fp32 logits of one chunk at a time instead of (batch x sequence, vocabulary).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.autograd.function import once_differentiable
 
 Reduce = Callable[[Tensor], Tensor]
 
-#: A target that counts for nothing.
+#: Label of positions that do not contribute to the loss.
 IGNORE = -100
 
 
 def chunk_rows(hidden: int, vocabulary: int, device: torch.device) -> int:
-    """Rows of one chunk.
+    """Return the number of rows per chunk.
 
-    On a CPU a chunk's fp32 logits should fit a cache (16 MiB); a GPU wants few, large kernels (256 MiB). But never so few rows
-    that adding a chunk's product to the weight's gradient takes as long as the product.
+    On a CPU the fp32 logits of a chunk should fit in the cache (16 MiB); a GPU needs few, large kernels (256 MiB). The lower bound keeps
+    the accumulation into the weight gradient cheaper than the matrix product of a chunk.
     """
     elements = 1 << 22 if device.type == "cpu" else 1 << 26
     return max(512, hidden // 2, elements // max(1, vocabulary))
@@ -47,53 +47,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduce_sum: Reduce | None,
     ) -> Tensor:
         rows, vocabulary = hidden.shape[0], weight.shape[0]
-        share, entries = smoothing
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        label_smoothing, full_vocabulary = smoothing
+        compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        needs_grad_hidden, needs_grad_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_grad_hidden else None
         grad_weight: Tensor | None = None
-        grad_bias = None if bias is None else torch.zeros(vocabulary, dtype=wide, device=hidden.device)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        grad_bias = None if bias is None else torch.zeros(vocabulary, dtype=compute_dtype, device=hidden.device)
+        total = torch.zeros((), dtype=compute_dtype, device=hidden.device)
 
         chunk = chunk_rows(hidden.shape[1], vocabulary, hidden.device)
         for start in range(0, rows, chunk):
-            part = slice(start, min(start + chunk, rows))
-            counted = targets[part] != IGNORE
-            local = targets[part] - first_token
-            mine = (local >= 0) & (local < vocabulary)
+            chunk_slice = slice(start, min(start + chunk, rows))
+            is_target = targets[chunk_slice] != IGNORE
+            local = targets[chunk_slice] - first_token
+            is_local = (local >= 0) & (local < vocabulary)
             local = local.clamp(0, vocabulary - 1).unsqueeze(1)
 
-            narrow = F.linear(hidden[part], weight, bias)
-            logits = narrow.to(wide)
+            local_logits = F.linear(hidden[chunk_slice], weight, bias)
+            logits = local_logits.to(compute_dtype)
             largest = logits.amax(dim=1, keepdim=True)
             if reduce_max is not None:
                 largest = reduce_max(largest)
             logits -= largest
-            target_logit = torch.where(mine, logits.gather(1, local).squeeze(1), 0.0)
-            aim = (1 - share) * target_logit if share else target_logit
-            if share:
-                aim = aim + share / entries * logits.sum(dim=1)
+            target_logit = torch.where(is_local, logits.gather(1, local).squeeze(1), 0.0)
+            target_term = (1 - label_smoothing) * target_logit if label_smoothing else target_logit
+            if label_smoothing:
+                target_term = target_term + label_smoothing / full_vocabulary * logits.sum(dim=1)
             exponentials = logits.exp_()
-            sums = torch.stack([exponentials.sum(dim=1), aim])
+            sums = torch.stack([exponentials.sum(dim=1), target_term])
             if reduce_sum is not None:
                 sums = reduce_sum(sums)
-            total += torch.where(counted, sums[0].log() - sums[1], 0.0).sum()
+            total += torch.where(is_target, sums[0].log() - sums[1], 0.0).sum()
 
-            if wants_hidden or wants_weight:
-                # d loss / d logits = softmax - smoothed one-hot, over the mean's row count
+            if needs_grad_hidden or needs_grad_weight:
+                # d loss / d logits = softmax - smoothed one-hot, divided by the number of rows
                 grad_logits = exponentials.mul_(((1.0 / rows) / sums[0]).unsqueeze(1))
-                grad_logits.scatter_add_(1, local, torch.where(mine, (share - 1.0) / rows, 0.0).to(wide).unsqueeze(1))
-                if share:
-                    grad_logits -= share / entries / rows
-                grad_logits.masked_fill_(~counted.unsqueeze(1), 0.0)
+                grad_logits.scatter_add_(
+                    1, local, torch.where(is_local, (label_smoothing - 1.0) / rows, 0.0).to(compute_dtype).unsqueeze(1)
+                )
+                if label_smoothing:
+                    grad_logits -= label_smoothing / full_vocabulary / rows
+                grad_logits.masked_fill_(~is_target.unsqueeze(1), 0.0)
                 if grad_bias is not None:
                     grad_bias += grad_logits.sum(dim=0)
-                narrow.copy_(grad_logits)
+                local_logits.copy_(grad_logits)
                 if grad_hidden is not None:
-                    torch.mm(narrow, weight, out=grad_hidden[part])
-                if wants_weight:
-                    product = narrow.t() @ hidden[part]
-                    grad_weight = product.to(wide) if grad_weight is None else grad_weight.add_(product)
+                    torch.mm(local_logits, weight, out=grad_hidden[chunk_slice])
+                if needs_grad_weight:
+                    product = local_logits.t() @ hidden[chunk_slice]
+                    grad_weight = product.to(compute_dtype) if grad_weight is None else grad_weight.add_(product)
 
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return total / rows
@@ -117,19 +119,19 @@ def linear_cross_entropy(
     reduce_max: Reduce | None = None,
     reduce_sum: Reduce | None = None,
 ) -> Tensor:
-    """The sum of the counted targets' losses over the number of all rows, in nats.
+    """Return the summed loss of all targets other than IGNORE, divided by the number of all rows, in nats.
 
     Args:
         hidden: (batch, sequence, hidden), output of the last norm.
-        weight: (vocabulary, hidden), or the rows of it that the caller holds.
-        targets: (batch, sequence), int64 token ids of the whole vocabulary, IGNORE where there is none.
-        bias: (vocabulary,), added to the logits; its rows are the weight's.
-        label_smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016).
-        vocabulary: entries of the whole vocabulary, where the weight holds some of its rows.
+        weight: (vocabulary, hidden), or this rank's rows of it.
+        targets: int64 (batch, sequence), token ids of the full vocabulary, IGNORE for none.
+        bias: (vocabulary,), added to the logits; the same rows as the weight.
+        label_smoothing: probability mass of the target that is spread evenly over the vocabulary (Szegedy et al. 2016).
+        vocabulary: size of the full vocabulary, if the weight holds only some of its rows.
         first_token: token id of the weight's first row.
-        reduce_max: elementwise maximum over the holders of the other rows; None when there are none.
-        reduce_sum: elementwise sum over them. With pieces of the vocabulary (Shoeybi et al. 2019, section 3), the gradient
-            of `hidden` is this piece's part; the sum over the pieces is the caller's.
+        reduce_max: elementwise maximum over the ranks that hold the other rows; None for an unsharded weight.
+        reduce_sum: elementwise sum over the same ranks. With a vocabulary-parallel weight (Shoeybi et al. 2019, section 3), the gradient
+            of `hidden` is this rank's summand; the caller sums it over the ranks.
 
     Returns:
         A 0-dim tensor, fp32 (fp64 for fp64 input).
@@ -141,7 +143,10 @@ def linear_cross_entropy(
 
 
 def mean_factor(targets: Tensor, loss_scale: Tensor | None) -> Tensor:
-    """What makes a mean over all positions one over the counted targets: of this batch, or as `loss_scale` (see Batch) says."""
+    """Return the factor that turns a mean over all positions into a mean over the targets other than IGNORE.
+
+    It is `loss_scale` (see Batch) if that is passed, else it is is_target in this batch.
+    """
     if loss_scale is not None:
         return loss_scale[0]
     return targets.numel() / (targets != IGNORE).sum().clamp(min=1)

@@ -9,25 +9,28 @@ from pipeline.layers.attention import AttentionContext, Core, sdpa
 from pipeline.layers.linear import Linear
 from pipeline.layers.rotary import rotate
 
-#: In the norms of the latents, whatever the others have.
+#: eps of the RMSNorms of the latents, as in the reference code; it does not depend on the configuration.
 LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Self-attention whose keys and values all heads make from one narrow vector a token, which is all that a cache would keep.
+    """Self-attention that projects the keys and values of all heads up from one low-rank latent per token.
 
-    Positions are told by further dims of queries and keys, which alone are rotated; these dims of the keys all heads share. The weights
-    have them as released: neighbours (2i, 2i + 1) turn together. The number of heads is read off the projections' output.
+    A KV cache needs to store only this latent and the rotated key dims.
+
+    Queries and keys have qk_nope_head_dim dims without positions and qk_rope_head_dim dims that are rotated; all heads share the rotated
+    dims of the keys. The released weights rotate interleaved pairs (2i, 2i + 1). The number of heads is taken from the shape of the
+    projections' output.
 
     Args:
         hidden: width of the residual stream.
-        heads: their number.
-        q_lora_rank: width of the queries' latent; None makes queries from the residual stream.
-        kv_lora_rank: width of the keys' and values' latent.
-        qk_nope_head_dim: width of a head's queries and keys that carries no position.
-        qk_rope_head_dim: width that does.
-        v_head_dim: width of a head's values.
-        score_factor: of the scores, beside 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
+        heads: number of heads.
+        q_lora_rank: width of the query latent; None projects queries directly from the residual stream.
+        kv_lora_rank: width of the latent of keys and values.
+        qk_nope_head_dim: dims of a head's queries and keys without positions.
+        qk_rope_head_dim: dims of a head's queries and keys that are rotated.
+        v_head_dim: dims of a head's values.
+        score_factor: scales the scores in addition to 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim).
     """
 
     def __init__(
@@ -60,28 +63,28 @@ class LatentAttention(nn.Module):
         self.output = Linear(heads * v_head_dim, hidden, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
-        """(batch, sequence, hidden) -> the same; there is no memory but x."""
-        assert memory is None, "latent attention is self-attention"
+        """Compute self-attention: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
+        assert memory is None, "multi-head latent attention supports self-attention only"
         context = context or AttentionContext()
         latent = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
-        plain_q, turned_q = _heads(self.query_up(latent), self.qk_nope_head_dim, self.qk_rope_head_dim)
-        latent, turned_k = self.key_value_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=2)
-        plain_k, v = _heads(self.key_value_up(self.key_value_norm(latent)), self.qk_nope_head_dim, self.v_head_dim)
-        turned_q, turned_k = halves(turned_q), halves(turned_k).unsqueeze(1)
+        q_nope, q_rope = _split_heads(self.query_up(latent), self.qk_nope_head_dim, self.qk_rope_head_dim)
+        latent, k_rope = self.key_value_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=2)
+        k_nope, v = _split_heads(self.key_value_up(self.key_value_norm(latent)), self.qk_nope_head_dim, self.v_head_dim)
+        q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope).unsqueeze(1)
         if context.rotary is not None:
-            turned_q, turned_k = rotate(turned_q, context.rotary), rotate(turned_k, context.rotary)
-        q = torch.cat([plain_q, turned_q], dim=3)
-        k = torch.cat([plain_k, turned_k.expand(-1, plain_k.shape[1], -1, -1)], dim=3)
-        mixed = self.core(q, k, v, context.mask, scale=self.scale)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+            q_rope, k_rope = rotate(q_rope, context.rotary), rotate(k_rope, context.rotary)
+        q = torch.cat([q_nope, q_rope], dim=3)
+        k = torch.cat([k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)], dim=3)
+        attn_output = self.core(q, k, v, context.mask, scale=self.scale)
+        return self.output(attn_output.transpose(1, 2).flatten(2))
 
 
-def _heads(x: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
+def _split_heads(x: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """(batch, sequence, heads * (first + second)) -> (batch, heads, sequence, first) and (..., second)."""
     one, other = x.unflatten(2, (-1, first + second)).transpose(1, 2).split([first, second], dim=3)
     return one, other
 
 
-def halves(x: Tensor) -> Tensor:
-    """(x0, x1, x2, x3, ...) -> (x0, x2, ..., x1, x3, ...) in the last dim: pairs as `rotate` has them."""
+def deinterleave(x: Tensor) -> Tensor:
+    """Reorder interleaved pairs of the last dim as `rotate` expects them: (x0, x1, x2, x3, ...) -> (x0, x2, ..., x1, x3, ...)."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

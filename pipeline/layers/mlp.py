@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.layers.linear import Linear
 
-#: gelu_tanh is the form that GPT-2 was trained with (Hendrycks & Gimpel 2016), gelu the exact one.
+#: gelu_tanh is the tanh approximation that GPT-2 was trained with (Hendrycks & Gimpel 2016), gelu the exact function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """down(activation(up(x)))."""
+    """Feed-forward layer: down(activation(up(x)))."""
 
     def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, activation: str = "gelu_tanh") -> None:
         super().__init__()
@@ -34,7 +34,10 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)): SwiGLU with silu, GEGLU with gelu (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """Gated feed-forward layer: down(activation(gate(x)) * up(x)).
+
+    SwiGLU with silu, GEGLU with gelu (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+    """
 
     def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, activation: str = "silu") -> None:
         super().__init__()

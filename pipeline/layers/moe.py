@@ -1,4 +1,4 @@
-"""A mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): each token goes through a few of many feed-forwards."""
+"""MoE layer (mixture of experts, Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): top_k of many experts process each token."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mlp import ACTIVATIONS
-from pipeline.layers.router import Balance, Router, Routing
+from pipeline.layers.router import AuxLoss, Router, Routing
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, their weights stacked along dim 0. Their number is read off the stacks, so that a part of them is right too.
+    """Gated feed-forward experts with weights stacked along dim 0. Their number is dim 0 of the weights, so slices work too.
 
     Args:
-        experts: how many.
-        hidden: width of a token.
-        ffn_hidden: width inside each.
+        experts: number of experts.
+        hidden: width of the residual stream.
+        ffn_hidden: intermediate width of each expert.
         activation: as in GatedMLP.
     """
 
@@ -33,27 +33,27 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Each expert on its own rows.
+        """Apply each expert to its rows.
 
         Args:
-            x: (rows, hidden), those of expert 0 first, then those of expert 1, ...
-            counts: int64 (experts,), the rows of each.
+            x: (rows, hidden), sorted by expert.
+            counts: int64 (experts,), number of rows of each expert.
 
         Returns:
-            (rows, hidden). Rows that belong to no expert, at the end, are undefined.
+            (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        product = grouped if x.is_cuda and x.dtype == torch.bfloat16 else looped
+        product = grouped_mm if x.is_cuda and x.dtype == torch.bfloat16 else loop_mm
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
 
 
-def looped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Compute x @ weights[e].T for the rows of each expert, one after the other; an expert without rows gets a gradient of zeros.
+def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Compute x @ weights[e].T for the rows of each expert in a loop; an expert without rows gets a zero gradient.
 
     Args:
         x: (rows, input), sorted by expert.
         weights: (experts, output, input).
-        counts: int64 (experts,), rows of each; the host waits for them.
+        counts: int64 (experts,), number of rows of each; reading them synchronizes with the device.
 
     Returns:
         (rows, output).
@@ -64,172 +64,183 @@ def looped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([*products, x.new_zeros(parts[-1].shape[0], weights.shape[1])])
 
 
-def grouped(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """As `looped`, in one kernel that reads the counts on the device; rows of no expert are undefined."""
+def grouped_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Compute `loop_mm` in one kernel that reads the counts on the device; rows of no expert are undefined."""
     return F.grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
 
 
 class MoE(nn.Module):
-    """Routed experts. A token's output is the weighted sum of its experts' outputs.
+    """MoE layer: a router and routed experts. A token's output is the weighted sum of its experts' outputs.
 
     Args:
-        router: chooses.
-        experts: what is chosen from.
-        balance: losses that join the model's loss in the backward pass.
-        capacity_factor: an expert takes at most this factor times the mean load of a micro-batch, the earliest tokens first; what is
-            beyond contributes nothing (Fedus et al. 2022, section 2.2). Each rank counts its own tokens. None drops nothing.
+        router: selects the experts of each token.
+        experts: the routed experts.
+        aux_loss: auxiliary losses, added to the model's loss in the backward pass.
+        capacity_factor: maximum load of an expert, over the mean load of a micro-batch; assignments beyond it are dropped, those of the
+            last tokens first (Fedus et al. 2022, section 2.2). The capacity is per rank. None drops nothing.
 
     Attributes:
-        loss_scale: of the balance losses, where the model's loss is scaled too: who adds up gradients of several micro-batches sets it.
-        total: as in Balance.loss; who cuts the sequences sets it.
-        record: sums since `take_record`, fp32 (experts + 4,), None before the first backward pass: choices of each expert, mean entropy
-            of a token's scores (nats), share of dropped choices, balance losses, micro-batches.
+        loss_scale: scales the auxiliary losses like the model's loss; gradient accumulation over micro-batches sets it.
+        reduce_sums: as in AuxLoss.loss; context parallelism sets it.
+        record: sums since the last `take_record`, fp32 (experts + 4,), None before the first backward pass: tokens of each expert, mean
+            entropy of a token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
     """
 
-    def __init__(self, router: Router, experts: nn.Module, *, balance: Balance | None = None, capacity_factor: float | None = None) -> None:
+    def __init__(
+        self, router: Router, experts: nn.Module, *, aux_loss: AuxLoss | None = None, capacity_factor: float | None = None
+    ) -> None:
         super().__init__()
         self.router, self.experts = router, experts
-        self.balance, self.capacity_factor = balance or Balance(), capacity_factor
+        self.aux_loss, self.capacity_factor = aux_loss or AuxLoss(), capacity_factor
         self.loss_scale = 1.0
-        self.total: Callable[[Tensor], Tensor] | None = None
+        self.reduce_sums: Callable[[Tensor], Tensor] | None = None
         self.record: Tensor | None = None
 
-    @torch.compiler.disable  # the split into experts has other sizes each time
+    @torch.compiler.disable  # the number of rows of each expert changes with every micro-batch
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """(batch, sequence, hidden) -> the same; padding tokens (document -1) go to no expert and get zeros."""
+        """(batch, sequence, hidden) -> (batch, sequence, hidden); padding (document -1) is routed to no expert and its output is zero."""
         documents = context.mask.documents if context is not None else None
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
+        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
-        count = routing.probs.shape[1]
-        chosen = routing.experts.masked_fill(~real.view(-1, 1), count)
+        num_experts = routing.probs.shape[1]
+        expert_ids = routing.experts.masked_fill(~valid.view(-1, 1), num_experts)
         if self.capacity_factor is not None:
-            chosen = within_capacity(chosen, count, math.ceil(self.capacity_factor * chosen.numel() / count))
-        mixed = self._mix(tokens, chosen, routing.weights.to(x.dtype), count)
-        return self._join(mixed.view_as(x), routing, chosen, real)
+            expert_ids = drop_over_capacity(expert_ids, num_experts, math.ceil(self.capacity_factor * expert_ids.numel() / num_experts))
+        outputs = self._compute_experts(tokens, expert_ids, routing.weights.to(x.dtype), num_experts)
+        return self._add_aux_loss(outputs.view_as(x), routing, expert_ids, valid)
 
-    def _mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor, count: int) -> Tensor:
-        """Send the tokens to their experts and add up what comes back.
+    def _compute_experts(self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+        """Permute the tokens by expert, apply the experts and combine their outputs.
 
         Args:
             tokens: (tokens, hidden).
-            chosen: int64 (tokens, top_k); `count` for no expert.
+            expert_ids: int64 (tokens, top_k); `num_experts` for no expert.
             weights: (tokens, top_k).
-            count: experts.
-        """
-        order = chosen.flatten().argsort(stable=True)
-        back = inverse(order)
-        counts = loads(chosen, count)
-        rows = dispatch(tokens, order, back, chosen.shape[1])
-        # Also under a zero weight an undefined row would spoil the sum, and its gradient the token's.
-        used = (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
-        rows = rows.where(used, 0)
-        rows = self.experts(rows, counts).where(used, 0)
-        return (dispatch(rows, back, order).unflatten(0, chosen.shape) * weights.unsqueeze(2)).sum(dim=1)
+            num_experts: number of experts.
 
-    def _join(self, y: Tensor, routing: Routing, chosen: Tensor, real: Tensor) -> Tensor:
-        """Let the balance losses into the backward pass, and note there what the routing was."""
+        Returns:
+            (tokens, hidden).
+        """
+        order = expert_ids.flatten().argsort(stable=True)
+        inverse = inverse_permutation(order)
+        counts = tokens_per_expert(expert_ids, num_experts)
+        rows = permute(tokens, order, inverse, expert_ids.shape[1])
+        # A row of no expert is undefined: times a zero weight it could still be NaN, in the output and in the gradient.
+        assigned = (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
+        rows = rows.where(assigned, 0)
+        rows = self.experts(rows, counts).where(assigned, 0)
+        return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
+
+    def _add_aux_loss(self, y: Tensor, routing: Routing, expert_ids: Tensor, valid: Tensor) -> Tensor:
+        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
         if not torch.is_grad_enabled():
             return y
-        loss = self.balance.loss(routing, real, self.total)
-        count = routing.probs.shape[1]
+        loss = self.aux_loss.loss(routing, valid, self.reduce_sums)
+        num_experts = routing.probs.shape[1]
         with torch.no_grad():
-            tokens = real.sum().clamp(min=1)
-            entropy = (torch.special.entr(routing.probs).sum(dim=1) * real.flatten()).sum() / tokens
-            load = loads(chosen, count)
-            dropped = 1 - load.sum() / (tokens * chosen.shape[1])
+            tokens = valid.sum().clamp(min=1)
+            entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
+            load = tokens_per_expert(expert_ids, num_experts)
+            dropped = 1 - load.sum() / (tokens * expert_ids.shape[1])
             record = torch.cat([load, torch.stack([entropy, dropped, loss.detach(), torch.ones_like(loss)])]).float()
-        joined: Tensor = _Join.apply(y, loss, self, record)
-        return joined
+        output: Tensor = _AddAuxLoss.apply(y, loss, self, record)
+        return output
 
     def take_record(self) -> Tensor | None:
-        """The sums of `record`, which begin anew."""
+        """Return `record` and reset it."""
         record, self.record = self.record, None
         return record
 
 
 class SharedExpertMoE(nn.Module):
-    """Routed experts beside one that every token goes through (Dai et al. 2024, https://arxiv.org/abs/2401.06066)."""
+    """MoE layer with a shared expert, which processes every token (Dai et al. 2024, https://arxiv.org/abs/2401.06066)."""
 
     def __init__(self, routed: MoE, shared: nn.Module) -> None:
         super().__init__()
         self.routed, self.shared = routed, shared
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """As MoE."""
+        """(batch, sequence, hidden) -> (batch, sequence, hidden); context as in MoE."""
         return self.routed(x, context) + self.shared(x)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
-    """The mixtures of a model, in order."""
+    """Iterate over the MoE layers of a model, in order."""
     return (module for module in model.modules() if isinstance(module, MoE))
 
 
-def loads(chosen: Tensor, count: int) -> Tensor:
-    """How often each expert was chosen: (tokens, top_k) of 0 .. count, where `count` is nobody -> int64 (count,)."""
-    flat = chosen.flatten()
-    return torch.zeros(count + 1, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))[:count]
+def tokens_per_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """Count the tokens of each expert: int64 (tokens, top_k) of 0 .. num_experts, `num_experts` for none -> int64 (num_experts,)."""
+    flat = expert_ids.flatten()
+    return torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))[:num_experts]
 
 
-def within_capacity(chosen: Tensor, count: int, capacity: int) -> Tensor:
-    """The choices with those beyond an expert's capacity replaced by `count`; the earliest tokens stay.
+def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Drop assignments beyond the capacity of an expert, keeping those of the first tokens.
 
     Args:
-        chosen: int64 (tokens, top_k) of 0 .. count.
-        count: experts.
-        capacity: choices an expert takes.
+        expert_ids: int64 (tokens, top_k) of 0 .. num_experts.
+        num_experts: number of experts.
+        capacity: maximum number of assignments of each expert.
+
+    Returns:
+        int64 (tokens, top_k), `num_experts` for dropped assignments.
     """
-    order = chosen.flatten().argsort(stable=True)
-    ordered = chosen.flatten()[order]
-    load = loads(chosen, count + 1)
-    place = torch.arange(len(order), device=order.device) - (load.cumsum(0) - load)[ordered]
-    return torch.empty_like(ordered).scatter(0, order, ordered.masked_fill(place >= capacity, count)).view_as(chosen)
+    order = expert_ids.flatten().argsort(stable=True)
+    ordered = expert_ids.flatten()[order]
+    load = tokens_per_expert(expert_ids, num_experts + 1)
+    slot = torch.arange(len(order), device=order.device) - (load.cumsum(0) - load)[ordered]
+    return torch.empty_like(ordered).scatter(0, order, ordered.masked_fill(slot >= capacity, num_experts)).view_as(expert_ids)
 
 
-def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes another one."""
+def inverse_permutation(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation, int64 (n,)."""
     return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Dispatch(torch.autograd.Function):
-    """Rows in another order; both passes are gathers, so that no sum depends on the order of a device's threads."""
+class _Permute(torch.autograd.Function):
+    """Permutation of rows; forward and backward are both gathers, so the result is deterministic on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
         ctx.copies = copies
         return x.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        rows = grad.index_select(0, back)
+        (inverse,) = ctx.saved_tensors
+        rows = grad.index_select(0, inverse)
         return rows if ctx.copies == 1 else rows.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
-def dispatch(x: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
-    """Take `copies` copies of each row and put them in an order.
+def permute(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Repeat each row `copies` times and permute the result.
 
     Args:
         x: (rows, hidden).
-        order: int64 (rows * copies,), a permutation; copy c of row r counts as r * copies + c.
-        back: its inverse.
-        copies: see above.
+        order: int64 (rows * copies,), a permutation; copy c of row r has index r * copies + c.
+        inverse: the inverse permutation.
+        copies: repetitions of each row (top_k).
+
+    Returns:
+        (rows * copies, hidden).
     """
-    result: Tensor = _Dispatch.apply(x, order, back, copies)
+    result: Tensor = _Permute.apply(x, order, inverse, copies)
     return result
 
 
-class _Join(torch.autograd.Function):
-    """A layer's output unchanged; its backward pass, which runs once however often the forward pass is recomputed, adds a loss."""
+class _AddAuxLoss(torch.autograd.Function):
+    """Identity on a layer's output whose backward pass adds a loss; that runs once, however often the forward pass is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
-        ctx.moe, ctx.record, ctx.of = moe, record, loss.new_full((), moe.loss_scale)
+        ctx.moe, ctx.record, ctx.grad_loss = moe, record, loss.new_full((), moe.loss_scale)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         before = ctx.moe.record
         ctx.moe.record = ctx.record if before is None else before + ctx.record
-        return grad, ctx.of, None, None
+        return grad, ctx.grad_loss, None, None

@@ -14,11 +14,11 @@ from pipeline.layers.loss import IGNORE
 
 
 class MTPModule(nn.Module):
-    """One further token ahead: a block on what was known before and the next token.
+    """MTP module: predicts one token further from the hidden states of the previous depth and the embedding of the next token.
 
     Args:
-        hidden: width.
-        eps: of the norms.
+        hidden: width of the residual stream.
+        eps: added to the mean square in RMSNorm.
         block: a transformer block.
     """
 
@@ -31,25 +31,25 @@ class MTPModule(nn.Module):
         self.final_norm = nn.RMSNorm(hidden, eps=eps)
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: AttentionContext) -> Tensor:
-        """What the head and the next depth take.
+        """Return the hidden states for the output head and the next depth, (batch, sequence, hidden).
 
         Args:
-            tokens: (batch, sequence, hidden), embeddings of the tokens so many places ahead.
-            hidden: (batch, sequence, hidden), of the depth before.
-            context: of the model's blocks.
+            tokens: (batch, sequence, hidden), embeddings of the tokens shifted by this module's depth.
+            hidden: (batch, sequence, hidden), hidden states of the previous depth.
+            context: attention context of the model's blocks.
         """
-        joined = self.project(torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], dim=2))
-        return self.final_norm(self.block(joined, context))
+        projected = self.project(torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], dim=2))
+        return self.final_norm(self.block(projected, context))
 
 
 class MultiTokenHead(nn.Module):
-    """The output head, and the depths that predict further ahead with the same embedding and head.
+    """Output head with MTP modules, which share the model's embedding and output projection.
 
     Args:
-        output: hidden states to logits or loss.
-        embed: the model's own embedding.
-        depths: in order; the first predicts the token after the next.
-        factor: of the mean of the depths' losses in the model's.
+        output: output projection and loss.
+        embed: the model's embedding.
+        depths: the MTP modules in order; the first predicts the token after the next.
+        factor: weight of the mean MTP loss in the training loss.
     """
 
     def __init__(self, output: OutputHead, embed: Embedding, depths: Iterable[nn.Module], factor: float) -> None:
@@ -60,13 +60,13 @@ class MultiTokenHead(nn.Module):
         self.factor = factor
 
     def forward(self, hidden: Tensor, context: AttentionContext, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
-        """Logits of the next token, or the loss: while there are gradients, with that of the depths.
+        """Compute the logits of the next token, or with targets the loss; with gradients enabled, the MTP loss is added.
 
         Args:
-            hidden: (batch, sequence, hidden), normalised.
-            context: of the model's blocks.
+            hidden: (batch, sequence, hidden), output of the final norm.
+            context: attention context of the model's blocks.
             targets: as in Batch.
-            loss_scale: as in Batch, of the next token's loss.
+            loss_scale: as in Batch; scales only the loss of the next token.
         """
         loss: Tensor = self.output(hidden, targets, loss_scale)
         if targets is None or self.embed is None or not torch.is_grad_enabled():
@@ -74,14 +74,14 @@ class MultiTokenHead(nn.Module):
         total = torch.zeros_like(loss)
         labels = targets
         for depth in self.depths:
-            # A place without a token is looked at by none whose label counts: it lies behind them, or its own label is ignored.
+            # A position with label IGNORE (token 0 here) affects no loss: positions that attend to it are later, or are IGNORE themselves.
             hidden = depth(self.embed(labels.clamp(min=0)), hidden, context)
-            labels = ahead(labels)
+            labels = shift_labels(labels)
             total = total + self.output(hidden, labels)
         return loss + self.factor / len(self.depths) * total
 
 
-def ahead(labels: Tensor) -> Tensor:
-    """Each place gets its successor's label, IGNORE where it has none or has no label itself: int64 (batch, sequence)."""
-    moved = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], dim=1)
-    return moved.masked_fill(labels == IGNORE, IGNORE)
+def shift_labels(labels: Tensor) -> Tensor:
+    """Shift labels to the left by one, int64 (batch, sequence); IGNORE at the end and where the unshifted label is IGNORE."""
+    shifted = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], dim=1)
+    return shifted.masked_fill(labels == IGNORE, IGNORE)

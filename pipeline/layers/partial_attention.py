@@ -1,9 +1,9 @@
-"""Attention over some of the keys, and how results over several sets of keys become one.
+"""Attention over a subset of the keys, and the merging of results over several subsets (ring attention).
 
-With scores S and L = log sum exp(S) over a set of keys, the output over them is O = exp(S - L) V. Two sets together have
+With scores S and L = log sum exp(S) over a set of keys, the output over them is O = exp(S - L) V. The union of two sets has
 L = log(exp(L1) + exp(L2)) and O = exp(L1 - L) O1 + exp(L2 - L) O2 (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867).
-The backward pass needs no merging: with L and O of all keys, P = exp(S - L) are the final probabilities, each set gives its own part of
-the gradients, and the parts add up (Dao et al. 2022, https://arxiv.org/abs/2205.14135, appendix B).
+The backward pass needs no merging: with L and O over all keys, P = exp(S - L) are the final probabilities, each set contributes a summand
+of the gradients, and the summands are added (Dao et al. 2022, https://arxiv.org/abs/2205.14135, appendix B).
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor
 
 from pipeline.layers.mask import Mask
 
-#: Scores that are held at a time where no kernel does the work (elements).
-SCORES = 1 << 26
+#: Maximum number of elements of the score tensor, if no fused kernel applies; queries are processed in chunks to stay below it.
+MAX_SCORES = 1 << 26
 
 _ATEN = torch.ops.aten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over these keys; arguments as in Core (layers/attention.py).
+    """Compute attention over these keys; arguments as in Core (layers/attention.py).
 
     Returns:
-        The output (batch, heads, queries, value_dim) and L (batch, heads, queries); zeros and -inf for a query that sees none of them.
+        The output (batch, heads, queries, value_dim) and L (batch, heads, queries); zeros and -inf for a query whose keys are all masked.
     """
     if _has_kernel(q, k, v, mask, window):
-        causal, (wide_k, wide_v) = mask.causal, _per_query_head(q, k, v)
+        causal, (repeated_k, repeated_v) = mask.causal, _repeat_kv(q, k, v)
         if q.is_cuda:
-            return _ATEN._scaled_dot_product_flash_attention(q, wide_k, wide_v, 0.0, causal, False, scale=scale)[:2]
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, wide_k, wide_v, 0.0, causal, scale=scale)
-    outputs, sums = [], []
-    for rows, some in _row_chunks(q, k, mask):
-        scores = _scores(q[:, :, rows], k, some, window, scale)
-        sums.append(scores.logsumexp(dim=3))
-        weights = _probabilities(scores, sums[-1]).to(v.dtype)
-        outputs.append(_unfold(_fold(weights, v) @ v, q))
-    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+            return _ATEN._scaled_dot_product_flash_attention(q, repeated_k, repeated_v, 0.0, causal, False, scale=scale)[:2]
+        return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, repeated_k, repeated_v, 0.0, causal, scale=scale)
+    outputs, lses = [], []
+    for rows, chunk_mask in _row_chunks(q, k, mask):
+        scores = _scores(q[:, :, rows], k, chunk_mask, window, scale)
+        lses.append(scores.logsumexp(dim=3))
+        weights = _probabilities(scores, lses[-1]).to(v.dtype)
+        outputs.append(_ungroup_queries(_group_queries(weights, v) @ v, q))
+    return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
 
 
 def backward(
@@ -48,54 +48,54 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    total: Tensor,
+    lse: Tensor,
     mask: Mask,
     *,
     window: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys contribute to the gradients.
+    """Compute the contribution of these keys to the gradients.
 
-    With dO the output's gradient and D = sum(dO * O) over the head's width: dV = P^T dO, dP = dO V^T, dS = P * (dP - D),
+    With dO the gradient of the output and D = sum(dO * O) over value_dim: dV = P^T dO, dP = dO V^T, dS = P * (dP - D),
     dQ = scale dS K and dK = scale dS^T Q.
 
     Args:
-        grad: of the final output, (batch, heads, queries, value_dim).
+        grad: gradient of the final output, (batch, heads, queries, value_dim).
         q, k, v, mask, window, scale: as in forward.
         out: the final output, over all sets of keys.
-        total: L over all sets of keys.
+        lse: L over all sets of keys.
 
     Returns:
-        Parts of the gradients of q, k and v.
+        Contributions to the gradients of q, k and v.
     """
     if _has_kernel(q, k, v, mask, window):
-        grads = _kernel_backward(grad, q, *_per_query_head(q, k, v), out, total, mask.causal, scale)
-        return grads[0], _sum_of_shared(grads[1], k), _sum_of_shared(grads[2], v)
+        grads = _kernel_backward(grad, q, *_repeat_kv(q, k, v), out, lse, mask.causal, scale)
+        return grads[0], _sum_kv_grad(grads[1], k), _sum_kv_grad(grads[2], v)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    wide = total.dtype
-    grads_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, some in _row_chunks(q, k, mask):
-        part, part_grad = q[:, :, rows], grad[:, :, rows]
-        weights = _probabilities(_scores(part, k, some, window, scale), total[:, :, rows])
-        folded = _fold(part_grad, v)
-        grad_v += _fold(weights.to(v.dtype), v).transpose(2, 3) @ folded
-        grad_weights = _unfold(folded @ v.transpose(2, 3), q).to(wide)
-        inner = (part_grad.to(wide) * out[:, :, rows].to(wide)).sum(dim=3, keepdim=True)
-        grad_scores = _fold((weights * (grad_weights - inner) * factor).to(q.dtype), k)
-        grads_q.append(_unfold(grad_scores @ k, q))
-        grad_k += grad_scores.transpose(2, 3) @ _fold(part, k)
+    compute_dtype = lse.dtype
+    grads_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=compute_dtype), torch.zeros_like(v, dtype=compute_dtype)
+    for rows, chunk_mask in _row_chunks(q, k, mask):
+        chunk, chunk_grad = q[:, :, rows], grad[:, :, rows]
+        weights = _probabilities(_scores(chunk, k, chunk_mask, window, scale), lse[:, :, rows])
+        grouped_grad = _group_queries(chunk_grad, v)
+        grad_v += _group_queries(weights.to(v.dtype), v).transpose(2, 3) @ grouped_grad
+        grad_weights = _ungroup_queries(grouped_grad @ v.transpose(2, 3), q).to(compute_dtype)
+        delta = (chunk_grad.to(compute_dtype) * out[:, :, rows].to(compute_dtype)).sum(dim=3, keepdim=True)
+        grad_scores = _group_queries((weights * (grad_weights - delta) * factor).to(q.dtype), k)
+        grads_q.append(_ungroup_queries(grad_scores @ k, q))
+        grad_k += grad_scores.transpose(2, 3) @ _group_queries(chunk, k)
     return torch.cat(grads_q, dim=2), grad_k, grad_v
 
 
-def merge(out: Tensor, total: Tensor, more: Tensor, more_total: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and L over two sets of keys from those over each; shapes as forward returns them."""
-    both = torch.logaddexp(total, more_total)
-    safe = both.masked_fill(both == -torch.inf, 0.0)
-    return out * (total - safe).exp().unsqueeze(3) + more * (more_total - safe).exp().unsqueeze(3), both
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the outputs and L over two sets of keys; shapes as returned by `forward`."""
+    merged_lse = torch.logaddexp(lse, other_lse)
+    finite = merged_lse.masked_fill(merged_lse == -torch.inf, 0.0)
+    return out * (lse - finite).exp().unsqueeze(3) + other * (other_lse - finite).exp().unsqueeze(3), merged_lse
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) -> bool:
-    """Whether PyTorch's flash attention can do it: nothing but causality, one width of heads, on a GPU 16 bits and widths it knows."""
+    """Whether flash attention applies: no mask other than causal, head_dim = value_dim; on a GPU, 16 bits and a supported head_dim."""
     if mask.has_rules(k.shape[2], window) or mask.slopes is not None or mask.bias is not None or q.shape[3] != v.shape[3]:
         return False
     if mask.causal and q.shape[2] != k.shape[2]:
@@ -106,66 +106,71 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None)
 
 
 def _kernel_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool, scale: float | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, with a key and value head for every query head."""
+    """Return the gradients of q, k and v from the backward kernel, with k and v repeated for every query head."""
     if not q.is_cuda:
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, total, 0.0, causal, scale=scale)
-    none = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout's generator: there is none
+        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    rng_state = torch.empty(0, dtype=torch.int64, device=q.device)  # RNG state of dropout, unused
     lengths = (None, None, q.shape[2], k.shape[2])
-    return _ATEN._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, total, *lengths, 0.0, causal, none, none, scale=scale)
+    return _ATEN._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, causal, rng_state, rng_state, scale=scale
+    )
 
 
 def _row_chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, Mask]]:
-    """Rows of queries with the mask towards all keys, so few at a time that their scores fit."""
+    """Yield slices of the queries and their masks over all keys, such that a slice has at most MAX_SCORES scores."""
     batch, heads, queries, _ = q.shape
-    step = max(1, SCORES // (batch * heads * k.shape[2]))
+    step = max(1, MAX_SCORES // (batch * heads * k.shape[2]))
     if step >= queries:
         yield slice(0, queries), mask
         return
-    own, other = mask.places(queries, k.shape[2], q.device)
-    keys = mask.documents if mask.key_documents is None else mask.key_documents
+    query_positions, key_positions = mask.token_positions(queries, k.shape[2], q.device)
+    key_documents = mask.documents if mask.key_documents is None else mask.key_documents
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         documents = None if mask.documents is None else mask.documents[:, rows]
         bias = None if mask.bias is None else mask.bias[:, :, rows]
-        yield rows, mask.having(documents=documents, key_documents=keys, positions=own[:, rows], key_positions=other, bias=bias)
+        chunk = mask.replace(
+            documents=documents, key_documents=key_documents, positions=query_positions[:, rows], key_positions=key_positions, bias=bias
+        )
+        yield rows, chunk
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask, window: int | None, scale: float | None) -> Tensor:
-    """(batch, heads, queries, keys), at least fp32, -inf where a query may not look."""
+    """Return the scores (batch, heads, queries, keys), at least fp32, -inf at masked keys."""
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    scores = _unfold(_fold(q, k) @ k.transpose(2, 3), q).to(torch.promote_types(q.dtype, torch.float32)) * factor
-    bias = mask.scores(q.shape[2], k.shape[2], q.device, scores.dtype)
+    scores = _ungroup_queries(_group_queries(q, k) @ k.transpose(2, 3), q).to(torch.promote_types(q.dtype, torch.float32)) * factor
+    bias = mask.score_bias(q.shape[2], k.shape[2], q.device, scores.dtype)
     if bias is not None:
         scores = scores + bias
-    seen = mask.visible(q.shape[2], k.shape[2], q.device, window)
-    if seen is None and mask.causal:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    allowed = mask.visible(q.shape[2], k.shape[2], q.device, window)
+    if allowed is None and mask.causal:
+        allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
-def _probabilities(scores: Tensor, total: Tensor) -> Tensor:
-    """exp(S - L), zeros in a row without keys."""
-    return (scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(3)).exp()
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(S - L), zeros for a query whose keys are all masked."""
+    return (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(3)).exp()
 
 
-def _fold(x: Tensor, shared: Tensor) -> Tensor:
-    """(batch, heads, queries, ...) -> (batch, kv_heads, heads / kv_heads * queries, ...): one product for what shares a key's head."""
+def _group_queries(x: Tensor, shared: Tensor) -> Tensor:
+    """(batch, heads, queries, ...) -> (batch, kv_heads, heads / kv_heads * queries, ...): one matrix product for each key head."""
     return x.unflatten(1, (shared.shape[1], -1)).flatten(2, 3)
 
 
-def _unfold(x: Tensor, q: Tensor) -> Tensor:
-    """_fold's inverse; q has the query heads."""
+def _ungroup_queries(x: Tensor, q: Tensor) -> Tensor:
+    """Invert _group_queries; q has the query heads."""
     return x.unflatten(2, (q.shape[1] // x.shape[1], -1)).flatten(1, 2)
 
 
-def _per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for each query head."""
-    times = q.shape[1] // k.shape[1]
-    return (k, v) if times == 1 else (k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
+def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values for each query head."""
+    repeats = q.shape[1] // k.shape[1]
+    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
-def _sum_of_shared(grad: Tensor, shared: Tensor) -> Tensor:
-    """The gradient of a shared key or value head: the sum over its query heads."""
+def _sum_kv_grad(grad: Tensor, shared: Tensor) -> Tensor:
+    """Sum the gradient of a key or value head over its query heads."""
     return grad if grad.shape == shared.shape else grad.unflatten(1, (shared.shape[1], -1)).sum(dim=2)

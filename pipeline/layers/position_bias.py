@@ -1,4 +1,4 @@
-"""Positions as biases of attention scores, a number for each head."""
+"""Position encodings as biases of the attention scores, per head: ALiBi slopes and the relative position biases of T5."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pipeline.layers.table import Table
+from pipeline.layers.computed_buffers import ComputedBuffers
 
 
 class PerHead(nn.Module):
-    """A module whose output's dim 0 counts the attention heads, so that whoever splits the heads knows what to split."""
+    """A module whose output has the attention heads in dim 0, which tensor parallelism shards."""
 
 
-class AlibiSlopes(PerHead, Table):
+class AlibiSlopes(PerHead, ComputedBuffers):
     """The slopes of ALiBi (Press et al. 2022, https://arxiv.org/abs/2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads.
 
-    Where n is no power of two, those of the next lower one, and every other one of the next higher.
+    If n is not a power of two: the slopes of the next lower power of two, then every other slope of the next higher one.
     """
 
     def __init__(self, heads: int) -> None:
@@ -27,29 +27,29 @@ class AlibiSlopes(PerHead, Table):
         self.reset_buffers(self.values.device)
 
     def reset_buffers(self, device: torch.device) -> None:
-        """See Table."""
+        """See ComputedBuffers."""
         heads = len(self.values)
         power = 1 << int(math.log2(heads))
-        found = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-        found += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-        self.values = torch.tensor(found, dtype=torch.float32, device="cpu").to(device)
+        slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+        slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+        self.values = torch.tensor(slopes, dtype=torch.float32, device="cpu").to(device)
 
     def forward(self) -> Tensor:
-        """(heads,), fp32."""
+        """Return the slopes, fp32 (heads,)."""
         return self.values
 
 
 class RelativeBias(nn.Module):
-    """Learned biases of distances in buckets, as in T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 2.1).
+    """Learned relative position biases, bucketed, as in T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 2.1).
 
-    Half of the buckets are for one distance each, from 0 on; the others widen with the logarithm of the distance, and the last one also
-    takes all from `max_distance` on. Without causality keys before and after a query have half of the buckets each.
+    Half of the buckets hold one distance each, starting at 0; the others grow logarithmically with the distance, and the last one also
+    holds all distances from `max_distance` on. Without causality, keys before and after a query have half of the buckets each.
 
     Args:
-        heads: attention heads; a slice of the weight's rows is a correct bias of fewer heads.
-        buckets: numbers a head.
-        max_distance: tokens.
-        causal: whether no key comes after its query.
+        heads: attention heads; a slice of the weight's rows is the bias of fewer heads.
+        buckets: number of buckets.
+        max_distance: distance from which all keys share the last bucket, in tokens.
+        causal: whether keys never come after their query (decoder).
     """
 
     def __init__(self, heads: int, buckets: int, max_distance: int, *, causal: bool) -> None:
@@ -58,13 +58,13 @@ class RelativeBias(nn.Module):
         self.max_distance, self.causal = max_distance, causal
 
     def forward(self, length: int) -> Tensor:
-        """The biases of queries towards keys of one sequence of `length` tokens, (1, heads, length, length)."""
+        """Return the biases of a sequence of `length` tokens, (1, heads, queries, keys)."""
         offsets = torch.arange(1 - length, length, device=self.weight.device)
-        # Query q sees the offsets from -q to length - 1 - q: a window of all of them, the last window for the first query.
+        # Query q has the offsets -q to length - 1 - q: a sliding window over all offsets, the last window for the first query.
         return self.weight[:, self.buckets(offsets)].unfold(1, length, 1).flip(1).unsqueeze(0)
 
     def buckets(self, offsets: Tensor) -> Tensor:
-        """The bucket of each offset (a key's place less its query's), int64 of the same shape."""
+        """Return the bucket of each offset (position of the key minus position of the query), int64 of the same shape."""
         count = self.weight.shape[1]
         if self.causal:
             first, distance = torch.zeros_like(offsets), (-offsets).clamp(min=0)
@@ -72,6 +72,6 @@ class RelativeBias(nn.Module):
             count //= 2
             first, distance = count * (offsets > 0), offsets.abs()
         exact = count // 2
-        growth = (distance.clamp(min=1).float() / exact).log() / math.log(self.max_distance / exact)
-        wide = (exact + (growth * (count - exact)).long()).clamp(max=count - 1)
-        return first + torch.where(distance < exact, distance, wide)
+        log_ratio = (distance.clamp(min=1).float() / exact).log() / math.log(self.max_distance / exact)
+        logarithmic = (exact + (log_ratio * (count - exact)).long()).clamp(max=count - 1)
+        return first + torch.where(distance < exact, distance, logarithmic)

@@ -1,30 +1,30 @@
-"""Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864), in the half-split form of Llama's Hugging Face weights."""
+"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), in the half-split form of Llama's Hugging Face weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pipeline.layers.rope_scaling import Scaling, frequencies
-from pipeline.layers.table import Table
+from pipeline.layers.computed_buffers import ComputedBuffers
+from pipeline.layers.rope_scaling import RopeScaling, frequencies
 
-#: (cos, sin), each (max_positions, head_dim) or (batch, 1, sequence, head_dim); sin carries the sign of the rotation
+#: (cos, sin), each (max_positions, head_dim) or (batch, 1, sequence, head_dim); sin includes the sign of the rotation
 RotaryTables = tuple[Tensor, Tensor]
 
 
-class Rotary(Table):
-    """The tables of all positions, fp32 whatever the dtype of the model: a bf16 angle is wrong by whole positions beyond 256.
+class Rotary(ComputedBuffers):
+    """Cosine and sine tables of all positions, fp32 in a model of any dtype: bf16 cannot represent all integers above 256.
 
     Args:
-        head_dim: width of a head; dimension i turns together with i + head_dim / 2.
-        max_positions: rows of the tables.
-        theta: base of the wave lengths 2 pi theta^(2i / head_dim).
-        scaling: how they are stretched; not at all when None.
+        head_dim: width of a head; dims i and i + head_dim / 2 are rotated as a pair.
+        max_positions: number of positions.
+        theta: base of the wavelengths 2 pi theta^(2i / head_dim).
+        scaling: scaling of the frequencies, None for none.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: Scaling | None = None) -> None:
+    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or Scaling()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(max_positions, head_dim, dtype=torch.float32), persistent=False)
         self.cos: Tensor
@@ -32,26 +32,26 @@ class Rotary(Table):
         self.reset_buffers(self.cos.device)
 
     def reset_buffers(self, device: torch.device) -> None:
-        """See Table."""
+        """See ComputedBuffers."""
         positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, frequencies(self.head_dim, self.theta, self.scaling))
-        cos, sin = angles.cos() * self.scaling.amplitude, angles.sin() * self.scaling.amplitude
+        cos, sin = angles.cos() * self.scaling.attention_scaling, angles.sin() * self.scaling.attention_scaling
         self.cos = cos.repeat(1, 2).to(device)
         self.sin = torch.cat((-sin, sin), dim=1).to(device)
 
     def forward(self, positions: Tensor | None = None) -> RotaryTables:
-        """The tables, for `rotate`; of tokens at other positions than 0, 1, ...: int (batch, sequence)."""
+        """Return the tables for `rotate`; positions are int (batch, sequence), 0, 1, ... when None."""
         if positions is None:
             return self.cos, self.sin
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
-    """Turn queries or keys by the angles of their positions, in fp32.
+    """Rotate queries or keys by the angles of their positions, in fp32.
 
     Args:
         x: (batch, heads, sequence, head_dim).
-        tables: of each token's position, or of at least `sequence` positions from 0 on.
+        tables: tables of each token's position, or of at least `sequence` positions from 0 on.
 
     Returns:
         Same shape and dtype as x.

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: which experts a token goes to, with which weights, and the losses that keep the load even."""
+"""Routers of MoE layers: the experts of each token and their weights, and the auxiliary losses that balance the load."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 
 class Routing(NamedTuple):
-    """What a router says of every token; fp32 (or wider, where the model is). A tuple, in which ZeRO 3 finds the tensors.
+    """Output of a router, fp32 (fp64 in an fp64 model). A NamedTuple, since ZeRO 3 searches tuples for tensors.
 
     Attributes:
         logits: (tokens, experts).
         probs: (tokens, experts), the scores of a token divided by their sum.
-        experts: int64 (tokens, top_k), the chosen ones, the best first.
-        weights: (tokens, top_k), of their outputs.
+        experts: int64 (tokens, top_k), the selected experts, highest score first.
+        weights: (tokens, top_k), weights of the selected experts' outputs.
     """
 
     logits: Tensor
@@ -28,23 +28,23 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear gate and a choice of the top_k best experts; of equal ones the lower index wins. It computes in fp32.
+    """Top-k router with a linear gate, computed in fp32. Ties are broken in favor of the lower expert index.
 
-    With softmax and normalise it is Mixtral's (Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.1): a softmax over all,
-    normalised over the chosen ones, is the softmax over the chosen logits. The other options are DeepSeek-V3's
+    With softmax and normalize it is Mixtral's router (Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.1): a softmax over all
+    experts, normalized over the selected ones, is the softmax over the selected logits. The other options are those of DeepSeek-V3
     (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
 
     Args:
-        hidden: width of a token.
-        experts: how many there are.
-        top_k: how many a token goes to.
-        scoring: "softmax" or "sigmoid", of the logits.
-        normalise: the weights of the chosen experts sum to one.
-        factor: of all weights, after that.
-        correction: add a bias to the scores for the choice alone; no gradient moves it, training/routing.py does.
-        bias_update_speed: by how much, after each step of the optimizer.
-        groups: experts stand in so many groups of equal size.
-        topk_group: the choice is among so many groups, those whose two best experts have the largest sum.
+        hidden: width of the residual stream.
+        experts: number of experts.
+        top_k: number of experts a token is routed to.
+        scoring: "softmax" or "sigmoid", applied to the logits.
+        normalize: whether the weights of the selected experts are normalized to sum to one.
+        scaling_factor: factor of the weights after normalization.
+        correction_bias: add a bias to the scores for expert selection only; it has no gradient and is updated by training/routing.py.
+        bias_update_speed: change of the correction bias per optimizer step.
+        groups: number of expert groups of equal size.
+        topk_group: number of groups that experts are selected from: those with the largest sum of the two highest scores.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Router(nn.Module):
         top_k: int,
         *,
         scoring: str = "softmax",
-        normalise: bool = True,
-        factor: float = 1.0,
-        correction: bool = False,
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        correction_bias: bool = False,
         bias_update_speed: float = 0.001,
         groups: int = 1,
         topk_group: int = 1,
@@ -64,65 +64,65 @@ class Router(nn.Module):
         super().__init__()
         assert scoring in ("softmax", "sigmoid")
         self.weight = nn.Parameter(torch.empty(experts, hidden))
-        self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction else None
-        self.top_k, self.scoring, self.normalise, self.factor = top_k, scoring, normalise, factor
+        self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction_bias else None
+        self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.groups, self.topk_group = groups, topk_group
         self.bias_update_speed = bias_update_speed
 
     def forward(self, x: Tensor) -> Routing:
-        """(tokens, hidden) -> the routing of each."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        """Route each token; x is (tokens, hidden)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(dim=1) if self.scoring == "softmax" else logits.sigmoid()
-        experts = self._choose(scores.detach())
+        experts = self._select_experts(scores.detach())
         weights = scores.gather(1, experts)
-        if self.normalise:
+        if self.normalize:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        return Routing(logits, scores / scores.sum(dim=1, keepdim=True), experts, weights * self.factor)
+        return Routing(logits, scores / scores.sum(dim=1, keepdim=True), experts, weights * self.scaling_factor)
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """(tokens, experts) -> the indices of the best, int64 (tokens, top_k)."""
+    def _select_experts(self, scores: Tensor) -> Tensor:
+        """Return the indices of the selected experts: (tokens, experts) -> int64 (tokens, top_k)."""
         if self.bias is not None:
             scores = scores + self.bias
         if self.topk_group < self.groups:
-            members = scores.unflatten(1, (self.groups, -1))
-            best = _best(members.topk(min(2, members.shape[2]), dim=2).values.sum(dim=2), self.topk_group)
-            closed = torch.ones(members.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, value=False)
-            scores = members.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
-        return _best(scores, self.top_k)
+            grouped = scores.unflatten(1, (self.groups, -1))
+            best = _topk(grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2), self.topk_group)
+            excluded = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, value=False)
+            scores = grouped.masked_fill(excluded.unsqueeze(2), -torch.inf).flatten(1)
+        return _topk(scores, self.top_k)
 
 
-def _best(values: Tensor, count: int) -> Tensor:
-    """Indices of the largest values along dim 1, best first; topk leaves open which of equal ones it takes."""
+def _topk(values: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest values along dim 1, in descending order; torch.topk does not define the order of ties."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 @dataclass(frozen=True)
-class Balance:
-    """Coefficients of the losses that a mixture adds to the model's loss; 0 leaves one out.
+class AuxLoss:
+    """Coefficients of the auxiliary losses that a MoE layer adds to the model's loss; 0 disables a loss.
 
-    Each is taken for every layer and micro-batch of a rank by itself, as a mean over its tokens, and added over the layers.
+    Each loss is a mean over the tokens of one layer, micro-batch and rank; the losses of all layers are summed.
 
     Attributes:
-        batch: experts * sum over experts of (share of the choices) * (mean share of the scores), over a micro-batch's tokens
-            (Fedus et al. 2022, https://arxiv.org/abs/2101.03961, equations 4 to 6); 1 when the load is even. The stock Mixtral puts the
-            tokens of all layers together and does not divide the choices by top_k.
-        sequence: the same over the tokens of each sequence, and the mean of the sequences (DeepSeek-V3, equations 17 to 20, with the
-            choices as they were made, bias and groups included).
-        z: mean square of the log of the softmax's denominator (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
+        batch: load-balancing loss: experts * sum over experts of (fraction of assignments) * (mean probability), over the tokens of a
+            micro-batch (Fedus et al. 2022, https://arxiv.org/abs/2101.03961, equations 4 to 6); 1 if the load is balanced. transformers'
+            Mixtral averages over the tokens of all layers together and does not divide the assignments by top_k.
+        sequence: the same over the tokens of each sequence, averaged over the sequences (DeepSeek-V3, equations 17 to 20, computed from
+            the actual assignments, with correction bias and groups).
+        z: router z-loss: mean square of the logits' log-sum-exp (Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5).
     """
 
     batch: float = 0.0
     sequence: float = 0.0
     z: float = 0.0
 
-    def loss(self, routing: Routing, real: Tensor, total: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The weighted sum of the losses.
+    def loss(self, routing: Routing, valid: Tensor, reduce_sums: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the weighted sum of the losses.
 
         Args:
-            routing: of batch * sequence tokens.
-            real: (batch, sequence) of bool, False for padding, which counts nowhere.
-            total: makes sums over parts of the sequences those over the whole, where others have the other parts.
+            routing: routing of batch * sequence tokens.
+            valid: bool (batch, sequence), False for padding, which is excluded.
+            reduce_sums: all-reduces sums over this rank's part of each sequence to sums over the full sequences; None for full sequences.
 
         Returns:
             A 0-dim tensor.
@@ -130,28 +130,28 @@ class Balance:
         if not (self.batch or self.sequence or self.z):
             return routing.logits.new_zeros(())
         experts = routing.probs.shape[1]
-        sums = _sums(routing, real.to(routing.logits.dtype))
-        sums = sums if total is None else total(sums)
-        whole = sums.sum(dim=0, keepdim=True)
-        loss = self.batch * _unevenness(whole, experts) + self.sequence * _unevenness(sums, experts)
-        return loss + self.z * whole[0, -2] / whole[0, -1].clamp(min=1)
+        sums = _sequence_sums(routing, valid.to(routing.logits.dtype))
+        sums = sums if reduce_sums is None else reduce_sums(sums)
+        batch_sums = sums.sum(dim=0, keepdim=True)
+        loss = self.batch * _balance_loss(batch_sums, experts) + self.sequence * _balance_loss(sums, experts)
+        return loss + self.z * batch_sums[0, -2] / batch_sums[0, -1].clamp(min=1)
 
 
-def _sums(routing: Routing, counted: Tensor) -> Tensor:
-    """Sums over the tokens of each sequence, weighted by `counted` (batch, sequence): (batch, 2 * experts + 2).
+def _sequence_sums(routing: Routing, weights: Tensor) -> Tensor:
+    """Sum over the tokens of each sequence, weighted by `weights` (batch, sequence): (batch, 2 * experts + 2).
 
-    They are a token's choices (each 1 / top_k) and its probabilities, by expert, then its square for the z-loss and 1.
+    Summed are, by expert, a token's assignments (1 / top_k each) and probabilities; then its squared log-sum-exp (z-loss) and 1.
     """
-    (rows, width), top_k = counted.shape, routing.experts.shape[1]
-    chosen = counted.new_zeros(rows, routing.probs.shape[1])
-    chosen = chosen.scatter_add(1, routing.experts.view(rows, -1), counted.repeat_interleave(top_k, dim=1) / top_k)
-    probs = (routing.probs.unflatten(0, (rows, width)) * counted.unsqueeze(2)).sum(dim=1)
-    squares = (routing.logits.logsumexp(dim=1).square().view(rows, width) * counted).sum(dim=1, keepdim=True)
-    return torch.cat([chosen, probs, squares, counted.sum(dim=1, keepdim=True)], dim=1)
+    (rows, width), top_k = weights.shape, routing.experts.shape[1]
+    assignments = weights.new_zeros(rows, routing.probs.shape[1])
+    assignments = assignments.scatter_add(1, routing.experts.view(rows, -1), weights.repeat_interleave(top_k, dim=1) / top_k)
+    probs = (routing.probs.unflatten(0, (rows, width)) * weights.unsqueeze(2)).sum(dim=1)
+    squares = (routing.logits.logsumexp(dim=1).square().view(rows, width) * weights).sum(dim=1, keepdim=True)
+    return torch.cat([assignments, probs, squares, weights.sum(dim=1, keepdim=True)], dim=1)
 
 
-def _unevenness(sums: Tensor, experts: int) -> Tensor:
-    """The number of experts times sum_i f_i P_i in each row of `_sums`, and the mean over the rows that have tokens."""
+def _balance_loss(sums: Tensor, experts: int) -> Tensor:
+    """Return experts * sum_i f_i P_i of each row of `_sequence_sums`, averaged over the rows with tokens."""
     tokens = sums[:, -1:]
-    chosen, probs = (sums[:, start : start + experts] / tokens.clamp(min=1) for start in (0, experts))
-    return experts * (chosen * probs).sum() / (tokens > 0).sum().clamp(min=1)
+    assignments, probs = (sums[:, start : start + experts] / tokens.clamp(min=1) for start in (0, experts))
+    return experts * (assignments * probs).sum() / (tokens > 0).sum().clamp(min=1)

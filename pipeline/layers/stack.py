@@ -9,24 +9,24 @@ from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
+from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import MoE, SharedExpertMoE
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.layers.rotary import Rotary
-from pipeline.layers.table import Table
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream; between them, in some decoders, attention to an encoder's output.
+    """Transformer block: self-attention, in encoder-decoders cross-attention, and feed-forward, each with a residual connection.
 
     Args:
-        attention_norm, mlp_norm: before each layer, or with `post_norm` after its sum with the residual stream (Vaswani et al. 2017).
+        attention_norm, mlp_norm: applied to the input of each layer, or with `post_norm` to its sum with the residual stream.
         attention: self-attention.
-        mlp: feed-forward.
-        post_norm: see above.
-        cross_norm, cross: cross-attention and its norm, None in a block without.
-        output_norm: of the block's output (the last one of an encoder whose blocks are pre-norm).
+        mlp: feed-forward or MoE layer.
+        post_norm: post-norm (Vaswani et al. 2017) instead of pre-norm.
+        cross_norm, cross: cross-attention and its norm, None for a block without cross-attention.
+        output_norm: norm of the block's output (the last block of a pre-norm encoder), None for none.
     """
 
     def __init__(
@@ -63,24 +63,24 @@ class Block(nn.Module):
         return x if self.output_norm is None else self.output_norm(x)
 
     def _feed_forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """Experts must know which tokens are padding; for others it does not matter."""
+        """Run the feed-forward; MoE layers also take the context, since padding is not routed."""
         return self.mlp(x, context) if isinstance(self.mlp, MoE | SharedExpertMoE) else self.mlp(x)
 
 
 class Stack(nn.Module):
-    """A whole model, or the part of it that is left when embed, norm or head are None and blocks are missing (a pipeline stage).
+    """A full model, or a pipeline stage of it: then blocks are missing, and embed, norm or head may be None.
 
-    Blocks keep their index in the whole model as their key, so weights have the same names in every part.
+    The key of a block is its index in the full model, so weights have the same names in every stage.
 
     Args:
-        embed: tokens to hidden states.
-        blocks: in order.
-        norm: of the last block's output, None where the blocks are post-norm.
-        head: hidden states to logits or loss: an OutputHead, or what has one as its `output`.
-        rotary: rotary positions, None for none.
-        slopes: linear biases (ALiBi), None for none.
-        causal: whether a token sees itself and those before it alone.
-        tie_embeddings: head and embedding are one matrix.
+        embed: token and position embeddings.
+        blocks: transformer blocks, in order.
+        norm: final norm, None for post-norm blocks.
+        head: output head: an OutputHead, or a module with an OutputHead as its `output`.
+        rotary: tables of rotary position embeddings, None for none.
+        slopes: ALiBi slopes, None for none.
+        causal: whether self-attention is causal.
+        tie_embeddings: whether head and embedding share one weight.
     """
 
     def __init__(
@@ -106,40 +106,40 @@ class Stack(nn.Module):
             output.weight = embed.tokens.weight  # type: ignore[union-attr] # a head's own output, a Parameter
 
     def forward(self, x: Tensor, **batch: Unpack[Batch]) -> Tensor:
-        """Run the parts that are here.
+        """Run the modules that this stage holds.
 
         Args:
             x: tokens, int64 (batch, sequence), or without an embedding the hidden states (batch, sequence, hidden).
-            batch: targets for a loss instead of logits; documents, positions, segments where there are any.
+            batch: targets, to return the loss instead of logits; optionally documents, positions, segments.
 
         Returns:
-            Hidden states where there is no head, else logits or the loss.
+            Hidden states without a head, else logits or the loss.
         """
-        # Nothing here reads the sequence length off x: under sequence parallelism it holds a slice of the rows.
+        # Do not take the sequence length from x: under sequence parallelism, x is a slice along the sequence.
         context = self.attention_context(batch)
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
         for block in self.blocks.values():
             x = block(x, context)
-        return x if self.head is None else self.finish(x, context, batch)
+        return x if self.head is None else self.forward_head(x, context, batch)
 
     def attention_context(self, batch: Batch) -> AttentionContext:
-        """What all blocks need."""
+        """Return the context of all blocks: mask and rotary tables."""
         positions = batch.get("positions")
         slopes = self.slopes() if self.slopes is not None else None
         mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes)
         return AttentionContext(mask, self.rotary(positions) if self.rotary is not None else None)
 
-    def finish(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose heads have blocks of their own
-        """What comes after the blocks: norm and head."""
+    def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose head contains blocks
+        """Apply the final norm and the head."""
         assert self.head is not None
         if self.norm is not None:
             x = self.norm(x)
         return self.head(x, batch.get("targets"), batch.get("loss_scale"))
 
     def reset_buffers(self) -> None:
-        """Compute what is neither learned nor stored (tables of positions) on the device of the weights, after weights came from meta."""
+        """Recompute all ComputedBuffers on the device of the weights, after the model was materialized from the meta device."""
         device = next(self.parameters()).device
         for module in self.modules():
-            if isinstance(module, Table):
+            if isinstance(module, ComputedBuffers):
                 module.reset_buffers(device)

@@ -1,1 +1,1 @@
-"""The model families, each a folder: config, model, parallel plan, Hugging Face adapter."""
+"""The model families, one folder each: configuration, model, parallel plan, Hugging Face adapter. See README.md."""

@@ -1,4 +1,4 @@
-"""From the config.json of a stock Hugging Face model to our configuration. What our family does not have is refused by name."""
+"""Import of the config.json of a Hugging Face model. Keys and values that the family does not support are reported by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pipeline.errors import UserError, Violation
 from pipeline.models.adapter import Adapter, refusal
 from pipeline.models.config import ModelConfig
 
-#: Keys that say nothing of the logits: where a file came from, token ids, generation, number formats, what a forward pass returns,
-#: heads of other tasks.
-HARMLESS = frozenset(
+#: Keys that do not affect the logits: origin of the file, token ids, generation, dtypes, outputs of the forward pass, heads of other tasks.
+IGNORED_KEYS = frozenset(
     (
         *("architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "torch_dtype", "dtype", "_commit_hash"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id"),
@@ -28,30 +27,30 @@ HARMLESS = frozenset(
 
 
 def read(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> ModelConfig:
-    """Our configuration of a stock model.
+    """Return our configuration of a Hugging Face model.
 
-    Rates of dropout are not the model's but its training's, which has ended: any value is taken, and none is used here.
+    Dropout rates configure training, not the model: any value is accepted, and none is used.
 
     Args:
-        adapter: of the class that the content names.
-        schema: the family's configuration dataclass.
-        content: of config.json.
+        adapter: adapter of the class that config.json specifies.
+        schema: configuration dataclass of the family.
+        content: content of config.json.
 
     Raises:
-        UserError: with every key that is missing, unknown, or has a value that the family does not have.
+        UserError: with every key that is missing, unknown, or has a value that the family does not support.
     """
     violations = [*_constants(adapter, content), *_unknown(adapter, content)]
     values: dict[str, Any] = dict(adapter.implied)
     types = {item.name: str(item.type) for item in dataclasses.fields(schema)}
     present: dict[str, Any] = {}
-    for key, ours in adapter.fields.items():
+    for key, field in adapter.fields.items():
         try:
-            present[key] = _typed(key, _value(adapter, content, key, types.get(ours, "")), types.get(ours, ""))
+            present[key] = _typed(key, _value(adapter, content, key, types.get(field, "")), types.get(field, ""))
         except UserError as error:
             violations.extend(error.violations)
         else:
-            if ours in types:
-                values.setdefault(ours, present[key])
+            if field in types:
+                values.setdefault(field, present[key])
     for group in adapter.nested:
         try:
             values.update(group.read(content))
@@ -67,51 +66,51 @@ def read(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> ModelC
 
 
 def is_dropout(key: str) -> bool:
-    """Whether a key of config.json is a rate of dropout."""
+    """Whether a key of config.json is a dropout rate."""
     return any(word in key for word in ("dropout", "pdrop", "layerdrop"))
 
 
 def _value(adapter: Adapter, content: dict[str, Any], key: str, kind: str) -> Any:
-    """What config.json says of a field, or what the stock class takes it to say. A null is a value only where ours may be None."""
+    """Return the value of a key, or the default of the Hugging Face class. A null counts as a value only if our field may be None."""
     if key in content and (content[key] is not None or "None" in kind):
         return content[key]
     if key not in adapter.defaults:
-        raise refusal(key, content.get(key), f"is missing, and {adapter.architecture} has it", f"set {key} in config.json")
+        raise refusal(key, content.get(key), f"is missing, and {adapter.architecture} requires it", f"set {key} in config.json")
     default = adapter.defaults[key]
     return default(content) if callable(default) else default
 
 
 def _typed(key: str, value: Any, kind: str) -> Any:
-    """The value as a field of this type has it."""
+    """Return the value converted to the type of its field."""
     if kind.startswith("float") and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     expected = {"int": int, "float": float, "bool": bool, "str": str}.get(kind.removesuffix(" | None"))
     if value is not None and expected and (not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)):
-        raise refusal(key, value, f"must be of type {expected.__name__}", "mend config.json")
+        raise refusal(key, value, f"must be of type {expected.__name__}", "fix config.json")
     return value
 
 
 def _constants(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]:
-    """Keys that have one value in the whole family."""
+    """Yield violations of keys that have one value in the family."""
     for key, expected in adapter.constants.items():
         value = content.get(key, adapter.defaults.get(key, expected))
         if value != expected and not is_dropout(key):
-            missing = "" if key in content else " (the stock class's value where the key is missing)"
-            yield from refusal(key, value, f"is nothing this family has{missing}; {expected} is all it knows").violations
+            missing = "" if key in content else f" (the default of {adapter.architecture}, since the key is missing)"
+            yield from refusal(key, value, f"is not supported by this family{missing}; only {expected} is supported").violations
 
 
 def _unknown(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]:
-    """Keys that nobody answers for. A null says that a feature is not used."""
+    """Yield violations of unknown keys. A null means that the feature is not used."""
     nested = {key for group in adapter.nested for key in group.keys}
-    known = adapter.fields.keys() | adapter.constants.keys() | adapter.defaults.keys() | nested | HARMLESS | set(adapter.harmless)
+    known = adapter.fields.keys() | adapter.constants.keys() | adapter.defaults.keys() | nested | IGNORED_KEYS | set(adapter.ignored_keys)
     for key in sorted(content.keys() - known):
         if content[key] is not None and not is_dropout(key):
-            yield from refusal(key, content[key], f"is not a key of {adapter.architecture} that the import knows").violations
+            yield from refusal(key, content[key], f"is not a key of {adapter.architecture} that the import supports").violations
 
 
 def _contradictions(adapter: Adapter, config: ModelConfig, present: dict[str, Any]) -> Iterator[Violation]:
-    """Keys whose value another one's excludes: a width of heads that is not hidden / heads, where the family derives it."""
+    """Yield violations of keys that contradict other keys, such as a head_dim other than hidden / heads if the family derives it."""
     for key, value in present.items():
-        ours = getattr(config, adapter.fields[key])
-        if ours != value:
-            yield from refusal(key, value, f"must be {ours} in this family, by the other keys").violations
+        expected = getattr(config, adapter.fields[key])
+        if expected != value:
+            yield from refusal(key, value, f"must be {expected} in this family, given the other keys").violations

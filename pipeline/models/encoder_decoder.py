@@ -1,21 +1,21 @@
-"""What the config.json of encoder-decoders share: stock classes count the blocks of encoder and decoder apart, we go on counting."""
+"""config.json keys that encoder-decoders share: Hugging Face numbers the blocks of encoder and decoder separately."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Nested, refusal
+from pipeline.models.adapter import KeyGroup, refusal
 from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 
 
-def depths(encoder_key: str, decoder_key: str, *, default: int, alike: bool = False) -> Nested:
-    """The keys of config.json that count blocks.
+def layer_counts(encoder_key: str, decoder_key: str, *, default: int, decoder_as_encoder: bool = False) -> KeyGroup:
+    """Return the keys of config.json with the numbers of blocks.
 
     Args:
-        encoder_key: of the encoder's.
-        decoder_key: of the decoder's.
-        default: blocks where a key is missing.
-        alike: whether the decoder then has as many as the encoder.
+        encoder_key: key with the number of encoder blocks.
+        decoder_key: key with the number of decoder blocks.
+        default: number of blocks if a key is missing.
+        decoder_as_encoder: whether a missing decoder_key means as many blocks as the encoder has.
     """
 
     def write(config: EncoderDecoderSizes) -> dict[str, Any]:
@@ -25,12 +25,12 @@ def depths(encoder_key: str, decoder_key: str, *, default: int, alike: bool = Fa
         first = content.get(encoder_key, default)
         second = content.get(decoder_key)
         if second is None:
-            second = first if alike else default
+            second = first if decoder_as_encoder else default
         for key, value in ((encoder_key, first), (decoder_key, second)):
             if not isinstance(value, int) or value < 1:
-                raise refusal(key, value, "must be a number of blocks, at least 1", f"set {key} in config.json")
+                raise refusal(key, value, "must be an integer of at least 1", f"set {key} in config.json")
         assert isinstance(first, int)
         assert isinstance(second, int)
         return {"layers": first + second, "encoder_layers": None if first == second else first}
 
-    return Nested((encoder_key, decoder_key), write, read)
+    return KeyGroup((encoder_key, decoder_key), write, read)

@@ -1,4 +1,4 @@
-"""Sizes that all encoder-decoders have."""
+"""Sizes that all encoder-decoders share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pipeline.errors import Violation
 
 
 class EncoderDecoderSizes:
-    """Blocks of an encoder and of a decoder, counted through; part of a configuration dataclass that has these fields."""
+    """Mixin of a configuration dataclass with these fields; the blocks of encoder and decoder are numbered consecutively."""
 
     layers: int
     encoder_layers: int | None
@@ -14,22 +14,22 @@ class EncoderDecoderSizes:
 
     @property
     def encoder_blocks(self) -> int:
-        """Blocks of the encoder, the first ones."""
+        """Number of encoder blocks, which come first."""
         return self.layers // 2 if self.encoder_layers is None else self.encoder_layers
 
     @property
     def decoder_blocks(self) -> int:
-        """Blocks of the decoder."""
+        """Number of decoder blocks."""
         return self.layers - self.encoder_blocks
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads: as many as query heads."""
+        """Number of key and value heads, equal to the number of query heads."""
         return self.heads
 
     def depth_violations(self) -> list[Violation]:
-        """What is wrong with the number of blocks."""
+        """Return the rules for the number of blocks that are violated."""
         if self.decoder_blocks > 0:
             return []
-        rule = f"leaves no decoder block of model.layers={self.layers}"
-        return [Violation("model.encoder_layers", self.encoder_layers, rule, "choose fewer, or leave it unset")]
+        rule = f"must be below model.layers={self.layers}, since the remaining blocks are the decoder's"
+        return [Violation("model.encoder_layers", self.encoder_layers, rule, "lower it, or leave it unset")]

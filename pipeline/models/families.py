@@ -1,4 +1,4 @@
-"""The families' names and configurations. Loads no torch."""
+"""Names and configuration dataclasses of the model families. Does not import torch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ FAMILIES: dict[str, type[Any]] = {
 
 
 def from_dict(values: Mapping[str, Any]) -> ModelConfig:
-    """The model's configuration, from what a checkpoint or a run directory wrote of it."""
+    """Return the model configuration that a checkpoint or a run directory stores as a dictionary."""
     config: ModelConfig = FAMILIES[values["family"]](**values)
     return config

@@ -1,4 +1,4 @@
-"""The initial weights of a whole model, one parameter at a time."""
+"""Weight initialization of an unsharded model, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.models.config import ModelConfig
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter of an unsplit model (a shared one once, under its first name), as the family's recipe says."""
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Initialize every parameter of an unsharded model by the family's recipe; a tied parameter once, under its first name."""
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_tensor(name, parameter.shape, registry.initial_std(config, name), seed))

@@ -1,17 +1,17 @@
-"""The parallel plan: a table that says of every weight how parallelism splits it.
+"""The parallel plan: a table that specifies how tensor and expert parallelism shard every weight.
 
-A family's plan maps patterns (fnmatch, on parameter names) to roles. Tensor and expert parallelism cut modules by it,
-checkpoints cut and join pieces by it.
+A family's plan maps patterns (fnmatch, on parameter names) to roles. Tensor and expert parallelism shard modules by it, checkpoints
+shard and merge weights by it.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-#: role -> mesh axis -> the dim that is split over its ranks.
-#: column and row are the linear layers of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), vocab is a matrix with a
-#: row for each token. A row layer's bias is added after the sum: replicate. partial is held whole by every tensor rank too, but within
-#: a region of cut weights: each rank's gradient is a part. Experts are stacks (experts, output, input) of such layers.
+#: role -> mesh axis -> the dim that is sharded over its ranks.
+#: column and row are the parallel linear layers of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), vocab is a matrix
+#: with a row for each token. The bias of a row-parallel layer is added after the all-reduce: replicate. partial is replicated too, but used
+#: on sharded activations: the gradients of the tensor ranks have to be summed. Experts are stacks (experts, output, input) of such layers.
 SPLITS: dict[str, dict[str, int]] = {
     "column": {"tensor": 0},
     "row": {"tensor": 1},
@@ -24,10 +24,10 @@ SPLITS: dict[str, dict[str, int]] = {
 
 
 def role(plan: dict[str, str], name: str) -> str:
-    """The role of a weight, a key of SPLITS.
+    """Return the role of a weight, a key of SPLITS.
 
     Raises:
-        KeyError: no pattern of the plan matches the name, or more than one does. A plan is complete and says everything once.
+        KeyError: no pattern of the plan matches the name, or more than one does.
     """
     matches = [pattern for pattern in plan if fnmatchcase(name, pattern)]
     if len(matches) != 1:
@@ -36,5 +36,5 @@ def role(plan: dict[str, str], name: str) -> str:
 
 
 def splits(plan: dict[str, str], name: str) -> dict[str, int]:
-    """The dims along which a weight is split, by axis; raises as `role` does."""
+    """Return the sharded dim of a weight for each mesh axis; raises like `role`."""
     return SPLITS[role(plan, name)]

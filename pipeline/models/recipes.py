@@ -1,4 +1,4 @@
-"""Initial values that several families share."""
+"""Initialization recipes that several families share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 def scaled_residual(name: str, std: float, layers: int) -> float | None:
-    """GPT-2's recipe (Radford et al. 2019, section 2.3), which Megatron-LM made common.
+    """Return the standard deviation of weight `name` by GPT-2's recipe (Radford et al. 2019, section 2.3), also used by Megatron-LM.
 
-    What is added to the residual stream is scaled by 1 / sqrt(number of such layers), of which a block has two.
+    Layers whose output is added to the residual stream are scaled by 1 / sqrt(number of such layers); a block has two.
 
     Returns:
-        The standard deviation of weight `name`; None for constants: ones for norms, zeros for biases.
+        The standard deviation; None for constants: ones for norms, zeros for biases.
     """
     if "norm" in name or name.endswith(".bias"):
         return None

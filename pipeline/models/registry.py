@@ -1,4 +1,4 @@
-"""Where the parts of a family live: each function finds the family's own by the configuration's name."""
+"""Registry of the model families: each function dispatches to the family of a configuration."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pipeline.models.families import FAMILIES
 
 
 def _part(config: ModelConfig, name: str) -> Any:
-    """The module `name` of the family's folder."""
+    """Import the module `name` of the family's folder."""
     return importlib.import_module(f"pipeline.models.{config.family}.{name}")
 
 
 def build(config: ModelConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's current default device (meta included)."""
+    """Build the full model with uninitialized weights on torch's default device (meta included)."""
     return _part(config, "model").build(config)
 
 
 def plan(config: ModelConfig) -> dict[str, str]:
-    """The parallel plan: parameter name pattern (fnmatch) -> role (models/plan.py)."""
+    """Return the parallel plan: parameter name pattern (fnmatch) -> role (models/plan.py)."""
     return _part(config, "plan").PLAN
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Weights of the last stage that are one of the first stage's: their name -> its name."""
+    """Return the tied weights: name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to."""
     part = _part(config, "plan")
     if hasattr(part, "aliases"):
         return part.aliases(config)
@@ -37,68 +37,72 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 
 def everywhere(config: ModelConfig) -> tuple[str, ...]:
-    """Patterns of the weights that every pipeline stage holds."""
+    """Return the patterns (fnmatch) of the weights that every pipeline stage holds."""
     return getattr(_part(config, "plan"), "EVERYWHERE", ())
 
 
 def initial_std(config: ModelConfig, name: str) -> float | None:
-    """Standard deviation of the initial normal values of weight `name`; None for constants (ones for norms, zeros for biases)."""
+    """Return the standard deviation of the normal initialization of weight `name`; None for constants (norms: ones, biases: zeros)."""
     return _part(config, "model").initial_std(config, name)
 
 
 def adapters(family: str) -> tuple[Adapter, ...]:
-    """The family's Hugging Face adapters: configuration and weight names of each stock class that it has."""
+    """Return the Hugging Face adapters of a family, one for each Hugging Face class."""
     module = importlib.import_module(f"pipeline.models.{family}.huggingface")
     found: tuple[Adapter, ...] = getattr(module, "ADAPTERS", None) or (module.ADAPTER,)
     return found
 
 
 def adapter(config: ModelConfig) -> Adapter:
-    """The adapter of the stock class for this configuration.
+    """Return the adapter of the Hugging Face class that supports this configuration.
 
     Raises:
-        UserError: no stock class has what the configuration asks for.
+        UserError: no Hugging Face class supports the configuration.
     """
-    found = adapters(config.family)
-    wrong = {stock.architecture: stock.differences(config) for stock in found}
-    for stock in found:
-        if not wrong[stock.architecture]:
-            return stock
-    fix = "there is no Hugging Face folder of such a model; train with the stock class's value to have one"
+    candidates = adapters(config.family)
+    mismatches = {candidate.architecture: candidate.mismatches(config) for candidate in candidates}
+    for candidate in candidates:
+        if not mismatches[candidate.architecture]:
+            return candidate
+    fix = "such a model cannot be exported to Hugging Face; train with the supported value to export it"
     raise UserError(
         [
-            Violation(f"model.{ours}", getattr(config, ours), f"is nothing {name} has; {value} is all it knows", fix)
-            for name, values in wrong.items()
-            for ours, value in values.items()
+            Violation(f"model.{field}", getattr(config, field), f"is not supported by {name}; only {value} is supported", fix)
+            for name, values in mismatches.items()
+            for field, value in values.items()
         ]
     )
 
 
 def stock_rows(config: ModelConfig) -> tuple[list[Row], dict[str, str]]:
-    """The stock model's tensors, in its order, and its names for what is another tensor once more (a tied head): name -> that other's."""
-    stock, tied = adapter(config), aliases(config)
-    every = list(stock.rows(config))
-    of_weight = {row.ours: row.theirs for row in every}
-    copies = {row.theirs: of_weight[(tied[row.ours[0]],)] for row in every if row.ours[0] in tied}
-    own = [row for row in every if row.theirs not in copies]
-    named = {row.theirs for row in own}
-    return own, {**{copy: name for copy, name in stock.copies.items() if copy not in named}, **copies}
+    """Return the rows of the Hugging Face model in its order, without duplicates, and its names for duplicates: name -> stored tensor.
+
+    Duplicates are tied weights (the head) and the `copies` of the adapter.
+    """
+    table, tied = adapter(config), aliases(config)
+    all_rows = list(table.rows(config))
+    hf_names = {row.names: row.hf_name for row in all_rows}
+    duplicates = {row.hf_name: hf_names[(tied[row.names[0]],)] for row in all_rows if row.names[0] in tied}
+    stored = [row for row in all_rows if row.hf_name not in duplicates]
+    stored_names = {row.hf_name for row in stored}
+    return stored, {**{copy: name for copy, name in table.copies.items() if copy not in stored_names}, **duplicates}
 
 
-def adapter_of(content: Mapping[str, Any]) -> tuple[str, Adapter]:
-    """The family and the adapter of a stock model.
+def find_adapter(content: Mapping[str, Any]) -> tuple[str, Adapter]:
+    """Return the family and the adapter of a Hugging Face model.
 
     Args:
-        content: of its config.json.
+        content: content of its config.json.
 
     Raises:
-        UserError: no family has its class.
+        UserError: no family supports its class.
     """
-    known = {family: adapters(family) for family in FAMILIES}
-    named = (content.get("architectures") or [None])[0]
-    for family, stock in ((family, stock) for family, found in known.items() for stock in found):
-        if stock.model_type == content.get("model_type") and named in (stock.architecture, *stock.older):
-            return family, stock
-    classes = ", ".join(stock.architecture for found in known.values() for stock in found)
-    key, value = ("architectures", named) if named else ("model_type", content.get("model_type"))
-    raise refusal(key, value, "is no class that can be imported", f"choose a model of {classes}")
+    candidates = [(family, candidate) for family in FAMILIES for candidate in adapters(family)]
+    architecture = (content.get("architectures") or [None])[0]
+    for family, candidate in candidates:
+        names = (candidate.architecture, *candidate.legacy_architectures)
+        if candidate.model_type == content.get("model_type") and architecture in names:
+            return family, candidate
+    classes = ", ".join(candidate.architecture for _, candidate in candidates)
+    key, value = ("architectures", architecture) if architecture else ("model_type", content.get("model_type"))
+    raise refusal(key, value, "is not a class that can be imported", f"choose a model of one of {classes}")

@@ -1,4 +1,4 @@
-"""Rotary positions of a family: its knobs, and their keys in config.json. Loads no torch."""
+"""Configuration of rotary position embeddings and its keys in config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.errors import Violation
 from pipeline.knobs import knob
 
-#: our kind -> stock rope_type -> our fields by their keys
+#: model.rope_scaling (rope_type of config.json) -> key of config.json's rope parameters -> our field
 KEYS: dict[str, dict[str, str]] = {
     "none": {},
     "linear": {"factor": "rope_factor"},
@@ -33,23 +33,25 @@ KEYS: dict[str, dict[str, str]] = {
 
 @dataclass
 class RopeConfig:
-    """Knobs of a family with rotary positions, some of which only one way of scaling reads."""
+    """Fields of a family with rotary position embeddings and RoPE scaling; some apply to one kind of scaling only."""
 
-    rope_theta: float = knob(10000.0, "base of the rotary wave lengths", above=1)
-    rope_scaling: str = knob("none", "how wave lengths are stretched beyond the first training's", choices=tuple(KEYS))
-    rope_factor: float = knob(1.0, "how far: longest sequence over that of the first training", at_least=1)
-    rope_original_positions: int = knob(4096, "llama3, yarn: longest sequence of the first training", unit="tokens", at_least=1)
-    rope_low_frequency: float = knob(1.0, "llama3: waves with fewer turns over the first length are stretched whole", above=0)
-    rope_high_frequency: float = knob(4.0, "llama3: waves with more turns over the first length are left alone", above=0)
-    rope_beta_slow: float = knob(1.0, "yarn: as rope_low_frequency", above=0)
-    rope_beta_fast: float = knob(32.0, "yarn: as rope_high_frequency", above=0)
-    rope_mscale: float = knob(0.0, "yarn: growth of the tables with the factor, where rope_mscale_all is set too", at_least=0)
-    rope_mscale_all: float = knob(0.0, "yarn: growth of all dims of queries and keys (DeepSeek)", at_least=0)
-    rope_attention_factor: float | None = knob(None, "yarn: of the tables, instead of what follows from the factor", above=0)
+    rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=1)
+    rope_scaling: str = knob("none", "RoPE scaling for sequences longer than the original context length", choices=tuple(KEYS))
+    rope_factor: float = knob(1.0, "longest sequence over the original context length", at_least=1)
+    rope_original_positions: int = knob(4096, "llama3, yarn: original context length", unit="tokens", at_least=1)
+    rope_low_frequency: float = knob(
+        1.0, "llama3: frequencies with fewer rotations over the original context are divided by the factor", above=0
+    )
+    rope_high_frequency: float = knob(4.0, "llama3: frequencies with more rotations over the original context are unchanged", above=0)
+    rope_beta_slow: float = knob(1.0, "yarn: as rope_low_frequency (config.json: beta_slow)", above=0)
+    rope_beta_fast: float = knob(32.0, "yarn: as rope_high_frequency (config.json: beta_fast)", above=0)
+    rope_mscale: float = knob(0.0, "yarn: growth of the cos and sin tables with the factor, if rope_mscale_all is set too", at_least=0)
+    rope_mscale_all: float = knob(0.0, "yarn: growth of the softmax scale with the factor (DeepSeek)", at_least=0)
+    rope_attention_factor: float | None = knob(None, "yarn: factor of the cos and sin tables; null derives it from rope_factor", above=0)
 
 
 def violations(config: RopeConfig) -> Iterator[Violation]:
-    """Rules between these knobs."""
+    """Yield the rules between these fields that are violated."""
     for kind, low, high in (("llama3", "rope_low_frequency", "rope_high_frequency"), ("yarn", "rope_beta_slow", "rope_beta_fast")):
         if config.rope_scaling == kind and getattr(config, low) >= getattr(config, high):
             yield Violation(
@@ -58,6 +60,6 @@ def violations(config: RopeConfig) -> Iterator[Violation]:
 
 
 def scaling(config: RopeConfig) -> dict[str, Any]:
-    """The knobs as arguments of layers.rope_scaling.Scaling."""
-    fields = {ours: getattr(config, ours) for ours in KEYS[config.rope_scaling].values()}
+    """Return the fields as arguments of layers.rope_scaling.RopeScaling."""
+    fields = {name: getattr(config, name) for name in KEYS[config.rope_scaling].values()}
     return {"kind": config.rope_scaling, **{name.removeprefix("rope_"): value for name, value in fields.items()}}

@@ -1,4 +1,4 @@
-"""The table of a family's weights in the stock Hugging Face class: one row a stock tensor, read in both directions."""
+"""Mapping between the weights of a family and the tensors of its Hugging Face class, in both directions: one row per tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
-#: What stands for a block's index -> (index in their model, index in ours) of all the blocks that it stands for.
+#: placeholder of a block index in a row -> (block index in the Hugging Face model, block index in ours) of all its blocks
 SECTIONS: dict[str, Callable[[Any], Iterable[tuple[int, int]]]] = {
     "i": lambda config: ((index, index) for index in range(config.layers)),
     "encoder": lambda config: ((index, index) for index in range(config.encoder_blocks)),
@@ -23,118 +23,121 @@ SECTIONS: dict[str, Callable[[Any], Iterable[tuple[int, int]]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One Hugging Face tensor and the weights of ours that it holds.
+    """One Hugging Face tensor and the weights of our model that it contains.
 
     Attributes:
-        theirs: its name; `{i}` stands for every block's index, `{encoder}` and `{decoder}` for those of one of them, `{e}` for every
-            expert's.
-        ours: our names, in the order in which theirs has them below each other (fused projections).
-        transposed: theirs is (input, output), as GPT-2's Conv1D keeps it; ours is always (output, input).
-        interleaved: field of our configuration that counts groups of rows (BLOOM: heads), when theirs has the first group of each of
-            ours, then the second of each, and so on; empty when they stand below each other whole.
-        groups: that count, once `of` has looked it up.
-        expert: theirs is this slice of dim 0 of ours, a stack of experts.
+        hf_name: name of the Hugging Face tensor; `{i}` is replaced by the index of each block, `{encoder}` and `{decoder}` by the index of
+            each block of the encoder or decoder, `{e}` by the index of each expert.
+        names: names of our weights, in the order of their rows in a fused Hugging Face tensor.
+        transposed: the Hugging Face tensor is (input, output), as in GPT-2's Conv1D; our weights are always (output, input).
+        interleaved: field of our configuration with the number of row groups (BLOOM: heads) of a fused tensor that holds the first group
+            of each weight, then the second of each, and so on; empty if the weights are concatenated.
+        groups: that number, set by `for_config`.
+        expert: the Hugging Face tensor is this slice of dim 0 of our weight, a stack of experts.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    hf_name: str
+    names: tuple[str, ...]
     transposed: bool = False
     interleaved: str = ""
     groups: int = 1
     expert: int | None = None
 
-    def of(self, config: Any) -> Row:
-        """The row for the sizes of a configuration."""
+    def for_config(self, config: Any) -> Row:
+        """Return the row with `groups` of a configuration."""
         return replace(self, groups=getattr(config, self.interleaved)) if self.interleaved else self
 
     @property
     def blocks(self) -> str:
-        """The blocks the row stands for: a key of SECTIONS, or "" for a weight outside the blocks."""
-        return next((name for name in SECTIONS if f"{{{name}}}" in self.theirs), "")
+        """The blocks that the row repeats for: a key of SECTIONS, or "" for a weight outside the blocks."""
+        return next((name for name in SECTIONS if f"{{{name}}}" in self.hf_name), "")
 
-    def of_block(self, theirs: int, ours: int) -> Row:
-        """The row with a block's index in their model and in ours filled in."""
-        mark = f"{{{self.blocks}}}"
-        return replace(self, theirs=self.theirs.replace(mark, str(theirs)), ours=tuple(name.replace(mark, str(ours)) for name in self.ours))
+    def for_block(self, hf_index: int, index: int) -> Row:
+        """Return the row of one block, given its index in the Hugging Face model and in ours."""
+        placeholder = f"{{{self.blocks}}}"
+        names = tuple(name.replace(placeholder, str(index)) for name in self.names)
+        return replace(self, hf_name=self.hf_name.replace(placeholder, str(hf_index)), names=names)
 
-    def of_expert(self, index: int) -> Row:
-        """The row with an expert's index filled in."""
-        return replace(self, theirs=self.theirs.replace("{e}", str(index)), expert=index)
+    def for_expert(self, index: int) -> Row:
+        """Return the row of one expert."""
+        return replace(self, hf_name=self.hf_name.replace("{e}", str(index)), expert=index)
 
-    def join(self, weights: Sequence[Tensor]) -> Tensor:
-        """Their tensor, from ours in the order of `ours`."""
+    def to_hf(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the Hugging Face tensor, from our weights in the order of `names`."""
         parts = [weight if self.expert is None else weight[self.expert] for weight in weights]
         if self.groups > 1:
             parts = [torch.stack([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 2)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.t().contiguous() if self.transposed else whole.contiguous()
+        fused = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return fused.t().contiguous() if self.transposed else fused.contiguous()
 
-    def split(self, theirs: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Ours from their tensor, the inverse of `join`: views in the order of `ours`.
+    def from_hf(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Return our weights, the inverse of `to_hf`: views of the tensor in the order of `names`.
 
         Args:
-            theirs: of the shape that `shape` tells.
-            shapes: of ours; where theirs is an expert's, the parts that come back are slices of them along dim 0.
+            tensor: the Hugging Face tensor, of the shape that `shape` returns.
+            shapes: shapes of our weights; for an expert's row, the returned tensors are slices of them along dim 0.
         """
-        whole = theirs.t() if self.transposed else theirs
+        fused = tensor.t() if self.transposed else tensor
         if self.groups > 1:
-            grouped = whole.unflatten(0, (self.groups, len(shapes), -1))
+            grouped = fused.unflatten(0, (self.groups, len(shapes), -1))
             return [grouped[:, part].flatten(0, 1) for part in range(len(shapes))]
-        return list(whole.split([shape[0] for shape in self._parts(shapes)]))
+        return list(fused.split([shape[0] for shape in self._parts(shapes)]))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
-        """The shape of their tensor, from the shapes of ours."""
+        """Return the shape of the Hugging Face tensor, from the shapes of our weights."""
         parts = self._parts(shapes)
-        whole = (sum(part[0] for part in parts), *parts[0][1:])
-        return whole[::-1] if self.transposed else whole
+        fused = (sum(part[0] for part in parts), *parts[0][1:])
+        return fused[::-1] if self.transposed else fused
 
     def elements(self, shapes: Sequence[Shape]) -> int:
-        """How many numbers their tensor has."""
+        """Return the number of elements of the Hugging Face tensor."""
         return prod(self.shape(shapes))
 
     def _parts(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [tuple(shape) if self.expert is None else tuple(shape[1:]) for shape in shapes]
 
 
-def rows(theirs: str, *ours: str, leaves: Sequence[str] = ("weight",), transposed: bool = False, interleaved: str = "") -> tuple[Row, ...]:
-    """A module's rows, one for each of its leaves (weight, bias); only a weight can be transposed."""
+def rows(
+    hf_module: str, *modules: str, leaves: Sequence[str] = ("weight",), transposed: bool = False, interleaved: str = ""
+) -> tuple[Row, ...]:
+    """Return the rows of a module, one for each of its leaves (weight, bias); `transposed` applies to the weight only."""
     return tuple(
-        Row(f"{theirs}.{leaf}", tuple(f"{module}.{leaf}" for module in ours), transposed and leaf == "weight", interleaved)
+        Row(f"{hf_module}.{leaf}", tuple(f"{module}.{leaf}" for module in modules), transposed and leaf == "weight", interleaved)
         for leaf in leaves
     )
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockRows:
     """Rows that repeat for some of the blocks only, or for every expert of a block.
 
     Attributes:
-        rows: with `{i}`, and `{e}` in those of experts.
-        where: (index in their model, index in ours) of the blocks that have them.
-        experts: field of our configuration that counts experts.
+        rows: rows with `{i}`, and with `{e}` for experts.
+        where: returns the (Hugging Face index, our index) of the blocks that have these rows.
+        experts: field of our configuration with the number of experts.
     """
 
     rows: tuple[Row, ...]
     where: Callable[[Any], Iterable[tuple[int, int]]] = SECTIONS["i"]
     experts: str = ""
 
-    def written_out(self, config: Any) -> Iterator[Row]:
-        """The rows of all these blocks."""
-        for theirs, ours in self.where(config):
+    def expand(self, config: Any) -> Iterator[Row]:
+        """Yield the rows of all these blocks."""
+        for hf_index, index in self.where(config):
             for row in self.rows:
-                filled = row.of_block(theirs, ours)
-                if "{e}" in row.theirs:
-                    yield from (filled.of_expert(index) for index in range(getattr(config, self.experts)))
+                filled = row.for_block(hf_index, index)
+                if "{e}" in row.hf_name:
+                    yield from (filled.for_expert(index) for index in range(getattr(config, self.experts)))
                 else:
                     yield filled
 
 
-def written_out(table: Iterable[Row | Blocks], config: Any) -> Iterator[Row]:
-    """Every row of a table for the sizes of a configuration. Neighbouring rows of the same blocks follow each other block by block."""
+def expand(table: Iterable[Row | BlockRows], config: Any) -> Iterator[Row]:
+    """Yield every row of a table for a configuration. Consecutive rows that repeat for the same blocks are yielded block by block."""
     for section, group in groupby(table, key=lambda item: item.blocks if isinstance(item, Row) else "BLOCKS"):
         if section in SECTIONS:
-            found = Blocks(tuple(row for row in group if isinstance(row, Row)), SECTIONS[section]).written_out(config)
-            yield from (row.of(config) for row in found)
+            found = BlockRows(tuple(row for row in group if isinstance(row, Row)), SECTIONS[section]).expand(config)
+            yield from (row.for_config(config) for row in found)
             continue
         for item in group:
-            yield from (row.of(config) for row in ([item] if isinstance(item, Row) else item.written_out(config)))
+            yield from (row.for_config(config) for row in ([item] if isinstance(item, Row) else item.expand(config)))

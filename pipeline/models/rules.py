@@ -1,4 +1,4 @@
-"""Rules between sizes that several families share, and what follows from the sizes. Loads no torch."""
+"""Rules between sizes that several families share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from pipeline.errors import Violation
 
 
 class MultiHead:
-    """Attention whose heads share the width of the residual stream and nothing else (Vaswani et al. 2017)."""
+    """Mixin for multi-head attention (Vaswani et al. 2017): head_dim = hidden / heads, as many key and value heads as query heads."""
 
     hidden: int
     heads: int
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Width of a head."""
         return self.hidden // self.heads
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads: as many as query heads."""
+        """Number of key and value heads, equal to the number of query heads."""
         return self.heads
 
 
 def heads_violations(hidden: int, heads: int) -> Iterator[Violation]:
-    """The heads of an attention that divide the width among them."""
+    """Yield a violation if the heads do not divide the hidden width."""
     if hidden % heads:
         yield Violation("model.heads", heads, f"must divide model.hidden={hidden}", "choose a divisor of model.hidden")
 
 
 def rotary_heads_violations(hidden: int, heads: int, kv_heads: int, width: int | None = None) -> Iterator[Violation]:
-    """Heads that are turned in pairs of dims, of a width of their own or of hidden / heads, and share key and value heads."""
+    """Yield violations of grouped-query attention with rotary position embeddings; `width` is head_dim, hidden / heads when None."""
     if width is None:
         yield from heads_violations(hidden, heads)
     key, value, dim = ("model.heads", heads, hidden / heads) if width is None else ("model.head_width", width, width)
     if dim % 2 == 1:
-        yield Violation(key, value, f"gives odd head width {dim:g}; rotary turns pairs", "choose it so that the width of a head is even")
+        yield Violation(
+            key, value, f"results in the odd head_dim {dim:g}; rotary embeddings rotate pairs of dims", "choose it so that head_dim is even"
+        )
     if heads % kv_heads:
         yield Violation("model.kv_heads", kv_heads, f"must divide model.heads={heads}", "choose a divisor of model.heads")
 
 
 def window_violations(key: str, window: int | None, max_positions: int) -> Iterator[Violation]:
-    """A window of `window` tokens, None for all."""
+    """Yield a violation if a sliding window is longer than the longest sequence; None means no window."""
     if window is not None and window > max_positions:
         rule = f"is longer than model.max_positions={max_positions}"
-        yield Violation(key, window, rule, f"shorten the window, or set {key}=null to look at all tokens")
+        yield Violation(key, window, rule, f"shorten the window, or set {key}=null for full attention")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import dispatch, inverse, moe_layers
+from pipeline.layers.moe import inverse_permutation, moe_layers, permute
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
@@ -75,9 +75,9 @@ class ExpertParallelExperts(nn.Module):
         routed = sum(input_splits)
         rows = all_to_all(x[:routed], input_splits, output_splits, self.group)
         order = _order_by_expert(received_counts, sum(output_splits))
-        inverse_order = inverse(order)
-        outputs = self.experts(dispatch(rows, order, inverse_order), received_counts.sum(dim=0))
-        combined = all_to_all(dispatch(outputs, inverse_order, order), output_splits, input_splits, self.group)
+        inverse_order = inverse_permutation(order)
+        outputs = self.experts(permute(rows, order, inverse_order), received_counts.sum(dim=0))
+        combined = all_to_all(permute(outputs, inverse_order, order), output_splits, input_splits, self.group)
         return torch.cat([combined, combined.new_zeros(x.shape[0] - routed, combined.shape[1])])
 
 
@@ -98,4 +98,4 @@ def apply(model: nn.Module, mesh: Mesh) -> None:
         if mesh.layout.expert > 1:
             moe.experts = ExpertParallelExperts(moe.experts, mesh.expert)
         if mesh.layout.context > 1:
-            moe.total = partial(collectives.all_reduce_with_grad, group=mesh.context)
+            moe.reduce_sums = partial(collectives.all_reduce_with_grad, group=mesh.context)

@@ -88,7 +88,7 @@ class RingPlan:
             return Mask(causal=mask.causal and source == self.group.rank())
         ranks, rank = self.group.size(), self.group.rank()
         key_documents = None if mask.documents is None else self._documents()[source][:, keys]
-        return mask.having(
+        return mask.replace(
             documents=None if mask.documents is None else mask.documents[:, queries],
             key_documents=key_documents,
             positions=token_positions(rank, ranks, self.tokens, self.device)[None, queries],
@@ -99,7 +99,7 @@ class RingPlan:
         """The documents of every rank's tokens; gathered once for all layers."""
         documents = self.mask.documents
         assert documents is not None
-        gathered: list[Tensor] = self.mask.once("documents of the ring", lambda: collectives.all_gather(documents, self.group))
+        gathered: list[Tensor] = self.mask.cached("documents of the ring", lambda: collectives.all_gather(documents, self.group))
         return gathered
 
 

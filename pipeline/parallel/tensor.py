@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
-from pipeline.layers.masked_head import SentenceHead
+from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
 from pipeline.models.plan import role
@@ -118,7 +118,7 @@ def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, s
         if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave(output))  # noqa: ARG005 - hook's signature
-        if isinstance(module, SentenceHead):  # all ranks compute the same, from the first token of each sequence
+        if isinstance(module, NextSentenceHead):  # all ranks compute the same, from the first token of each sequence
             module.register_forward_pre_hook(lambda _, args: (enter(args[0]),))
             module.register_forward_hook(lambda _, args, output: collectives.scale_gradient(output, group))  # noqa: ARG005 - hook's signature
         if isinstance(module, PerHead):

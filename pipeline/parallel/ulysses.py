@@ -30,7 +30,7 @@ class UlyssesCore:
         scale: float | None = None,
     ) -> torch.Tensor:
         """See Core (layers/attention.py); the mask has the documents of the local tokens and the slopes of all heads."""
-        full_mask: Mask = mask.once("of all tokens", lambda: self._full_mask(mask))
+        full_mask: Mask = mask.cached("of all tokens", lambda: self._full_mask(mask))
         q, k, v = (collectives.scatter_heads_gather_sequence(x, self.group) for x in (q, k, v))
         return collectives.scatter_sequence_gather_heads(self.inner(q, k, v, full_mask, window=window, scale=scale), self.group)
 
@@ -40,4 +40,4 @@ class UlyssesCore:
         assert mask.key_documents is None, "ulysses supports self-attention only"
         documents = None if mask.documents is None else torch.cat(collectives.all_gather(mask.documents, self.group), dim=1)
         slopes = None if mask.slopes is None else mask.slopes.chunk(self.group.size())[self.group.rank()]
-        return mask.having(documents=documents, positions=None, slopes=slopes)
+        return mask.replace(documents=documents, positions=None, slopes=slopes)

@@ -37,7 +37,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
         UserError: the model has an unsupported feature, its weights do not match its class, or run_dir contains another run.
     """
     content = huggingface_import.read_config(source)
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     model, files = collect_errors(
         lambda: config_json.read(adapter, FAMILIES[family], content),
         lambda: huggingface_import.weight_files(source),

@@ -1,4 +1,4 @@
-"""The exported folder, as stock transformers reads it."""
+"""Export: the folder as transformers loads it."""
 
 import json
 import weakref
@@ -18,14 +18,14 @@ from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
 
 
 class InMemory:
-    """A model's own weights, as a checkpoint gives them."""
+    """The weights of a model with the interface of a checkpoint."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -41,9 +41,9 @@ class InMemory:
 
 
 def random_model(config):
-    """Every weight random and large enough to matter, norms and biases too."""
+    """Return a model with random weights large enough to affect the logits, including norms and biases."""
     model = registry.build(config)
-    initialise(model, config, seed=0)
+    initialize(model, config, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,21 +99,21 @@ def test_logits_are_those_of_the_stock_class(name, tmp_path, tokenizer_folder):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_of_padded_sequences_are_those_of_the_stock_class(name, tmp_path, tokenizer_folder):
-    """Sequences of different lengths: padding is a document of its own, and what the models say of it does not matter."""
+    """Sequences of different lengths: padding is a separate document, and its logits are not compared."""
     config = CONFIGS[name]
     model = random_model(config)
     stock = load(export(tmp_path, model, config, tokenizer_folder))
     tokens = torch.randint(config.vocab_size, (3, 32), generator=torch.Generator().manual_seed(7))
-    real = torch.arange(32) < torch.tensor([32, 21, 1])[:, None]
+    valid = torch.arange(32) < torch.tensor([32, 21, 1])[:, None]
     with torch.no_grad():
-        ours = model(tokens, documents=real.int() - 1)
-        theirs = stock(tokens, attention_mask=real.long()).logits
-    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
+        ours = model(tokens, documents=valid.int() - 1)
+        theirs = stock(tokens, attention_mask=valid.long()).logits
+    torch.testing.assert_close(ours[valid], theirs[valid], rtol=1e-5, atol=1e-5)
     assert torch.isfinite(ours).all()
 
 
-def test_depths_of_multi_token_prediction_travel(tmp_path, tokenizer_folder):
-    """They stand behind the last layer; the stock class reads past them and warns. Released files hold embedding and head again."""
+def test_mtp_modules_are_exported_and_imported(tmp_path, tokenizer_folder):
+    """They follow the last layer; transformers ignores them with a warning. Released files also contain copies of embedding and head."""
     config = replace(DEEPSEEK, mtp_depth=2)
     model = random_model(config)
     export(tmp_path, model, config, tokenizer_folder)
@@ -125,7 +125,7 @@ def test_depths_of_multi_token_prediction_travel(tmp_path, tokenizer_folder):
         weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, file, {"format": "pt"})
     content = read_config(tmp_path)
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     found = ImportedWeights(StockWeights(tmp_path, adapter), config_json.read(adapter, FAMILIES[family], content))
     assert len(found.check()) == 4
     expected = InMemory(model)
@@ -136,10 +136,10 @@ def test_depths_of_multi_token_prediction_travel(tmp_path, tokenizer_folder):
         torch.testing.assert_close(model(tokens), stock(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_banded_layers_have_no_stock_class():
-    """GPT-2's class looks at everything; what GPT-3 learned through a band would be another model."""
+def test_banded_attention_cannot_be_exported():
+    """GPT2LMHeadModel has full attention only, so it would compute other logits."""
     config = GPTConfig(banded_window=16)
-    with pytest.raises(UserError, match=r"model\.banded_window=16: is nothing GPT2LMHeadModel has"):
+    with pytest.raises(UserError, match=r"model\.banded_window=16: is not supported by GPT2LMHeadModel"):
         huggingface_export.write_configs(Path("unwritten"), config, dtype=torch.float32, end_of_document_id=0)
 
 
@@ -160,8 +160,8 @@ def test_shards_hold_what_one_file_holds(name, tmp_path, tokenizer_folder):
     assert all(torch.equal(whole[key], sharded[key]) for key in whole)
 
 
-class Weighed(InMemory):
-    """Counts the bytes of its tensors that are alive."""
+class MeasuredWeights(InMemory):
+    """Counts the bytes of its live tensors."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -179,9 +179,9 @@ class Weighed(InMemory):
 
 
 def test_memory_holds_one_shard_and_one_tensor(tmp_path):
-    """However large the model: weights are read one by one and forgotten when their shard is written."""
+    """Weights are read one by one and freed when their shard is written, so memory does not depend on the size of the model."""
     config = CONFIGS["gpt"]
-    source = Weighed(random_model(config))
+    source = MeasuredWeights(random_model(config))
     huggingface_export.write_weights(tmp_path, source, config, dtype=torch.float32, shard_bytes=50_000)
     sizes = [value.nbytes for value in source.weights.values()]
     assert sum(sizes) > 4 * 50_000
@@ -211,7 +211,7 @@ def test_tokenizer_and_generation(name, tmp_path, tokenizer_folder):
     assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 3
 
 
-def test_weights_that_are_not_the_models_are_named():
+def test_missing_unexpected_and_misshapen_weights_are_reported():
     config = CONFIGS["llama"]
     weights = InMemory(random_model(config))
     del weights.weights["norm.weight"]

@@ -1,4 +1,4 @@
-"""stage=convert with stage.input: a Hugging Face folder as the beginning of a run."""
+"""Import (stage=convert with stage.input): a run that starts from a Hugging Face folder."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hid
 
 
 def save_llama(folder: Path, **more) -> LlamaForCausalLM:
-    """A stock Llama with random weights, in several files."""
+    """Save transformers' Llama with random weights, in several files."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, **more))
     model.save_pretrained(folder, max_shard_size="40KB")
@@ -28,7 +28,7 @@ def save_llama(folder: Path, **more) -> LlamaForCausalLM:
 
 
 def save_gpt(folder: Path) -> GPT2LMHeadModel:
-    """A stock GPT-2 with random weights, in one file."""
+    """Save transformers' GPT-2 with random weights, in one file."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_head=4, n_layer=2, n_positions=64))
     model.save_pretrained(folder)
@@ -36,9 +36,9 @@ def save_gpt(folder: Path) -> GPT2LMHeadModel:
 
 
 def imported(folder: Path) -> ImportedWeights:
-    """The weights of a folder, checked."""
+    """Return the weights of a folder, after check()."""
     content = read_config(folder)
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     weights = ImportedWeights(StockWeights(folder, adapter), config_json.read(adapter, FAMILIES[family], content))
     weights.check()
     return weights
@@ -51,13 +51,13 @@ def edit_config(folder: Path, **values) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tokenizer) -> tuple[Path, Path, LlamaForCausalLM, list[str]]:
-    """A stock folder, the run directory it was imported into, the stock model, and the words that pretrain needs."""
+    """Return a Hugging Face folder, the run directory it was imported into, its model, and the overrides that pretrain needs."""
     source, run_dir = tmp_path_factory.mktemp("stock"), tmp_path_factory.mktemp("run") / "imported-run"
     stock = save_llama(source)
     shutil.copyfile(tokenizer / "tokenizer.json", source / "tokenizer.json")
-    told = pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}", "stage.shard_gigabytes=0.00003")
-    words = told.partition("continue with stage=pretrain ")[2].split("\n")[0].split()
-    return source, run_dir, stock, words[1:]
+    output = pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}", "stage.shard_gigabytes=0.00003")
+    overrides = output.partition("continue with stage=pretrain ")[2].split("\n")[0].split()
+    return source, run_dir, stock, overrides[1:]
 
 
 def test_the_checkpoint_holds_the_stock_weights(run):
@@ -65,7 +65,7 @@ def test_the_checkpoint_holds_the_stock_weights(run):
     path = find(run_dir, "latest")
     checkpoint = Checkpoint(path)
     assert path.name == "step-00000000"
-    assert len(list(path.glob("*.safetensors"))) > 2, "one file would not show that they are bounded"
+    assert len(list(path.glob("*.safetensors"))) > 2, "a single file would not test the size limit"
     assert torch.equal(checkpoint.tensor("blocks.1.attention.key.weight"), stock.model.layers[1].self_attn.k_proj.weight)
     assert torch.equal(checkpoint.tensor("head.weight"), stock.lm_head.weight)
     assert not checkpoint.tensor("head.weight", "exp_avg").any()
@@ -81,47 +81,54 @@ def test_the_export_is_the_imported_model(run, tokenizer):
 
 @pytest.mark.world
 def test_pretrain_continues_in_any_layout(run, tokens, tmp_path):
-    """With the words that convert told, in one process and cut."""
-    _, run_dir, stock, words = run
+    """With the overrides that convert printed, in one process and in a parallel layout."""
+    _, run_dir, stock, overrides = run
     losses = []
     for ranks, layout in ((0, ()), (4, ("parallel.tensor=2", "parallel.pipeline=2"))):
         folder = tmp_path / f"ranks-{ranks}"
         shutil.copytree(run_dir, folder)
-        told = pipeline(
-            *("stage=pretrain", f"run_dir={folder}", *words, f"data.tokens={tokens}", f"tokenizer.path={run_dir / 'imported'}", *layout),
+        output = pipeline(
+            *(
+                "stage=pretrain",
+                f"run_dir={folder}",
+                *overrides,
+                f"data.tokens={tokens}",
+                f"tokenizer.path={run_dir / 'imported'}",
+                *layout,
+            ),
             *("training.steps=2", "training.sequence_length=32", "training.global_batch_size=8", "training.micro_batch_size=2"),
             *("precision=fp32", "optimizer.warmup_steps=1", "tracking=disabled", "training.validation_batches=1"),
             ranks=ranks,
         )
-        assert "step-00000000: step 0, 0 samples" in told
+        assert "step-00000000: step 0, 0 samples" in output
         trained = Checkpoint(find(folder, "latest")).tensor("head.weight")
-        torch.testing.assert_close(trained, stock.lm_head.weight, rtol=0, atol=2e-3)  # two steps of AdamW with a rate of 3e-4
+        torch.testing.assert_close(trained, stock.lm_head.weight, rtol=0, atol=2e-3)  # two steps of AdamW with lr 3e-4
         losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_second_import(run, tmp_path):
-    """The same folder: nothing to do. Other weights: refused. A run that has gone on: refused."""
-    source, run_dir, _, words = run
+    """The same folder: nothing to do. Another folder: refused."""
+    source, run_dir, _, overrides = run
     assert "nothing to do" in pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}")
     save_gpt(tmp_path / "gpt")
     assert "was created with stage.input=" in pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
-    assert words[0].startswith("model=llama")
+    assert overrides[0].startswith("model=llama")
 
 
-def test_what_the_family_does_not_have_is_told_before_anything_is_written(tmp_path):
+def test_unsupported_features_are_reported_before_anything_is_written(tmp_path):
     folder = tmp_path / "stock"
     save_llama(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     edit_config(folder, hidden_act="relu", mystery=3)
-    told = pipeline("stage=convert", f"stage.input={folder}", f"run_dir={tmp_path / 'run'}", expect=2)
-    assert "3 problems" in told
-    assert "config.json hidden_act=relu" in told
-    assert "config.json mystery=3" in told
-    assert "dynamic" in told
+    output = pipeline("stage=convert", f"stage.input={folder}", f"run_dir={tmp_path / 'run'}", expect=2)
+    assert "3 problems" in output
+    assert "config.json hidden_act=relu" in output
+    assert "config.json mystery=3" in output
+    assert "dynamic" in output
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_unexpected_and_misshapen_weights_are_named(tmp_path):
+def test_missing_unexpected_and_misshapen_weights_are_reported(tmp_path):
     save_gpt(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -145,7 +152,7 @@ def test_tied_heads_may_be_in_the_file_and_must_be_equal(tmp_path):
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     matrix = weights.pop("transformer.wte.weight")
-    save_file({**weights, "lm_head.weight": matrix}, file)  # the only name it has there
+    save_file({**weights, "lm_head.weight": matrix}, file)  # files may contain the tied weight under this name only
     assert torch.equal(imported(tmp_path).tensor("embed.tokens.weight"), stock.transformer.wte.weight)
     save_file({**weights, "lm_head.weight": matrix, "transformer.wte.weight": matrix.clone()}, file)
     assert "head.weight" not in imported(tmp_path).names()
@@ -164,7 +171,7 @@ def test_tied_heads_may_be_in_the_file_and_must_be_equal(tmp_path):
     ],
 )
 def test_files_of_the_inner_model(tmp_path, kind, prefix, sizes):
-    """Released files often have names without the class's prefix."""
+    """Tensor names in released files often lack the prefix of the class."""
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=300, **sizes)).save_pretrained(tmp_path)
     expected = imported(tmp_path)
     expected = {name: expected.tensor(name).clone() for name in expected.names()}
@@ -175,7 +182,7 @@ def test_files_of_the_inner_model(tmp_path, kind, prefix, sizes):
     assert all(torch.equal(found.tensor(name), value) for name, value in expected.items())
 
 
-def test_masks_that_were_once_kept_as_weights(tmp_path):
+def test_causal_masks_saved_by_older_releases_are_ignored(tmp_path):
     save_gpt(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file)
@@ -190,12 +197,12 @@ def test_half_precision_is_read_exactly(dtype, tmp_path):
     assert torch.equal(imported(tmp_path).tensor("embed.positions.weight"), stock.transformer.wpe.weight.float())
 
 
-def test_folders_that_are_no_model(tmp_path):
+def test_folders_without_a_model(tmp_path):
     with pytest.raises(UserError, match=r"no readable config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
-    with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is no class that can be imported"):
-        registry.adapter_of(read_config(tmp_path))
+    with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is not a class that can be imported"):
+        registry.find_adapter(read_config(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"holds no model\.safetensors"):
         StockWeights(tmp_path, registry.adapters("gpt")[0])

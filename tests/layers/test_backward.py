@@ -1,12 +1,12 @@
-"""The backward pass of a decoder block, written out and compared with autograd: this file is its documentation.
+"""The backward pass of a decoder block, derived and compared with autograd; this file documents it.
 
-Conventions: x is a matrix (tokens, width), one row a token, as in the code; weights are (output, input), so a linear map is y = x W^T.
+Conventions: x is a matrix (tokens, width), one row per token, as in the code; weights are (output, input), so a linear map is y = x W^T.
 `d_x` is the gradient of a scalar loss L with respect to x, of x's own shape: d_x[i, j] = dL / dx[i, j].
 
-From the definition follow the two rules that all of this is made of:
+Two rules follow from the definition:
 
 - a product C = A B has d_A = d_C B^T and d_B = A^T d_C;
-- what is used twice gets the sum of both gradients (the residual stream: x + f(x)).
+- a value that is used twice gets the sum of both gradients (the residual stream: x + f(x)).
 
 A linear map y = x W^T + b thus has d_x = d_y W, d_W = d_y^T x and d_b = the sum of d_y over tokens.
 """
@@ -60,7 +60,7 @@ def test_softmax():
 
 
 def test_softmax_of_masked_scores():
-    """Where a score is -inf, p is 0, and so is the gradient: a token gets none from those that may not look at it."""
+    """Where a score is -inf, p and its gradient are 0: masked queries contribute no gradient to a key."""
     scores, d_p = example(TOKENS, TOKENS), example(TOKENS, TOKENS).detach().flip(0)
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     p = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
@@ -74,7 +74,7 @@ def test_softmax_of_masked_scores():
 
 @dataclass
 class Head:
-    """What the backward pass of a head remembers: O = P V with P = softmax(S), S = Q K^T / sqrt(head_dim), masked (Vaswani et al. 2017)."""
+    """Tensors saved for the backward pass: O = P V with P = softmax(S), S = masked Q K^T / sqrt(head_dim) (Vaswani et al. 2017)."""
 
     q: Tensor
     k: Tensor
@@ -96,8 +96,8 @@ class Head:
     def backward(self, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """d_q, d_k, d_v.
 
-        The sum in the softmax's backward pass, over keys, is sum_j d_p_ij p_ij = sum_j (d_o_i . v_j) p_ij = d_o_i . o_i: one number a
-        query, from the output alone. Flash attention and our ring (layers/partial_attention.py) start from it, and need no row of P.
+        The sum in the softmax's backward pass, over keys, is sum_j d_p_ij p_ij = sum_j (d_o_i . v_j) p_ij = d_o_i . o_i: one
+        number per query, from the output only. Flash attention and ring attention (layers/partial_attention.py) use it and store no P.
         """
         d_v = self.p.T @ d_o
         d_p = d_o @ self.v.T
@@ -151,8 +151,8 @@ def test_multi_head_attention():
 def layer_norm_backward(x: Tensor, weight: Tensor, eps: float, d_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """d_x, d_weight, d_bias of y = g * n + b with n = (x - mean(x)) / sigma, over the width d (Ba et al. 2016).
 
-    d_n = g * d_y. Mean and sigma depend on every element of x; their derivatives take the mean of d_n, and d_n's part along n, out of it:
-    d_x = (d_n - mean(d_n) - n mean(d_n * n)) / sigma. So d_x is orthogonal to both directions that the norm ignores: shift and scale.
+    d_n = g * d_y. Mean and sigma depend on every element of x; their derivatives remove the mean of d_n and its component along n:
+    d_x = (d_n - mean(d_n) - n mean(d_n * n)) / sigma. So d_x is orthogonal to shift and scale, to which the norm is invariant.
     """
     sigma = (x.var(dim=1, unbiased=False, keepdim=True) + eps).sqrt()
     n = (x - x.mean(dim=1, keepdim=True)) / sigma
@@ -171,7 +171,7 @@ def test_layer_norm():
 
 
 def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, d_y: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without mean and bias (Zhang & Sennrich 2019): n = x / r with r = sqrt(mean(x^2)), d_x = (d_n - n mean(d_n * n)) / r."""
+    """Layer norm without mean and bias (Zhang & Sennrich 2019): n = x / r with r = sqrt(mean(x^2)), d_x = (d_n - n mean(d_n * n)) / r."""
     r = (x.square().mean(dim=1, keepdim=True) + eps).sqrt()
     n = x / r
     d_n = d_y * weight
@@ -214,7 +214,8 @@ def test_feed_forward():
 def swiglu_backward(mlp: GatedMLP, x: Tensor, d_y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """y = (silu(g) * u) W_down^T with g = x W_gate^T, u = x W_up^T (Shazeer 2020).
 
-    silu(g) = g s with s = 1 / (1 + exp(-g)) has the derivative s + g s (1 - s). A product gives each factor the other one.
+    silu(g) = g s with s = 1 / (1 + exp(-g)) has the derivative s + g s (1 - s).
+    In a product, each factor is the derivative with respect to the other.
     """
     gate, up, down = mlp.gate.weight, mlp.up.weight, mlp.down.weight
     g, u = x @ gate.T, x @ up.T
@@ -237,7 +238,7 @@ def test_gated_feed_forward():
 
 
 def test_a_decoder_block():
-    """y = m + mlp(norm_2(m)) with m = x + attention(norm_1(x)): from the end to the start, the residual stream adding up."""
+    """y = m + mlp(norm_2(m)) with m = x + attention(norm_1(x)): from output to input, adding the gradients of the residual connections."""
     layers = torch.nn.LayerNorm(HIDDEN), Attention(HIDDEN, HEADS, HEADS, HIDDEN // HEADS, bias=False)
     block = drawn(Block(*layers, torch.nn.LayerNorm(HIDDEN), MLP(HIDDEN, FFN, bias=False, activation="gelu")))
     norm_1, attention, norm_2, mlp = block.attention_norm, block.attention, block.mlp_norm, block.mlp
@@ -249,10 +250,10 @@ def test_a_decoder_block():
 
         d_n_2, d_mlp = mlp_backward(mlp, n_2, d_y)
         d_m, d_weight_2, d_bias_2 = layer_norm_backward(m, norm_2.weight, norm_2.eps, d_n_2)
-        d_m = d_m + d_y  # past the feed-forward
+        d_m = d_m + d_y  # residual connection of the feed-forward
         d_n_1, d_attention = attention_backward(attention, n_1, d_m)
         d_x, d_weight_1, d_bias_1 = layer_norm_backward(x, norm_1.weight, norm_1.eps, d_n_1)
-        d_x = d_x + d_m  # past attention
+        d_x = d_x + d_m  # residual connection of attention
     ours = {
         "x": d_x,
         "attention_norm.weight": d_weight_1,

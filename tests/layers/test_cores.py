@@ -1,4 +1,4 @@
-"""The cores of attention against each other: PyTorch's kernels, flex attention and attention in parts, each equal to the formula."""
+"""The attention cores compared with the reference implementation: PyTorch's kernels, FlexAttention, and partial attention."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
 
 
-class InParts(torch.autograd.Function):
-    """Attention over two halves of the keys that are merged, with the hand-written backward pass: a ring of one rank."""
+class PartialAttention(torch.autograd.Function):
+    """Attention over two halves of the keys, merged, with the hand-written backward pass: ring attention on one rank."""
 
     @staticmethod
     def forward(ctx, q, k, v, masks, window, scale):
@@ -37,24 +37,24 @@ class InParts(torch.autograd.Function):
         return grads[0][0] + grads[1][0], *(torch.cat([grads[0][i], grads[1][i]], dim=2) for i in (1, 2)), None, None, None
 
 
-def in_parts(q, k, v, mask, *, window=None, scale=None):
-    """A core."""
-    own, other = (place.expand(len(q), -1) for place in mask.places(q.shape[2], k.shape[2], q.device))
+def partial_core(q, k, v, mask, *, window=None, scale=None):
+    """Core that computes attention over two halves of the keys."""
+    query_positions, key_positions = (positions.expand(len(q), -1) for positions in mask.token_positions(q.shape[2], k.shape[2], q.device))
     documents = mask.documents if mask.key_documents is None else mask.key_documents
     middle = k.shape[2] // 2
     masks = [
-        mask.having(
-            positions=own,
-            key_positions=other[:, p],
+        mask.replace(
+            positions=query_positions,
+            key_positions=key_positions[:, p],
             key_documents=None if documents is None else documents[:, p],
             bias=None if mask.bias is None else mask.bias[..., p],
         )
         for p in (slice(0, middle), slice(middle, k.shape[2]))
     ]
-    return InParts.apply(q, k, v, masks, window, scale)
+    return PartialAttention.apply(q, k, v, masks, window, scale)
 
 
-CORES = {"sdpa": sdpa, "automatic": automatic, "flex": flex, "in parts": in_parts}
+CORES = {"sdpa": sdpa, "automatic": automatic, "flex": flex, "partial": partial_core}
 
 CASES = st.fixed_dictionaries(
     {
@@ -71,27 +71,27 @@ CASES = st.fixed_dictionaries(
         "scale": st.sampled_from([None, 0.3]),
     }
 )
-NOWHERE = {"queries": 3, "keys": 4, "cross": True, "kv_heads": 1, "groups": 1, "causal": False}
-NOWHERE |= {"window": None, "documents": None, "prefix": False, "scores": None, "scale": None}
+FULLY_MASKED = {"queries": 3, "keys": 4, "cross": True, "kv_heads": 1, "groups": 1, "causal": False}
+FULLY_MASKED |= {"window": None, "documents": None, "prefix": False, "scores": None, "scale": None}
 
 
 def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
-    """Queries, keys and values, the mask, and a gradient of the output."""
+    """Return queries, keys and values, the mask, and a gradient of the output."""
     chance = torch.Generator().manual_seed(case["queries"] * 10 + case["keys"])
     heads, queries = case["kv_heads"] * case["groups"], case["queries"]
     keys = case["keys"] if case["cross"] else queries
     shapes = (heads, queries, 8), (case["kv_heads"], keys, 8), (case["kv_heads"], keys, 8)
     inputs = [torch.randn(2, *shape, generator=chance, dtype=torch.float64).requires_grad_() for shape in shapes]
     ids = {count: torch.randint(-1, 2, (2, count), generator=chance).sort(dim=1, descending=True)[0] for count in (queries, keys)}
-    own, theirs = ids[queries], ids[keys]
+    documents, key_documents = ids[queries], ids[keys]
     if case["documents"] == "padding":
-        theirs = torch.full_like(theirs, -1)  # every query is alone
-        own = None
+        key_documents = torch.full_like(key_documents, -1)  # all keys are masked
+        documents = None
     causal = case["causal"] and not case["cross"]
     mask = Mask(
         causal=causal,
-        documents=own if case["documents"] and not case["cross"] else None,
-        key_documents=theirs if case["documents"] and case["cross"] else None,
+        documents=documents if case["documents"] and not case["cross"] else None,
+        key_documents=key_documents if case["documents"] and case["cross"] else None,
         prefix=torch.tensor([1, 2]) if case["prefix"] and causal else None,
         slopes=AlibiSlopes(heads)() if case["scores"] == "slopes" else None,
         bias=torch.randn(1, heads, queries, keys, generator=chance, dtype=torch.float64) if case["scores"] == "bias" else None,
@@ -102,17 +102,17 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
 @pytest.mark.parametrize("name", CORES)
 @settings(deadline=None, max_examples=60)
 @given(case=CASES)
-@example(case={**NOWHERE, "documents": "padding"})
-def test_every_core_is_the_formula(name, case):
+@example(case={**FULLY_MASKED, "documents": "padding"})
+def test_every_core_equals_the_reference(name, case):
     inputs, mask, grad = drawn(case)
     options = {"window": None if case["cross"] else case["window"], "scale": case["scale"]}
     expected = plain(*inputs, mask, **options)
     if name == "flex":
         inputs = [x.detach() for x in inputs]
-    found = CORES[name](*inputs, mask.having(), **options)
+    found = CORES[name](*inputs, mask.replace(), **options)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     if name == "flex":
-        return  # on a CPU it has no backward pass
+        return  # no backward pass on a CPU
     wanted = torch.autograd.grad(expected, inputs, grad)
     gradients = torch.autograd.grad(found, inputs, grad)
     assert all(gradient.isfinite().all() for gradient in gradients)
@@ -120,30 +120,30 @@ def test_every_core_is_the_formula(name, case):
 
 
 @pytest.mark.parametrize("core", [plain, *CORES.values()], ids=["plain", *CORES])
-def test_who_may_look_nowhere_gets_zeros(core):
-    inputs, mask, grad = drawn({**NOWHERE, "documents": "padding"})
+def test_fully_masked_queries_get_zeros(core):
+    inputs, mask, grad = drawn({**FULLY_MASKED, "documents": "padding"})
     out = core(*([x.detach() for x in inputs] if core is flex else inputs), mask)
     assert (out == 0).all()
     assert core is flex or all((gradient == 0).all() for gradient in torch.autograd.grad(out, inputs, grad))
 
 
 def test_rows_in_chunks_change_nothing(monkeypatch):
-    case = {**NOWHERE, "queries": 7, "cross": False, "causal": True, "window": 3, "documents": "some", "scores": "slopes"}
+    case = {**FULLY_MASKED, "queries": 7, "cross": False, "causal": True, "window": 3, "documents": "some", "scores": "slopes"}
     inputs, mask, grad = drawn(case)
-    expected = in_parts(*inputs, mask, window=3)
+    expected = partial_core(*inputs, mask, window=3)
     wanted = torch.autograd.grad(expected, inputs, grad)
-    monkeypatch.setattr(partial_attention, "SCORES", 2 * 2 * 3)
-    found = in_parts(*inputs, mask.having(), window=3)
+    monkeypatch.setattr(partial_attention, "MAX_SCORES", 2 * 2 * 3)
+    found = partial_core(*inputs, mask.replace(), window=3)
     torch.testing.assert_close((found, *torch.autograd.grad(found, inputs, grad)), (expected, *wanted))
 
 
 @pytest.mark.parametrize("rules", [{}, {"window": 3}, {"scale": 0.3}], ids=str)
-def test_gradcheck_of_attention_in_parts(rules):
-    inputs, mask, _ = drawn({**NOWHERE, "queries": 5, "cross": False, "causal": True, "groups": 3, "documents": "some"})
-    assert torch.autograd.gradcheck(lambda q, k, v: in_parts(q, k, v, mask, **rules), inputs)
+def test_gradcheck_of_partial_attention(rules):
+    inputs, mask, _ = drawn({**FULLY_MASKED, "queries": 5, "cross": False, "causal": True, "groups": 3, "documents": "some"})
+    assert torch.autograd.gradcheck(lambda q, k, v: partial_core(q, k, v, mask, **rules), inputs)
 
 
-def test_additive_attention_is_the_sum_of_the_paper():
+def test_additive_attention_is_the_formula_of_the_paper():
     """alpha_ij = softmax_j(v . tanh(W s_i + U h_j)), c_i = sum_j alpha_ij h_j, for j up to i."""
     layer = AdditiveAttention(hidden=6, width=5)
     for parameter in layer.parameters():
@@ -154,7 +154,7 @@ def test_additive_attention_is_the_sum_of_the_paper():
         energies = [layer.score.weight[0] @ (layer.query(x[sequence, i]) + layer.key(x[sequence, j])).tanh() for j in range(i + 1)]
         alpha = torch.stack(energies).softmax(0)
         torch.testing.assert_close(found[sequence, i], sum(a * x[sequence, j] for j, a in enumerate(alpha)))
-    nowhere = AttentionContext(cross=Mask(causal=False, key_documents=torch.full((2, 3), -1)))
-    assert (layer(x, torch.randn(2, 3, 6), nowhere) == 0).all()
-    windowless = layer(x, torch.randn(2, 3, 6), AttentionContext())
-    assert windowless.shape == (2, 4, 6)
+    masked = AttentionContext(cross=Mask(causal=False, key_documents=torch.full((2, 3), -1)))
+    assert (layer(x, torch.randn(2, 3, 6), masked) == 0).all()
+    unmasked = layer(x, torch.randn(2, 3, 6), AttentionContext())
+    assert unmasked.shape == (2, 4, 6)

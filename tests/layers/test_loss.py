@@ -1,4 +1,4 @@
-"""The fused projection and cross-entropy against PyTorch's, and its hand-written backward against finite differences."""
+"""The fused linear cross-entropy compared with PyTorch's, and its hand-written backward pass with finite differences."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def example(rows: int, hidden: int, vocabulary: int, dtype=torch.float64):
 
 @settings(deadline=None, max_examples=40)
 @given(rows=st.integers(1, 9), hidden=st.integers(1, 5), vocabulary=st.integers(1, 11), chunk=st.integers(1, 10), scale=st.floats(0.1, 3))
-def test_value_and_gradients_equal_the_plain_form(rows, hidden, vocabulary, chunk, scale):
+def test_value_and_gradients_equal_the_unfused_form(rows, hidden, vocabulary, chunk, scale):
     x, weight, targets = example(rows, hidden, vocabulary)
     plain = F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten()) * scale
     expected = torch.autograd.grad(plain, (x, weight))
@@ -38,7 +38,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_gradcheck_with_bias_smoothing_and_targets_that_count_for_nothing(smoothing):
+def test_gradcheck_with_bias_smoothing_and_ignored_targets(smoothing):
     x, weight, targets = example(5, 3, 7)
     bias = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     targets[0, 1:3] = loss.IGNORE
@@ -49,8 +49,8 @@ def test_gradcheck_with_bias_smoothing_and_targets_that_count_for_nothing(smooth
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 3, 6, 7], [0, 4, 7, 7]])
-def test_pieces_of_the_vocabulary_give_the_whole(cuts):
-    """Each piece runs alone with the others' sums played back; losses agree and input gradients add up."""
+def test_vocabulary_parallel_pieces_give_the_full_loss(cuts):
+    """Each piece runs separately with the reduced sums of all pieces; losses agree and input gradients add up."""
     x, weight, targets = example(5, 3, 7)
     whole = linear_cross_entropy(x, weight, targets)
     expected_x, expected_weight = torch.autograd.grad(whole, (x, weight))

@@ -1,4 +1,4 @@
-"""Routers and experts against naive loops, at the edges of the load, and their gradients."""
+"""Routers and experts compared with naive loops, with uneven loads, and their gradients."""
 
 import pytest
 import torch
@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, grouped, loads, looped, moe_layers, within_capacity
-from pipeline.layers.router import Balance, Router
+from pipeline.layers.moe import Experts, MoE, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
+from pipeline.layers.router import AuxLoss, Router
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
 
 
-def moe(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, balance=None, capacity_factor=None, **options):
+def moe(*, seed=0, dtype=torch.float64, experts=EXPERTS, top_k=TOP_K, aux_loss=None, capacity_factor=None, **options):
     """A layer with random weights."""
     layer = MoE(
-        Router(HIDDEN, experts, top_k, **options), Experts(experts, HIDDEN, FFN), balance=balance, capacity_factor=capacity_factor
+        Router(HIDDEN, experts, top_k, **options), Experts(experts, HIDDEN, FFN), aux_loss=aux_loss, capacity_factor=capacity_factor
     ).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -31,7 +31,7 @@ def tokens(batch=2, sequence=6, *, seed=1, dtype=torch.float64):
 
 
 def naive(layer, x):
-    """Every token through every expert, weighted by what the router says; zero for those not chosen."""
+    """Every token through every expert, weighted by the router; zero for experts that are not selected."""
     routing = layer.router(x.flatten(0, 1))
     dense = torch.zeros_like(routing.probs).scatter_add(1, routing.experts, routing.weights).view(*x.shape[:2], -1)
     gate, up, down = layer.experts.gate, layer.experts.up, layer.experts.down
@@ -56,26 +56,26 @@ def value_and_gradients(function, layer, x):
     st.sampled_from(["softmax", "sigmoid"]),
     st.booleans(),
 )
-def test_a_mixture_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalise):
-    layer = moe(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalise=normalise, factor=1.5)
+def test_a_moe_layer_is_the_dense_sum(seed, batch, sequence, sizes, scoring, normalize):
+    layer = moe(seed=seed, experts=sizes[0], top_k=sizes[1], scoring=scoring, normalize=normalize, scaling_factor=1.5)
     x = tokens(batch, sequence, seed=seed)
     for ours, theirs in zip(value_and_gradients(MoE.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"capacity_factor": 0.7}, {"balance": Balance(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction": True}]
+    "options", [{}, {"capacity_factor": 0.7}, {"aux_loss": AuxLoss(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction_bias": True}]
 )
 def test_gradients_are_those_of_the_function(options):
     layer = moe(**options)
-    balance, layer.balance = layer.balance, Balance()
+    aux_loss, layer.aux_loss = layer.aux_loss, AuxLoss()
     documents = torch.tensor([[0, 0, 0, 1, 1, -1], [0] * 6])
     parameters = [p for p in layer.parameters() if p.requires_grad]
 
     def run(x, *_):
         y = layer(x, AttentionContext(Mask(documents=documents)))
         routing = layer.router(x.flatten(0, 1))
-        return y, balance.loss(routing, documents >= 0)
+        return y, aux_loss.loss(routing, documents >= 0)
 
     assert torch.autograd.gradcheck(run, (tokens().requires_grad_(), *parameters))
 
@@ -89,7 +89,7 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
     x = torch.randn(12, 16, generator=generator).to(dtype)
     weights = torch.randn(4, 24, 16, generator=generator).to(dtype)
     results = []
-    for product in (looped, grouped):
+    for product in (loop_mm, grouped_mm):
         inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
         y = product(*inputs, counts)[:used]
         y.float().square().sum().backward()
@@ -99,12 +99,12 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
 
 
 def test_undefined_rows_reach_nothing(monkeypatch):
-    """Rows of no expert stay out of values and gradients, whatever the product leaves in them."""
+    """Rows of no expert affect neither values nor gradients, whatever the matrix product leaves in them."""
     layer = moe(dtype=torch.float32, capacity_factor=0.5)
     x = tokens(dtype=torch.float32)
     right = value_and_gradients(MoE.__call__, layer, x)
 
-    class Spoilt(torch.autograd.Function):
+    class Poisoned(torch.autograd.Function):
         @staticmethod
         def forward(ctx, rows, used):
             ctx.used = used
@@ -120,7 +120,9 @@ def test_undefined_rows_reach_nothing(monkeypatch):
 
     forward = Experts.forward
     monkeypatch.setattr(
-        Experts, "forward", lambda self, rows, counts: Spoilt.apply(forward(self, Spoilt.apply(rows, len(rows)), counts), int(counts.sum()))
+        Experts,
+        "forward",
+        lambda self, rows, counts: Poisoned.apply(forward(self, Poisoned.apply(rows, len(rows)), counts), int(counts.sum())),
     )
     for one, other in zip(value_and_gradients(MoE.__call__, layer, x), right, strict=True):
         torch.testing.assert_close(one, other)
@@ -131,7 +133,7 @@ def test_all_tokens_to_one_expert():
     with torch.no_grad():
         layer.router.weight.zero_()
     x = tokens()
-    assert layer.router(x.flatten(0, 1)).experts.tolist() == [[0]] * 12, "of equal scores the first wins"
+    assert layer.router(x.flatten(0, 1)).experts.tolist() == [[0]] * 12, "ties go to the first expert"
     values = value_and_gradients(MoE.__call__, layer, x)
     torch.testing.assert_close(values[0], naive(layer, x))
     assert all((gradient[1:] == 0).all() for gradient in values[3:]), "experts without tokens have a gradient of zeros"
@@ -144,8 +146,8 @@ def test_ties_go_to_the_lowest_index(groups):
     assert (router(tokens().flatten(0, 1).float()).experts == torch.tensor([0, 1, 2])).all()
 
 
-def test_padding_goes_nowhere():
-    layer = moe(balance=Balance(1.0, 1.0, 1.0))
+def test_padding_is_routed_to_no_expert():
+    layer = moe(aux_loss=AuxLoss(1.0, 1.0, 1.0))
     x = tokens()
     documents = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1]])
     y = layer(x, AttentionContext(Mask(documents=documents)))
@@ -156,7 +158,7 @@ def test_padding_goes_nowhere():
     assert record[:EXPERTS].sum() == 9 * TOP_K
     assert record[EXPERTS + 1] == 0, "padding is not dropped"
     layer(x.where((documents >= 0).unsqueeze(2), 7.0), AttentionContext(Mask(documents=documents))).sum().backward()
-    torch.testing.assert_close(layer.take_record(), record, msg="losses and statistics do not see what padding holds")
+    torch.testing.assert_close(layer.take_record(), record, msg="losses and statistics do not depend on the content of padding")
     nothing = layer(x, AttentionContext(Mask(documents=torch.full((2, 6), -1))))
     nothing.sum().backward()
     assert (nothing == 0).all()
@@ -167,13 +169,13 @@ def test_padding_goes_nowhere():
 @given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 5), st.integers(0, 12))
 def test_a_capacity_keeps_the_earliest(seed, rows, count, capacity):
     chosen = torch.randint(count + 1, (rows, 2), generator=torch.Generator().manual_seed(seed))
-    kept, taken = within_capacity(chosen, count, capacity), [0] * (count + 1)
+    kept, taken = drop_over_capacity(chosen, count, capacity), [0] * (count + 1)
     for before, after in zip(chosen.flatten().tolist(), kept.flatten().tolist(), strict=True):
         taken[before] += 1
         assert after == (before if taken[before] <= capacity else count)
 
 
-def test_what_is_beyond_the_capacity_contributes_nothing():
+def test_assignments_beyond_the_capacity_contribute_nothing():
     layer = moe(capacity_factor=0.5)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -185,13 +187,13 @@ def test_what_is_beyond_the_capacity_contributes_nothing():
     assert record[EXPERTS + 1].item() == pytest.approx(18 / 24)
 
 
-def test_groups_and_bias_choose_and_do_not_weigh():
-    router = Router(2, 4, 2, scoring="sigmoid", correction=True, groups=2, topk_group=1)
+def test_groups_and_bias_affect_selection_but_not_weights():
+    router = Router(2, 4, 2, scoring="sigmoid", correction_bias=True, groups=2, topk_group=1)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [1.0, 0], [0.9, 0]]))
         router.bias.zero_()
     x = torch.tensor([[1.0, 0]])
-    assert router(x).experts.tolist() == [[2, 3]], "the best expert stands in the weaker group"
+    assert router(x).experts.tolist() == [[2, 3]], "the best expert is in the weaker group"
     router.bias.copy_(torch.tensor([0.0, 2.0, 0, 0]))
     routing = router(x)
     assert routing.experts.tolist() == [[1, 0]]
@@ -203,49 +205,49 @@ def test_the_balance_losses_are_their_formulas():
     layer = moe(dtype=torch.float32)
     x = tokens(3, 5, dtype=torch.float32)
     routing = layer.router(x.flatten(0, 1))
-    real = torch.ones(3, 5, dtype=torch.bool)
+    valid = torch.ones(3, 5, dtype=torch.bool)
 
-    def uneven(rows):
+    def balance_loss(rows):
         f = [sum((routing.experts[t] == e).sum() for t in rows) / (len(rows) * TOP_K) for e in range(EXPERTS)]
         p = [sum(routing.logits[t].softmax(0)[e] for t in rows) / len(rows) for e in range(EXPERTS)]
         return EXPERTS * sum(a * b for a, b in zip(f, p, strict=True))
 
     sequences = [range(5), range(5, 10), range(10, 15)]
-    torch.testing.assert_close(Balance(batch=2.0).loss(routing, real), 2 * uneven(range(15)))
-    torch.testing.assert_close(Balance(sequence=3.0).loss(routing, real), sum(map(uneven, sequences)))
+    torch.testing.assert_close(AuxLoss(batch=2.0).loss(routing, valid), 2 * balance_loss(range(15)))
+    torch.testing.assert_close(AuxLoss(sequence=3.0).loss(routing, valid), sum(map(balance_loss, sequences)))
     z = sum(row.exp().sum().log() ** 2 for row in routing.logits) / 15
-    torch.testing.assert_close(Balance(z=0.5).loss(routing, real), 0.5 * z)
+    torch.testing.assert_close(AuxLoss(z=0.5).loss(routing, valid), 0.5 * z)
 
 
-def test_the_batch_loss_is_the_stock_mixtrals_of_one_layer():
+def test_the_batch_loss_is_that_of_transformers_mixtral_for_one_layer():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     layer = moe(dtype=torch.float32)
     routing = layer.router(tokens(3, 5, dtype=torch.float32).flatten(0, 1))
-    real = torch.ones(3, 5, dtype=torch.bool)
-    real[1, 2:] = False
-    theirs = load_balancing_loss_func((routing.logits,), EXPERTS, TOP_K, real.long())
-    torch.testing.assert_close(Balance(batch=TOP_K).loss(routing, real), theirs)
+    valid = torch.ones(3, 5, dtype=torch.bool)
+    valid[1, 2:] = False
+    theirs = load_balancing_loss_func((routing.logits,), EXPERTS, TOP_K, valid.long())
+    torch.testing.assert_close(AuxLoss(batch=TOP_K).loss(routing, valid), theirs)
 
 
-def test_losses_join_the_backward_pass_and_leave_the_output_alone():
-    x, balance = tokens(), Balance(0.3, 0.2, 0.1)
-    layer, bare = moe(balance=balance), moe()
+def test_aux_losses_affect_gradients_but_not_the_output():
+    x, aux_loss = tokens(), AuxLoss(0.3, 0.2, 0.1)
+    layer, bare = moe(aux_loss=aux_loss), moe()
     layer.loss_scale = 0.25
     assert torch.equal(layer(x), bare(x))
-    joined = value_and_gradients(MoE.__call__, layer, x)
-    routing_loss = lambda m, v: balance.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
+    with_loss = value_and_gradients(MoE.__call__, layer, x)
+    routing_loss = lambda m, v: aux_loss.loss(m.router(v.flatten(0, 1)), torch.ones(2, 6, dtype=torch.bool))  # noqa: E731
     leaf = x.clone().requires_grad_()
     bare.zero_grad()
     (bare(leaf).square().sum() + 0.25 * routing_loss(bare, leaf)).backward()
-    torch.testing.assert_close(joined[1], leaf.grad)
-    torch.testing.assert_close(joined[2], bare.router.weight.grad)
+    torch.testing.assert_close(with_loss[1], leaf.grad)
+    torch.testing.assert_close(with_loss[2], bare.router.weight.grad)
 
 
 def test_the_record_counts_backward_passes_once():
     from torch.utils.checkpoint import checkpoint
 
-    layer = moe(balance=Balance(batch=1.0))
+    layer = moe(aux_loss=AuxLoss(batch=1.0))
     x = tokens().requires_grad_()
     with torch.no_grad():
         layer(x)
@@ -256,7 +258,7 @@ def test_the_record_counts_backward_passes_once():
     assert layer.take_record() is None
     assert record[-1] == 2
     routing = layer.router(x.flatten(0, 1))
-    torch.testing.assert_close(record[:EXPERTS], 2.0 * loads(routing.experts, EXPERTS))
+    torch.testing.assert_close(record[:EXPERTS], 2.0 * tokens_per_expert(routing.experts, EXPERTS))
     entropy = torch.distributions.Categorical(routing.probs).entropy().mean()
     torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
     assert list(moe_layers(torch.nn.ModuleList([layer]))) == [layer]

@@ -1,4 +1,4 @@
-"""Scaled rotary positions against transformers' own functions, and the import of their keys."""
+"""RoPE scaling compared with the functions of transformers, and the import of its config.json keys."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers import LlamaConfig as StockConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import UserError
-from pipeline.layers.rope_scaling import Scaling, frequencies
+from pipeline.layers.rope_scaling import RopeScaling, frequencies
 from pipeline.layers.rotary import Rotary
 from pipeline.models import rope
 from pipeline.models.llama.config import LlamaConfig
@@ -49,27 +49,27 @@ def test_frequencies_are_those_of_transformers(kind, data, half, theta):
     config = config_of(kind, rope_theta=theta, head_width=2 * half, **data.draw(SCALED[kind]))
     parameters = ROPE.write(config)["rope_parameters"]
     stock = StockConfig(hidden_size=256, num_attention_heads=4, head_dim=2 * half, rope_parameters=parameters)
-    expected, amplitude = ROPE_INIT_FUNCTIONS[kind](stock)
-    ours = Scaling(**rope.scaling(config))
+    expected, attention_scaling = ROPE_INIT_FUNCTIONS[kind](stock)
+    ours = RopeScaling(**rope.scaling(config))
     torch.testing.assert_close(frequencies(2 * half, theta, ours), expected, rtol=1e-5, atol=0)
-    assert ours.amplitude == pytest.approx(amplitude, rel=1e-12)
+    assert ours.attention_scaling == pytest.approx(attention_scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["none", *SCALED])
 @given(data=st.data())
 @settings(deadline=None, max_examples=20)
-def test_what_is_written_is_read_again(kind, data):
+def test_written_keys_are_read_back(kind, data):
     config = config_of(kind, rope_theta=5e5, **(data.draw(SCALED[kind]) if kind in SCALED else {}))
     content = ROPE.write(config)
-    for spelling in (content, {key: content[key] for key in content if key != "rope_parameters"}):
-        assert LlamaConfig(hidden=256, heads=4, kv_heads=4, **ROPE.read(spelling)) == config
+    for variant in (content, {key: content[key] for key in content if key != "rope_parameters"}):
+        assert LlamaConfig(hidden=256, heads=4, kv_heads=4, **ROPE.read(variant)) == config
 
 
-def test_amplitude_is_in_the_tables():
-    scaling = Scaling("yarn", factor=8.0, original_positions=64)
+def test_attention_scaling_is_in_the_tables():
+    scaling = RopeScaling("yarn", factor=8.0, original_positions=64)
     tables = Rotary(8, 32, 10000.0, scaling)()
-    torch.testing.assert_close(tables[0][0], torch.full((8,), scaling.amplitude))
-    assert scaling.amplitude > 1.2
+    torch.testing.assert_close(tables[0][0], torch.full((8,), scaling.attention_scaling))
+    assert scaling.attention_scaling > 1.2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_amplitude_is_in_the_tables():
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "rope_parameters"),
     ],
 )
-def test_what_we_do_not_have_is_refused_by_name(content, key):
+def test_unsupported_keys_are_reported_by_name(content, key):
     with pytest.raises(UserError) as caught:
         ROPE.read(content)
     assert [violation.key for violation in caught.value.violations] == [f"config.json {key}"]
@@ -104,5 +104,5 @@ def test_a_family_without_scaling_refuses_it():
         ({"head_width": 17}, "model.head_width"),
     ],
 )
-def test_contradicting_knobs_are_refused(knobs, key):
+def test_contradicting_fields_are_reported(knobs, key):
     assert [violation.key for violation in LlamaConfig(**knobs).violations()] == [key]

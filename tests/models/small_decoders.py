@@ -1,4 +1,4 @@
-"""Small decoders of every family and choice, for tests that compare them with their stock classes."""
+"""Small decoders of every family and option, for tests that compare them with their Hugging Face classes."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ CONFIGS = {
     ),
     "deepseek-direct": replace(DEEPSEEK, q_lora_rank=None, norm_topk_prob=False, groups=1, topk_group=1),
     "bloom": BloomConfig(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
-    "bloom-six-heads": BloomConfig(layers=2, hidden=48, heads=6, vocab_size=300, max_positions=40),  # slopes of no power of two
+    "bloom-six-heads": BloomConfig(layers=2, hidden=48, heads=6, vocab_size=300, max_positions=40),  # number of heads is not a power of two
     "gpt1": GPT1Config(layers=2, hidden=48, heads=4, vocab_size=300, max_positions=40),
     "gpt": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40),
     "gpt-untied": GPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),

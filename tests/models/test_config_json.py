@@ -1,4 +1,4 @@
-"""config.json of stock models: what is read, and what is refused by name, for every family."""
+"""Import of config.json for every family: supported keys are read, others are reported by name."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ NAMES = [adapter.architecture for _, adapter in ADAPTERS]
 
 
 def stock(adapter: Adapter) -> dict:
-    """The config.json that transformers writes of the class without settings."""
+    """Return the config.json that transformers writes for the default configuration of the class."""
     settings = {key: value for key, value in adapter.constants.items() if not config_json.is_dropout(key)}
     written = getattr(transformers, adapter.architecture).config_class(**settings)
     return {**json.loads(written.to_json_string(use_diff=False)), "architectures": [adapter.architecture]}
 
 
 def read(content: dict):
-    family, adapter = registry.adapter_of(content)
+    family, adapter = registry.find_adapter(content)
     return config_json.read(adapter, FAMILIES[family], content)
 
 
@@ -37,7 +37,7 @@ def refused(content: dict) -> str:
 
 @pytest.mark.parametrize("family, adapter", ADAPTERS, ids=NAMES)
 def test_what_transformers_writes_is_read(family, adapter):
-    """With rates of dropout, token ids and all: nothing of it is unknown, and what goes out again says the same."""
+    """Every key, including dropout rates and token ids, is known, and the export writes the same values."""
     content = stock(adapter)
     config = read(content)
     assert config.family == family
@@ -50,28 +50,28 @@ def test_what_transformers_writes_is_read(family, adapter):
 
 @pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
 def test_missing_keys_have_the_stock_class_values(adapter):
-    """A file that says no more than the class means what the class without settings is."""
+    """A config.json that contains only the class is read as the default configuration of the class."""
     settings = {key: value for key, value in adapter.constants.items() if not config_json.is_dropout(key)}
     bare = {"architectures": [adapter.architecture], "model_type": adapter.model_type, **settings}
     assert read(bare) == read(stock(adapter))
 
 
 def unlike(value: object) -> object:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     return (not value) if isinstance(value, bool) else f"other-{value}" if isinstance(value, str) else value + 1
 
 
 def constants() -> Iterator:
     for _, adapter in ADAPTERS:
         for key, value in adapter.constants.items():
-            if not config_json.is_dropout(key) and key not in config_json.HARMLESS:
+            if not config_json.is_dropout(key) and key not in config_json.IGNORED_KEYS:
                 yield pytest.param(adapter, key, value, id=f"{adapter.architecture}-{key}")
 
 
 @pytest.mark.parametrize("adapter, key, value", constants())
-def test_a_feature_that_the_family_does_not_have_is_refused(adapter, key, value):
+def test_an_unsupported_feature_is_reported(adapter, key, value):
     text = refused({**stock(adapter), key: unlike(value)})
-    assert f"config.json {key}={unlike(value)}: is nothing this family has; {value} is all it knows" in text
+    assert f"config.json {key}={unlike(value)}: is not supported by this family; only {value} is supported" in text
     assert "fix: " in text
 
 
@@ -103,33 +103,33 @@ ROPE = [
 
 
 @pytest.mark.parametrize("changes, message", ROPE)
-def test_rotary_positions_and_sizes_that_no_model_has(changes, message):
+def test_unsupported_rope_keys_and_sizes(changes, message):
     assert message in refused({**LLAMA, **changes})
 
 
-def test_both_spellings_of_rotary_positions():
-    older = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert older == read({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
-    assert (older.rope_theta, older.rope_scaling, older.rope_factor) == (5e5, "linear", 2.0)
+def test_current_and_legacy_rope_keys():
+    legacy = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert legacy == read({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
+    assert (legacy.rope_theta, legacy.rope_scaling, legacy.rope_factor) == (5e5, "linear", 2.0)
 
 
-def test_a_class_is_found_by_its_older_name():
-    assert registry.adapter_of({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] == "t5"
+def test_a_class_is_found_by_its_legacy_name():
+    assert registry.find_adapter({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] == "t5"
 
 
 @pytest.mark.parametrize("content", [{"model_type": "llama"}, {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, {}])
-def test_a_class_that_is_not_here_is_refused(content):
-    with pytest.raises(UserError, match=r"is no class that can be imported"):
-        registry.adapter_of(content)
+def test_an_unsupported_class_is_reported(content):
+    with pytest.raises(UserError, match=r"is not a class that can be imported"):
+        registry.find_adapter(content)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_words_for_pretrain_make_the_model(family):
-    """Whatever it is, the nearest shipped model and what differs from it."""
+def test_the_overrides_for_pretrain_compose_the_model(family):
+    """The overrides are the nearest shipped model and the fields that differ from it."""
     config = dataclasses.replace(FAMILIES[family](), vocab_size=777, norm_eps=1e-7) if family != "opt" else FAMILIES[family](vocab_size=777)
-    words = model_option.overrides(config)
-    assert words[0].startswith("model=")
-    assert "model.vocab_size=777" in words
+    overrides = model_option.overrides(config)
+    assert overrides[0].startswith("model=")
+    assert "model.vocab_size=777" in overrides
     from tests.world import configured
 
-    assert configured(*words).model == config
+    assert configured(*overrides).model == config

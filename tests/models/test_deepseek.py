@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, multi-token prediction, and the same training in every layout."""
+"""DeepSeek-V3: multi-head latent attention, multi-token prediction, and identical training in every parallel layout."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from pipeline.layers.attention import AttentionContext, plain
 from pipeline.layers.loss import IGNORE
-from pipeline.layers.mla import LatentAttention, halves
-from pipeline.layers.multi_token import ahead
+from pipeline.layers.mla import LatentAttention, deinterleave
+from pipeline.layers.multi_token import shift_labels
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from tests.world import causal, configured
 
 SIZES = {
@@ -43,7 +43,7 @@ CONFIG = DeepseekV3Config(**SIZES)
 
 def model_of(config):
     model = registry.build(config)
-    initialise(model, config, seed=1)
+    initialize(model, config, seed=1)
     return model
 
 
@@ -51,11 +51,11 @@ def tokens_of(*shape):
     return torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(5))
 
 
-def test_pairs_of_neighbours_become_halves():
-    assert halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
+def test_interleaved_pairs_become_half_split():
+    assert deinterleave(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
 
 
-def test_latent_attention_depends_on_distances_alone():
+def test_latent_attention_depends_on_relative_positions_only():
     torch.manual_seed(0)
     layer = LatentAttention(32, 4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
     layer.core = plain
@@ -68,14 +68,14 @@ def test_latent_attention_depends_on_distances_alone():
     assert not torch.allclose(here, layer(x), atol=1e-2), "positions do matter"
 
 
-def test_labels_further_ahead():
+def test_shifted_labels():
     labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE, 7, 8]])
-    assert ahead(labels).tolist() == [[2, 3, 4, IGNORE], [IGNORE, IGNORE, 8, IGNORE]]
-    assert ahead(ahead(labels)).tolist() == [[3, 4, IGNORE, IGNORE], [IGNORE, IGNORE, IGNORE, IGNORE]]
+    assert shift_labels(labels).tolist() == [[2, 3, 4, IGNORE], [IGNORE, IGNORE, 8, IGNORE]]
+    assert shift_labels(shift_labels(labels)).tolist() == [[3, 4, IGNORE, IGNORE], [IGNORE, IGNORE, IGNORE, IGNORE]]
 
 
-def test_the_loss_is_that_of_the_next_token_and_the_mean_of_the_depths():
-    """Equations 21 to 25, with whole sequences and plain cross-entropies."""
+def test_the_loss_is_that_of_the_next_token_plus_the_mean_mtp_loss():
+    """Equations 21 to 25, with unfused cross-entropies."""
     model, text = model_of(CONFIG), tokens_of(2, 12)
     tokens, targets = text[:, :-1], text[:, 1:]
     found: list[torch.Tensor] = []
@@ -86,11 +86,11 @@ def test_the_loss_is_that_of_the_next_token_and_the_mean_of_the_depths():
     context = model.attention_context({})
     losses = []
     for number, depth in enumerate(model.head.depths, 1):
-        known = model.embed(torch.cat([text[:, number:-1], torch.zeros(2, number, dtype=torch.int64)], dim=1))
-        joined = torch.cat([depth.token_norm(known), depth.hidden_norm(hidden)], dim=2) @ depth.project.weight.T
+        embedded = model.embed(torch.cat([text[:, number:-1], torch.zeros(2, number, dtype=torch.int64)], dim=1))
+        joined = torch.cat([depth.token_norm(embedded), depth.hidden_norm(hidden)], dim=2) @ depth.project.weight.T
         hidden = depth.final_norm(depth.block(joined, context))
-        guess = (hidden @ model.head.output.weight.T)[:, : 11 - number]
-        losses.append(torch.nn.functional.cross_entropy(guess.flatten(0, 1), text[:, number + 1 :].flatten()))
+        logits = (hidden @ model.head.output.weight.T)[:, : 11 - number]
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, number + 1 :].flatten()))
     expected = expected + CONFIG.mtp_loss * sum(losses) / 2
     torch.testing.assert_close(model(tokens, targets=targets), expected)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_the_loss_is_that_of_the_next_token_and_the_mean_of_the_depths():
         )
 
 
-def test_the_depths_share_embedding_and_head():
+def test_mtp_modules_share_embedding_and_head():
     model = model_of(CONFIG)
     model(tokens_of(2, 8), targets=tokens_of(2, 8)).backward()
     names = dict(model.named_parameters())
@@ -157,7 +157,7 @@ TINY = (
 
 
 def train(config, trainer):
-    """Losses and gradient norms of four steps, and the routers' biases after them."""
+    """Return losses and gradient norms of four steps, and the routers' biases after them."""
     from pipeline.layers.moe import moe_layers
 
     layout, coordinates = trainer.mesh.layout, trainer.mesh.coordinates
@@ -189,8 +189,8 @@ def _trained(overrides):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """The same on one process."""
+def single_process():
+    """Return the results of `train` on a single process."""
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
@@ -212,9 +212,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_four_ranks_are_one_process(world, alone, layout):
-    numbers, biases = alone
-    assert any(any(values) for values in biases.values()), "the balance was corrected"
+def test_four_ranks_are_one_process(world, single_process, layout):
+    numbers, biases = single_process
+    assert any(any(values) for values in biases.values()), "the biases were updated"
     seen = set()
     for theirs, their_biases in world.run(_trained, layout):
         assert theirs == [pytest.approx(one, rel=1e-5) for one in numbers]

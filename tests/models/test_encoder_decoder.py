@@ -1,4 +1,4 @@
-"""Encoder-decoder models: equal to the stock classes, whole and in stages, and what padding may not change."""
+"""Encoder-decoders: equal to the Hugging Face classes, as a full model and in pipeline stages; padding changes nothing."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def tokens_of(seed: int, *shape: int) -> torch.Tensor:
 
 
 def padded(lengths: list[int], longest: int) -> torch.Tensor:
-    """Documents of sequences with padding at their end."""
+    """Return the documents of sequences with padding at the end."""
     return torch.where(torch.arange(longest) < torch.tensor(lengths)[:, None], 0, -1).int()
 
 
@@ -73,12 +73,12 @@ def test_stages_in_a_row_are_the_whole_model(name):
         given = state
         state = part(*state, **batch)
         if isinstance(state, tuple):
-            assert not {id(x) for x in state} & {id(x) for x in given}, "schedules detach in place what a stage gives on"
+            assert not {id(x) for x in state} & {id(x) for x in given}, "schedules detach a stage's outputs in place"
     assert torch.equal(state, whole(tokens, **batch))
 
 
 @EVERY
-def test_padding_changes_nothing_and_counts_for_nothing(name):
+def test_padding_affects_neither_states_nor_loss(name):
     config = CONFIGS[name]
     model, tokens, decoder_tokens, targets = random_model(config), tokens_of(1, 1, 9), tokens_of(2, 1, 7), tokens_of(3, 1, 7)
     alone = model(tokens, decoder_tokens=decoder_tokens, targets=targets)
@@ -92,7 +92,7 @@ def test_padding_changes_nothing_and_counts_for_nothing(name):
 
 
 @EVERY
-def test_the_decoder_looks_back_and_at_the_whole_source(name):
+def test_the_decoder_is_causal_and_attends_to_the_full_source(name):
     model, tokens, decoder_tokens = random_model(CONFIGS[name]), tokens_of(1, 1, 9), tokens_of(2, 1, 7)
     before = model(tokens, decoder_tokens=decoder_tokens)
     decoder_tokens[0, 4] += 1
@@ -117,14 +117,14 @@ def test_operations_are_those_that_torch_counts(name):
     model = random_model(CONFIGS[name])
     for module in model.modules():
         if isinstance(module, Attention):
-            module.core = plain  # the CPU's flash attention is not counted
+            module.core = plain  # FlopCounterMode does not count flash attention on a CPU
     with FlopCounterMode(display=False) as counter:
         model(tokens_of(1, 1, 40), decoder_tokens=tokens_of(2, 1, 10))
     assert flops_per_token(CONFIGS[name], 40, 10) == pytest.approx(3 * counter.get_total_flops() / 40)
 
 
 def test_initial_weights_follow_the_recipes():
-    """At the sizes of t5-small and transformer-base the published standard deviations, not their formulas."""
+    """Standard deviations of t5-small and transformer-base as published, as numbers instead of formulas."""
     published = {
         "t5": {
             "embed.tokens": 1.0,

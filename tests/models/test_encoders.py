@@ -1,4 +1,4 @@
-"""BERT and RoBERTa beside the stock classes: logits, padding, losses of both heads, gradients."""
+"""BERT and RoBERTa compared with the Hugging Face classes: logits, padding, losses of both heads, gradients."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import transformers
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
 from pipeline.models.bert.config import BertConfig
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.models.roberta.config import PADDING, RobertaConfig
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
@@ -20,9 +20,9 @@ CONFIGS = {
 
 
 def pair(config):
-    """Our model with weights that matter everywhere, and the stock one with the same."""
+    """Return our model with random weights of considerable size, and the Hugging Face model with the same weights."""
     ours = registry.build(config)
-    initialise(ours, config, seed=0)
+    initialize(ours, config, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ours.parameters():
@@ -33,14 +33,14 @@ def pair(config):
     theirs = getattr(transformers, stock.architecture)(kind).eval()
     weights = dict(ours.named_parameters())
     rows, copies = registry.stock_rows(config)
-    tensors = {row.theirs: row.join([weights[name].detach() for name in row.ours]) for row in rows}
+    tensors = {row.hf_name: row.to_hf([weights[name].detach() for name in row.names]) for row in rows}
     tensors |= {copy: tensors[name] for copy, name in copies.items()}
     theirs.load_state_dict(tensors, strict=True)
     return ours, theirs
 
 
 def drawn(config, rows=3, length=40):
-    """Tokens without the one that RoBERTa takes for padding."""
+    """Return tokens other than RoBERTa's padding token."""
     return torch.randint(PADDING + 1, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(7))
 
 
@@ -66,13 +66,13 @@ def test_padding_changes_nothing(name):
     config = CONFIGS[name]
     ours, theirs = pair(config)
     tokens, lengths = drawn(config), torch.tensor([40, 23, 1])
-    there = torch.arange(40) < lengths[:, None]
-    tokens[~there] = PADDING
+    valid = torch.arange(40) < lengths[:, None]
+    tokens[~valid] = PADDING
     with torch.no_grad():
-        expected = logits_of(theirs(tokens, attention_mask=there.long()))
-        found = ours(tokens, documents=torch.where(there, 0, -1).int())
+        expected = logits_of(theirs(tokens, attention_mask=valid.long()))
+        found = ours(tokens, documents=torch.where(valid, 0, -1).int())
         alone = ours(tokens[1:2, :23])
-    torch.testing.assert_close(found[there], expected[there], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[valid], expected[valid], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1, :23], alone[0], rtol=1e-5, atol=1e-5)
 
 
@@ -88,10 +88,10 @@ def test_both_losses_and_their_gradients_are_those_of_the_stock_class():
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     stock = dict(theirs.named_parameters())
     for row in registry.stock_rows(CONFIGS["bert"])[0]:
-        joined = row.join([gradients[name] for name in row.ours])
-        torch.testing.assert_close(joined, stock[row.theirs].grad, rtol=1e-4, atol=1e-6, msg=row.theirs)
+        joined = row.to_hf([gradients[name] for name in row.names])
+        torch.testing.assert_close(joined, stock[row.hf_name].grad, rtol=1e-4, atol=1e-6, msg=row.hf_name)
 
 
-def test_a_sentence_head_that_roberta_does_not_have_is_refused():
+def test_next_sentence_prediction_of_roberta_is_refused():
     assert [violation.key for violation in RobertaConfig(next_sentence=True).violations()] == ["model.next_sentence"]
     assert [violation.key for violation in BertConfig(segments=1, heads=7).violations()] == ["model.heads", "model.segments"]

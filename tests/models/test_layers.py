@@ -1,4 +1,4 @@
-"""What must hold of the mathematics, whatever the sizes."""
+"""Invariants of the decoder families, independent of their sizes."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from pipeline.models import plan, registry
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
@@ -44,7 +44,7 @@ FAMILIES = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 def model_of(config) -> Stack:
     model = registry.build(config)
-    initialise(model, config, seed=1)
+    initialize(model, config, seed=1)
     return model
 
 
@@ -63,7 +63,7 @@ def test_a_token_changes_nothing_before_it(config):
 
 
 @FAMILIES
-def test_documents_do_not_see_each_other(config):
+def test_documents_do_not_attend_to_each_other(config):
     model, tokens = model_of(config), tokens_of(config, 1, 24)
     documents = (torch.arange(24) >= 9).int()[None]
     other = tokens.clone()
@@ -74,8 +74,8 @@ def test_documents_do_not_see_each_other(config):
     torch.testing.assert_close(model(tokens, documents=one), model(tokens))
 
 
-def test_a_packed_document_is_like_the_document_alone():
-    """Rotary positions are relative, so under a document mask it does not matter where a document starts."""
+def test_a_packed_document_equals_the_single_document():
+    """Rotary position embeddings are relative, so under a document mask the start of a document does not matter."""
     model, tokens = model_of(LLAMA), tokens_of(LLAMA, 1, 24)
     packed = model(tokens, documents=(torch.arange(24) >= 9).int()[None])
     torch.testing.assert_close(packed[:, 9:], model(tokens[:, 9:]))
@@ -108,7 +108,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
 
 
 def test_banded_layers_are_those_of_gpt_neo():
-    """The stock class whose layers are dense and banded in turn; it has no query, key and value biases and does not scale scores."""
+    """GPT-Neo's Hugging Face class alternates dense and banded layers; it has no query, key and value biases and does not scale scores."""
     window, config = 6, GPTConfig(layers=4, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24, banded_window=6)
     model = model_of(config)
     stock = GPTNeoForCausalLM(
@@ -149,7 +149,7 @@ def test_banded_layers_are_those_of_gpt_neo():
 @given(ranks=st.sampled_from([1, 2, 4]), groups=st.integers(1, 3), head_dim=st.sampled_from([2, 8]), bias=st.booleans())
 @settings(deadline=None, max_examples=20)
 def test_slices_of_the_plan_add_up_to_the_attention(ranks, groups, head_dim, bias):
-    """Column pieces of q, k and v with the row piece of the output are attention over fewer heads; the pieces' sum is the whole."""
+    """Column slices of q, k and v with the row slice of the output are attention over fewer heads; their sum is the full attention."""
     kv_heads, hidden = 4, 16
     torch.manual_seed(0)
     whole = Attention(hidden, kv_heads * groups, kv_heads, head_dim, bias=bias)
@@ -172,7 +172,7 @@ def test_slices_of_the_plan_add_up_to_the_attention(ranks, groups, head_dim, bia
 
 @given(shift=st.integers(0, 50), first=st.integers(0, 30), second=st.integers(0, 30), half=st.integers(1, 16))
 @settings(deadline=None, max_examples=50)
-def test_rotary_products_depend_on_the_distance_alone(shift, first, second, half):
+def test_rotary_products_depend_on_the_distance_only(shift, first, second, half):
     tables = Rotary(2 * half, 100, theta=10000.0)()
     torch.manual_seed(half)
     x = torch.randn(2, 1, 1, 2 * half).double().expand(2, 1, 100, 2 * half)
@@ -183,14 +183,14 @@ def test_rotary_products_depend_on_the_distance_alone(shift, first, second, half
 
 def test_rotary_tables_stay_exact_in_a_bf16_model_and_come_back_from_meta():
     exact = model_of(LLAMA)
-    narrow = model_of(LLAMA).bfloat16()
+    bf16 = model_of(LLAMA).bfloat16()
     with torch.device("meta"):
         empty = registry.build(LLAMA)
     empty.to_empty(device="cpu")
     assigned = registry.build(LLAMA)
     assigned.rotary.to("meta")
     assigned.reset_buffers()
-    for model in (narrow, empty, assigned):
+    for model in (bf16, empty, assigned):
         assert model.rotary.cos.dtype == torch.float32
         assert torch.equal(model.rotary.cos, exact.rotary.cos)
         assert torch.equal(model.rotary.sin, exact.rotary.sin)
@@ -200,17 +200,17 @@ def test_rotary_tables_stay_exact_in_a_bf16_model_and_come_back_from_meta():
 @FAMILIES
 def test_bf16_model_is_near_the_fp32_model(config):
     tokens = tokens_of(config, 2, 24)
-    exact, narrow = model_of(config)(tokens), model_of(config).bfloat16()(tokens)
-    assert narrow.dtype == torch.bfloat16
-    torch.testing.assert_close(narrow.float(), exact, rtol=0.05, atol=0.01)
+    exact, bf16 = model_of(config)(tokens), model_of(config).bfloat16()(tokens)
+    assert bf16.dtype == torch.bfloat16
+    torch.testing.assert_close(bf16.float(), exact, rtol=0.05, atol=0.01)
 
 
 @FAMILIES
 def test_initial_weights_follow_the_recipe(config):
     model = registry.build(config)
     state = torch.get_rng_state()
-    initialise(model, config, seed=1)
-    assert torch.equal(state, torch.get_rng_state()), "drawn from a generator of its own"
+    initialize(model, config, seed=1)
+    assert torch.equal(state, torch.get_rng_state()), "a separate generator is used"
     residual = config.init_std / math.sqrt(2 * config.layers)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -224,7 +224,7 @@ def test_initial_weights_follow_the_recipe(config):
         assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
 
 
-def test_an_initial_weight_depends_on_seed_and_name_alone():
+def test_an_initial_weight_depends_on_seed_and_name_only():
     one = initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=3)
     assert torch.equal(one, initial_tensor("blocks.0.mlp.up.weight", (8, 4), 0.02, seed=3))
     assert not torch.equal(one, initial_tensor("blocks.1.mlp.up.weight", (8, 4), 0.02, seed=3))

@@ -1,4 +1,4 @@
-"""The table of weights in both directions."""
+"""The mapping between our weights and Hugging Face tensors, in both directions."""
 
 import pytest
 import torch
@@ -7,62 +7,62 @@ from hypothesis import strategies as st
 
 from pipeline.models import registry
 from pipeline.models.families import FAMILIES
-from pipeline.models.rows import Blocks, Row, rows, written_out
+from pipeline.models.rows import BlockRows, Row, expand, rows
 
 SIZES = st.integers(1, 4)
 
 
 class Sizes:
-    """As much of a configuration as a table looks at."""
+    """The fields of a configuration that a table uses."""
 
     layers, heads, experts, encoder_blocks, decoder_blocks = 3, 2, 2, 1, 2
 
 
 @given(parts=st.integers(1, 3), groups=st.integers(1, 3), width=SIZES, inputs=SIZES, transposed=st.booleans())
-def test_split_is_the_inverse_of_join(parts, groups, width, inputs, transposed):
+def test_from_hf_is_the_inverse_of_to_hf(parts, groups, width, inputs, transposed):
     row = Row("w", tuple("abc"[:parts]), transposed, groups=groups)
     ours = [torch.randn(groups * width, inputs) for _ in range(parts)]
     shapes = [tuple(weight.shape) for weight in ours]
-    theirs = row.join(ours)
+    theirs = row.to_hf(ours)
     assert tuple(theirs.shape) == row.shape(shapes)
-    assert all(torch.equal(back, weight) for back, weight in zip(row.split(theirs, shapes), ours, strict=True))
+    assert all(torch.equal(back, weight) for back, weight in zip(row.from_hf(theirs, shapes), ours, strict=True))
 
 
 def test_fused_parts_may_have_different_sizes():
     row = Row("qkv", ("q", "k", "v"), transposed=True)
     ours = [torch.randn(rows, 3) for rows in (8, 2, 2)]
-    theirs = row.join(ours)
+    theirs = row.to_hf(ours)
     assert theirs.shape == (3, 12)
-    assert all(torch.equal(back, weight) for back, weight in zip(row.split(theirs, [(8, 3), (2, 3), (2, 3)]), ours, strict=True))
+    assert all(torch.equal(back, weight) for back, weight in zip(row.from_hf(theirs, [(8, 3), (2, 3), (2, 3)]), ours, strict=True))
 
 
-def test_interleaved_heads_take_turns():
-    """Theirs is (heads, 3, head_dim, hidden): the first head of q, of k, of v, then the second of each."""
-    row = Row("qkv", ("q", "k", "v"), interleaved="heads").of(Sizes)
+def test_interleaved_heads():
+    """The Hugging Face tensor is (heads, 3, head_dim, hidden): the first head of q, of k, of v, then the second of each."""
+    row = Row("qkv", ("q", "k", "v"), interleaved="heads").for_config(Sizes)
     q, k, v = (torch.tensor([[10.0 * n + 1], [10.0 * n + 2]]) for n in (1, 2, 3))
-    assert row.join([q, k, v]).flatten().tolist() == [11, 21, 31, 12, 22, 32]
+    assert row.to_hf([q, k, v]).flatten().tolist() == [11, 21, 31, 12, 22, 32]
 
 
 def test_experts_are_slices():
     stack = torch.randn(2, 3, 4)
-    row = Row("experts.{e}.w", ("up",), transposed=True).of_expert(1)
-    assert row.theirs == "experts.1.w"
+    row = Row("experts.{e}.w", ("up",), transposed=True).for_expert(1)
+    assert row.hf_name == "experts.1.w"
     assert row.shape([(2, 3, 4)]) == (4, 3)
-    assert torch.equal(row.join([stack]), stack[1].t())
-    assert torch.equal(row.split(stack[1].t(), [(2, 3, 4)])[0], stack[1])
+    assert torch.equal(row.to_hf([stack]), stack[1].t())
+    assert torch.equal(row.from_hf(stack[1].t(), [(2, 3, 4)])[0], stack[1])
 
 
-def test_a_table_is_written_out_in_order():
+def test_a_table_is_expanded_in_order():
     table = (
         *rows("first", "embed"),
         *rows("h.{i}.a", "blocks.{i}.x"),
         *rows("h.{i}.b", "blocks.{i}.y"),
         *rows("enc.{encoder}", "blocks.{encoder}.z"),
         *rows("dec.{decoder}", "blocks.{decoder}.z"),
-        Blocks(rows("h.{i}.e.{e}", "blocks.{i}.up"), lambda _: [(1, 1)], experts="experts"),
+        BlockRows(rows("h.{i}.e.{e}", "blocks.{i}.up"), lambda _: [(1, 1)], experts="experts"),
         *rows("last", "head"),
     )
-    found = [(row.theirs.removesuffix(".weight"), row.ours[0].removesuffix(".weight"), row.expert) for row in written_out(table, Sizes)]
+    found = [(row.hf_name.removesuffix(".weight"), row.names[0].removesuffix(".weight"), row.expert) for row in expand(table, Sizes)]
     assert found == [
         ("first", "embed", None),
         *[(f"h.{i}.{a}", f"blocks.{i}.{x}", None) for i in range(3) for a, x in ("ax", "by")],
@@ -81,6 +81,6 @@ def test_every_weight_is_in_the_table_once(family):
     with torch.device("meta"):
         weights = {name for name, _ in registry.build(config).named_parameters()}
     own, _ = registry.stock_rows(config)
-    named = [(name, row.expert) for row in own for name in row.ours]
+    named = [(name, row.expert) for row in own for name in row.names]
     assert len(named) == len(set(named))
     assert {name for name, _ in named} == weights

@@ -1,4 +1,4 @@
-"""The published sizes, the plans' completeness and the rules between sizes, all without memory for a weight."""
+"""Published parameter counts, completeness of the plans, and rules between sizes; all on the meta device."""
 
 import itertools
 from dataclasses import replace
@@ -21,7 +21,7 @@ from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
 from pipeline.planner.flops import flops_per_token
 
-#: Parameters of the released weights (as their model cards and files count them).
+#: Parameter counts of the released weights (from their model cards and files).
 RELEASED = {
     "deepseek-v3": 682_636_487_424,  # see test_the_released_deepseek
     # with both heads, as transformers counts them
@@ -83,11 +83,11 @@ RELEASED = {
     "t5-v1.1-large": 783_150_080,
     "t5-v1.1-xl": 2_849_757_184,
     "t5-v1.1-xxl": 11_135_332_352,
-    # Not released. The equations of section 3 over 37,000 tokens; table 3 says 65 and 213 million.
+    # Not released. Computed from section 3 for 37,000 tokens; table 3 has 65 and 213 million.
     "transformer-base": 37_000 * 512 + 6 * (3 * 4 * 512 * 513 + 2 * (2 * 512 * 2048 + 2048 + 512) + 5 * 2 * 512),
     "transformer-big": 37_000 * 1024 + 6 * (3 * 4 * 1024 * 1025 + 2 * (2 * 1024 * 4096 + 4096 + 1024) + 5 * 2 * 1024),
 }
-#: GPT-3 was not released, the largest OPT to few, and OPT-66B without a count; their papers round (GPT-3: table 2.1; OPT: table 1).
+#: GPT-3 was not released, OPT-175B is not public, and OPT-66B has no exact count; rounded in the papers (GPT-3: table 2.1; OPT: table 1).
 ROUNDED = {
     "gpt3-small": 125e6,
     "gpt3-medium": 350e6,
@@ -149,15 +149,15 @@ def test_parameter_count(name, model_config):
 
 
 def test_the_released_deepseek(model_config):
-    """671 B are said to be the model's own; the files hold one depth of prediction more, with embedding and head once again."""
+    """The model has 671 B parameters; the released files also contain one MTP module with copies of embedding and head."""
     config = model_config("deepseek-v3")
-    own = sum(p.numel() for p in build_on_meta(replace(config, mtp_depth=0)).parameters())
+    main = sum(p.numel() for p in build_on_meta(replace(config, mtp_depth=0)).parameters())
     every = sum(p.numel() for p in build_on_meta(config).parameters())
-    assert own == 671_026_419_200
+    assert main == 671_026_419_200
     assert every + 2 * config.vocab_size * config.hidden == 684_489_845_504
 
 
-#: Choices that add weights or leave some out, beside a tied head.
+#: Options that add or remove weights, besides tied embeddings.
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
@@ -166,7 +166,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_plan_and_table_name_every_weight(family):
+def test_plan_and_table_cover_every_weight(family):
     unused: set[str] | None = None
     for choice, tied in itertools.product(CHOICES.get(family, [{}]), [False, True]):
         config = families.from_dict({"family": family, "layers": 3, "tie_embeddings": tied, **choice})
@@ -177,12 +177,12 @@ def test_plan_and_table_name_every_weight(family):
         for name, shape in shapes.items():
             assert all(dim < len(shape) for dim in plan.splits(table, name).values()), name
         exported, _ = registry.stock_rows(config)
-        assert {part for row in exported for part in row.ours} == shapes.keys()
-        assert len({row.theirs for row in exported}) == len(exported)
-    assert unused == set(), "no choice has such a weight"
+        assert {part for row in exported for part in row.names} == shapes.keys()
+        assert len({row.hf_name for row in exported}) == len(exported)
+    assert unused == set(), "no option has such a weight"
 
 
-def test_operations_count_what_is_multiplied_and_seen():
+def test_flops_count_matrices_and_attended_positions():
     projected = OPTConfig(layers=2, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, embed_width=16)
     matrices = [
         parameter.numel()
@@ -197,7 +197,7 @@ def test_operations_count_what_is_multiplied_and_seen():
     assert flops_per_token(GPTConfig(**sizes, banded_window=200), 100) == dense
 
 
-def test_plan_that_is_silent_or_ambiguous_is_an_error():
+def test_incomplete_or_ambiguous_plan_is_an_error():
     with pytest.raises(KeyError, match=r"norm\.weight is matched by 0"):
         plan.role({"head.*": "vocab"}, "norm.weight")
     with pytest.raises(KeyError, match=r"head\.weight is matched by 2"):
@@ -212,7 +212,7 @@ def test_plan_that_is_silent_or_ambiguous_is_an_error():
         (GPTConfig(banded_window=1025), ["model.banded_window"]),  # longer than the longest sequence
         (GPT1Config(hidden=100, heads=3), ["model.heads"]),
         (LlamaConfig(hidden=100, heads=3, kv_heads=2), ["model.heads", "model.kv_heads"]),
-        (LlamaConfig(hidden=36, heads=4, kv_heads=4), ["model.heads"]),  # heads of odd width cannot be rotated
+        (LlamaConfig(hidden=36, heads=4, kv_heads=4), ["model.heads"]),  # rotary embeddings need an even head_dim
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),
         (MistralConfig(max_positions=4095), ["model.window"]),
         (MistralConfig(max_positions=4095, window=None), []),

@@ -65,7 +65,7 @@ def _gaps(kind: str, ranks: int, case: dict) -> list[float]:
     mine = [x[:, :, rows].requires_grad_() for x in inputs]
     documents = None if mask.documents is None else mask.documents[:, rows]
     positions = rows.expand(2, -1)
-    out = core(*mine, mask.having(documents=documents, positions=positions), **options)
+    out = core(*mine, mask.replace(documents=documents, positions=positions), **options)
     found = (out, *torch.autograd.grad(out, mine, grad[:, :, rows]))
     return [float((a - b[:, :, rows]).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
 

@@ -63,11 +63,11 @@ def numbers(overrides):
 def plain(overrides):
     """Loss and gradient norm of the first step in a single process, by autograd."""
     from pipeline.models import registry
-    from pipeline.models.init import initialise
+    from pipeline.models.init import initialize
 
     config = configured(*TINY, *overrides).model
     model = registry.build(config)
-    initialise(model, config, seed=0)
+    initialize(model, config, seed=0)
     tokens, batch = a_batch(0)
     loss = model(tokens, **batch)
     loss.backward()

@@ -46,13 +46,13 @@ def train_plainly(*overrides):
     """Losses, norms, statistics and final weights of a plain training loop."""
     from pipeline.layers.moe import moe_layers
     from pipeline.models import registry
-    from pipeline.models.init import initialise
+    from pipeline.models.init import initialize
     from pipeline.training.lr_schedule import learning_rate
     from pipeline.training.optimizers import build_optimizer
 
     config = configured(*TINY, *overrides)
     model = registry.build(config.model)
-    initialise(model, config.model, config.training.seed)
+    initialize(model, config.model, config.training.seed)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_optimizer(learned, config.optimizer, 0.0)
     parts = config.training.global_batch_size // config.training.micro_batch_size
@@ -278,14 +278,14 @@ def _balance_of_parts():
     """Balance loss and mean gradient with a quarter of every sequence on each rank, and with full sequences."""
     from functools import partial
 
-    from pipeline.layers.router import Balance, Router
+    from pipeline.layers.router import AuxLoss, Router
     from pipeline.parallel import collectives
 
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 12, 6), (5, 6)))
     real = torch.arange(12) < torch.tensor([[12], [7], [2]])  # the last ranks have only padding of some sequences
-    balance, found = Balance(0.5, 0.3, 0.2), []
+    balance, found = AuxLoss(0.5, 0.3, 0.2), []
     for rows, mask, total in (
         (x.chunk(4, dim=1)[dist.get_rank()], real.chunk(4, dim=1)[dist.get_rank()], partial(collectives.all_reduce_with_grad, group=group)),
         (x, real, None),

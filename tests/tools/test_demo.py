@@ -1,4 +1,4 @@
-"""tools/demo as users run it, on a small text and for a few steps: twice, and with mistakes."""
+"""tools/demo on a small text for a few steps: twice, and with wrong arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 pytestmark = pytest.mark.slow
 
-#: Settings that make it last seconds.
+#: Settings for a run of seconds.
 SHORT = [
     "data.suffixes=[.jsonl]", "data.validation_fraction=0.1", "tokenizer.vocab_size=300", "model.layers=1", "training.steps=30",
     "training.global_batch_size=2", "training.micro_batch_size=1", "training.sequence_length=32", "training.validate_every=10",
@@ -23,11 +23,11 @@ SHORT = [
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
     if not (ROOT / ".venv" / "installed").exists():
-        pytest.skip("needs the environment of tools/install, which the demo would begin with")
+        pytest.skip("requires the environment of tools/install, which the demo would create")
 
 
 def demo(*arguments: object, expect: int = 0) -> str:
-    """What the demo prints, both streams."""
+    """Run the demo; return standard output and standard error."""
     done = subprocess.run(
         [str(ROOT / "tools" / "demo"), *map(str, arguments)],
         cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
@@ -36,12 +36,17 @@ def demo(*arguments: object, expect: int = 0) -> str:
     return done.stdout
 
 
+def report(printed: str) -> str:
+    """The table, without the duration below it."""
+    return printed.rpartition("\n--- ")[2].partition("\ndemo: done")[0]
+
+
 def contents(folder: Path) -> dict[Path, int]:
-    """Every file and when it was written, in nanoseconds."""
+    """Every file and its modification time in nanoseconds."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_whole_road_and_again(corpus: Path, tmp_path: Path) -> None:
+def test_all_steps_and_a_second_run(corpus: Path, tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     printed = demo(folder, f"data.input=[{corpus}]", *SHORT)
 
@@ -51,7 +56,7 @@ def test_the_whole_road_and_again(corpus: Path, tmp_path: Path) -> None:
     assert len(losses) == 30
     assert losses[-1] < losses[0]
     evaluation = json.loads((folder / "evaluation.json").read_text())
-    table = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S.*)$", printed.rpartition("\n--- ")[2], re.MULTILINE))
+    table = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S.*)$", report(printed), re.MULTILINE))
     for count in ("documents", "bytes", "tokens"):
         assert table[count].startswith(f"{manifest['train'][count] + manifest['validation'][count]:,} ")
     assert table["trained on"].startswith(f"{30 * 2 * 32:,} tokens")
@@ -60,10 +65,13 @@ def test_the_whole_road_and_again(corpus: Path, tmp_path: Path) -> None:
     assert table["Hugging Face model"] == str(folder / "hf")
     assert Path(table["loss curve"]).read_bytes().startswith(b"\x89PNG")
     assert printed.count("--- the model writes") == 4
+    steps = re.findall(r"^demo: step (\d) of 8 \(\w+\), about \d+ (?:s|min) left$", printed, re.MULTILINE)
+    assert steps == [str(number) for number in range(1, 9)]
+    assert re.search(r"step 25/30 .* tokens/s, 0:00:\d\d left", printed)
 
     before = contents(folder)
     again = demo(folder, f"data.input=[{corpus}]", *SHORT)
-    assert again.rpartition("\n--- ")[2] == printed.rpartition("\n--- ")[2]
+    assert report(again) == report(printed)
     assert "stage=evaluate" not in again
     rewritten = {path.name for path, written in contents(folder).items() if before.get(path) != written}
     assert rewritten == {"loss.png"}
@@ -78,11 +86,11 @@ def test_the_whole_road_and_again(corpus: Path, tmp_path: Path) -> None:
     ],
     ids=["misspelt", "missing", "option"],
 )
-def test_a_mistake_ends_it(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_stops_it(arguments: list[str], said: str, tmp_path: Path) -> None:
     printed = demo(*([tmp_path / "demo"] if "=" in arguments[0] else []), *arguments, expect=2)
     assert said in printed
     assert "train_tokenizer" not in printed
 
 
-def test_a_folder_that_no_setting_can_hold(tmp_path: Path) -> None:
+def test_a_folder_that_no_setting_can_contain(tmp_path: Path) -> None:
     assert "choose another one" in demo(tmp_path / "my demo", expect=2)

@@ -49,12 +49,12 @@ def _batch(config, step):
 def _plainly(family):
     """The reference: a plain training loop with PyTorch's cross-entropy and AdamW."""
     from pipeline.models import registry
-    from pipeline.models.init import initialise
+    from pipeline.models.init import initialize
     from pipeline.training.lr_schedule import learning_rate
 
     config = configured(*FAMILIES[family], *TINY)
     model = registry.build(config.model)
-    initialise(model, config.model, config.training.seed)
+    initialize(model, config.model, config.training.seed)
     decays = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == wide]} for wide in (True, False)]
     decays[0]["weight_decay"], decays[1]["weight_decay"] = config.optimizer.weight_decay, 0.0
     optimizer = torch.optim.AdamW(decays, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps)

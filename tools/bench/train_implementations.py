@@ -37,7 +37,7 @@ from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
@@ -292,7 +292,7 @@ def batches(config: RunConfig) -> list[Tensor]:
 def our_model(config: RunConfig) -> Stack:
     """Return the unsharded model in fp32 on the CPU, with the initial weights of ours."""
     model = registry.build(config.model)
-    initialise(model, config.model, config.training.seed)
+    initialize(model, config.model, config.training.seed)
     return model
 
 
@@ -301,7 +301,7 @@ def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     adapter, weights = registry.adapter(config.model), our_model(config).state_dict()
     stock_config = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
     model = AutoModelForCausalLM.from_config(stock_config, dtype=dtype, attn_implementation="sdpa")
-    stock_weights = {row.theirs: row.join([weights[name] for name in row.ours]) for row in registry.stock_rows(config.model)[0]}
+    stock_weights = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_rows(config.model)[0]}
     incompatible = model.load_state_dict(stock_weights, strict=False)
     assert not incompatible.unexpected_keys
     assert set(incompatible.missing_keys) <= {"lm_head.weight"}, incompatible.missing_keys  # a tied head shares the tensor of the embedding

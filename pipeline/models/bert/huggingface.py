@@ -38,50 +38,52 @@ DEFAULTS = {
     "initializer_range": 0.02,
     "tie_word_embeddings": True,
 }
-#: What Google's files say of the pooler, all of it the same in every model.
-HARMLESS = (
+#: Keys of Google's files about the pooler, the same in every model.
+IGNORED_KEYS = (
     *("directionality", "add_cross_attention"),
     *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")),
 )
 
 
 def encoder(prefix: str) -> Table:
-    """Embedding and blocks, which RoBERTa calls the same below its own prefix."""
-    block, ours = f"{prefix}.encoder.layer.{{i}}", "blocks.{i}"
+    """Return the rows of embedding and blocks; RoBERTa has the same names with its own prefix."""
+    block, module = f"{prefix}.encoder.layer.{{i}}", "blocks.{i}"
     return (
         *rows(f"{prefix}.embeddings.word_embeddings", "embed.tokens"),
         *rows(f"{prefix}.embeddings.position_embeddings", "embed.positions"),
         *rows(f"{prefix}.embeddings.token_type_embeddings", "embed.segments"),
         *rows(f"{prefix}.embeddings.LayerNorm", "embed.norm", leaves=_BOTH),
-        *rows(f"{block}.attention.self.query", f"{ours}.attention.query", leaves=_BOTH),
-        *rows(f"{block}.attention.self.key", f"{ours}.attention.key", leaves=_BOTH),
-        *rows(f"{block}.attention.self.value", f"{ours}.attention.value", leaves=_BOTH),
-        *rows(f"{block}.attention.output.dense", f"{ours}.attention.output", leaves=_BOTH),
-        *rows(f"{block}.attention.output.LayerNorm", f"{ours}.attention_norm", leaves=_BOTH),
-        *rows(f"{block}.intermediate.dense", f"{ours}.mlp.up", leaves=_BOTH),
-        *rows(f"{block}.output.dense", f"{ours}.mlp.down", leaves=_BOTH),
-        *rows(f"{block}.output.LayerNorm", f"{ours}.mlp_norm", leaves=_BOTH),
+        *rows(f"{block}.attention.self.query", f"{module}.attention.query", leaves=_BOTH),
+        *rows(f"{block}.attention.self.key", f"{module}.attention.key", leaves=_BOTH),
+        *rows(f"{block}.attention.self.value", f"{module}.attention.value", leaves=_BOTH),
+        *rows(f"{block}.attention.output.dense", f"{module}.attention.output", leaves=_BOTH),
+        *rows(f"{block}.attention.output.LayerNorm", f"{module}.attention_norm", leaves=_BOTH),
+        *rows(f"{block}.intermediate.dense", f"{module}.mlp.up", leaves=_BOTH),
+        *rows(f"{block}.output.dense", f"{module}.mlp.down", leaves=_BOTH),
+        *rows(f"{block}.output.LayerNorm", f"{module}.mlp_norm", leaves=_BOTH),
     )
 
 
-def bias(theirs: str, decoder: str, config: Any) -> Table:
-    """The bias over the vocabulary, and the output matrix. The class shares the bias between two names only where it ties the matrix."""
-    shared = rows(theirs, "head.output", leaves=("bias",))
-    return (*shared, *rows(decoder, "head.output")) if config.tie_embeddings else (*rows(decoder, "head.output", leaves=_BOTH), *shared)
+def output(hf_bias: str, hf_decoder: str, config: Any) -> Table:
+    """Return the rows of the output projection and its bias. The class has the bias under two names only if the projection is tied."""
+    shared = rows(hf_bias, "head.output", leaves=("bias",))
+    return (
+        (*shared, *rows(hf_decoder, "head.output")) if config.tie_embeddings else (*rows(hf_decoder, "head.output", leaves=_BOTH), *shared)
+    )
 
 
 def _table(config: BertConfig) -> Table:
-    """Every weight."""
+    """Return the rows of all weights."""
     return (
         *encoder("bert"),
         *rows("cls.predictions.transform.dense", "head.dense", leaves=_BOTH),
         *rows("cls.predictions.transform.LayerNorm", "head.norm", leaves=_BOTH),
-        *bias("cls.predictions", "cls.predictions.decoder", config),
+        *output("cls.predictions", "cls.predictions.decoder", config),
         *(_SENTENCE if config.next_sentence else ()),
     )
 
 
-#: The pooler and what reads it.
+#: The pooler and the next-sentence head.
 _SENTENCE: Table = (
     *rows("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
     *rows("cls.seq_relationship", "head.sentence.output", leaves=_BOTH),
@@ -97,9 +99,9 @@ def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
         table=_table,
         implied={"next_sentence": next_sentence},
         defaults={**DEFAULTS, "max_position_embeddings": 512},
-        harmless=HARMLESS,
+        ignored_keys=IGNORED_KEYS,
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-        unused=("bert.embeddings.position_ids", *(() if next_sentence else ("bert.pooler.*", "cls.seq_relationship.*"))),
+        ignored_weights=("bert.embeddings.position_ids", *(() if next_sentence else ("bert.pooler.*", "cls.seq_relationship.*"))),
         renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     )
 

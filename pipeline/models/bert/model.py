@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019, https://arxiv.org/abs/1810.04805); RoBERTa is built here too."""
+"""BERT (Devlin et al. 2019, https://arxiv.org/abs/1810.04805); also builds RoBERTa."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipeline.models.bert.config import BertConfig
 
 
 class Encoder(Stack):
-    """A Stack whose head also learns which sentences follow each other."""
+    """Stack whose head also predicts the next sentence."""
 
-    def finish(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
+    def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
         """See Stack."""
         assert self.head is not None
         return self.head(x, batch.get("targets"), batch.get("loss_scale"), batch.get("next_sentence"))
 
 
 def build(config: BertConfig) -> Encoder:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def norm() -> nn.LayerNorm:
         return nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -55,5 +55,5 @@ def build(config: BertConfig) -> Encoder:
 
 
 def initial_std(config: BertConfig, name: str) -> float | None:
-    """As Google published it (github.com/google-research/bert, modeling.py): one spread for all; theirs cuts off beyond two of it."""
+    """Google's recipe (github.com/google-research/bert, modeling.py): one standard deviation for all weights, here not truncated."""
     return None if "norm" in name or name.endswith(".bias") else config.init_std

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a BERT (roles: pipeline/models/plan.py)."""
+"""Parallel plan of BERT (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a BLOOM."""
+"""Configuration of BLOOM."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pipeline.models.rules import MultiHead, heads_violations
 
 @dataclass
 class BloomConfig(MultiHead):
-    """Linear biases instead of positions (ALiBi), a norm after the embedding, else a GPT: pre-norm LayerNorm, GELU, tied embeddings."""
+    """GPT with ALiBi instead of position embeddings and a norm after the embedding: pre-norm LayerNorm, GELU, tied embeddings."""
 
     family: str = knob("bloom", "model family", choices=("bloom",))
     layers: int = knob(24, "decoder blocks", at_least=1)
     hidden: int = knob(1024, "width of the residual stream", at_least=1)
     heads: int = knob(16, "attention heads", at_least=1)
-    vocab_size: int = knob(250880, "rows of the embedding", unit="tokens", at_least=1)
-    max_positions: int = knob(2048, "longest sequence; no weight depends on it", unit="tokens", at_least=2)
+    vocab_size: int = knob(250880, "number of token embeddings", unit="tokens", at_least=1)
+    max_positions: int = knob(2048, "longest sequence; no weight's shape depends on it", unit="tokens", at_least=2)
     norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
     init_std: float = knob(0.0048, "standard deviation of initial weights", above=0)
-    tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
+    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 
     @property
     def ffn_hidden(self) -> int:
-        """Width inside the feed-forward."""
+        """Intermediate width of the feed-forward."""
         return 4 * self.hidden
 
     @property
     def objective(self) -> str:
-        """What it is trained to predict: the next token."""
+        """Training objective: next-token prediction."""
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Rules between the sizes that this configuration breaks."""
+        """Return the rules between sizes that this configuration violates."""
         return list(heads_violations(self.hidden, self.heads))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Nested, rows
+from pipeline.models.adapter import Adapter, KeyGroup, rows
 from pipeline.models.bloom.config import BloomConfig
 
 _BOTH = ("weight", "bias")
 
-#: Field of ours -> the name that the stock class writes, and another that it reads. BigScience's files have the second ones.
+#: our field -> the key that the Hugging Face class writes, and another that it reads, which BigScience's files have
 _SIZES = {"hidden": ("hidden_size", "n_embed"), "layers": ("n_layer", "num_hidden_layers"), "heads": ("n_head", "num_attention_heads")}
 _DEFAULTS = {"hidden": 64, "layers": 2, "heads": 8}
 
 
 def _write(config: BloomConfig) -> dict[str, Any]:
-    return {names[0]: getattr(config, ours) for ours, names in _SIZES.items()}
+    return {names[0]: getattr(config, field) for field, names in _SIZES.items()}
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    found = {ours: [content[name] for name in reversed(names) if content.get(name) is not None] for ours, names in _SIZES.items()}
-    return {ours: values[0] if values else _DEFAULTS[ours] for ours, values in found.items()}
+    found = {field: [content[name] for name in reversed(names) if content.get(name) is not None] for field, names in _SIZES.items()}
+    return {field: values[0] if values else _DEFAULTS[field] for field, values in found.items()}
 
 
 ADAPTER = Adapter(
@@ -58,11 +58,11 @@ ADAPTER = Adapter(
         *rows("lm_head", "head"),
     ),
     renamed=((r"^(word_embeddings|word_embeddings_layernorm|h|ln_f)\.", r"transformer.\1."),),
-    nested=(Nested(tuple(name for names in _SIZES.values() for name in names), _write, _read),),
-    # The class has no longest sequence; BigScience's files say theirs.
+    nested=(KeyGroup(tuple(name for names in _SIZES.values() for name in names), _write, _read),),
+    # The class has no maximum length; BigScience's files contain it as seq_length.
     defaults={"vocab_size": 250880, "seq_length": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    # Settings of the code that BigScience trained with.
-    harmless=(
+    # Settings of BigScience's training code.
+    ignored_keys=(
         *("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32", "bias_dropout_fusion"),
         *("masked_softmax_fusion", "offset_alibi", "n_inner"),
     ),

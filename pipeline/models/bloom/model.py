@@ -14,7 +14,7 @@ from pipeline.models.recipes import scaled_residual
 
 
 def build(config: BloomConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def norm() -> nn.LayerNorm:
         return nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -38,7 +38,7 @@ def build(config: BloomConfig) -> Stack:
 
 
 def initial_std(config: BloomConfig, name: str) -> float | None:
-    """As BigScience trained all sizes: Megatron-LM's recipe with N(0, 0.0048), about 1 / sqrt(3 * hidden) of the largest.
+    """BigScience's recipe for all sizes: Megatron-LM's with N(0, 0.0048), about 1 / sqrt(3 * hidden) of the largest size.
 
     Source: github.com/bigscience-workshop/bigscience, train/tr11-176B-ml.
     """

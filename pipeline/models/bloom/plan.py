@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a BLOOM: as a GPT, with a norm in the place of positions."""
+"""Parallel plan of BLOOM: that of GPT, with a norm instead of position embeddings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""DeepSeek-V3 <-> transformers' DeepseekV3ForCausalLM. The depths of multi-token prediction stand behind the last layer, as released.
+"""DeepSeek-V3 <-> transformers' DeepseekV3ForCausalLM. MTP modules follow the last layer, as in the released files.
 
-The released files have the embedding and the head once more beside each depth; here they are read past, and not written.
+The released files contain copies of the embedding and the head for each MTP module; these are ignored on import and not exported.
 """
 
 from __future__ import annotations
@@ -8,76 +8,76 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Blocks, Row, rows
+from pipeline.models.adapter import Adapter, BlockRows, Row, rows
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.rope_json import ROPE
 
-Places = Iterator[tuple[int, int]]
+Indices = Iterator[tuple[int, int]]
 
 
-def _dense(config: Any) -> Places:
+def _dense_blocks(config: Any) -> Indices:
     return ((index, index) for index in range(config.dense_layers))
 
 
-def _sparse(config: Any) -> Places:
+def _moe_blocks(config: Any) -> Indices:
     return ((index, index) for index in range(config.dense_layers, config.layers))
 
 
-def _depths(config: Any) -> Places:
+def _mtp_modules(config: Any) -> Indices:
     return ((config.layers + index, index) for index in range(config.mtp_depth))
 
 
-def _attention(ours: str, config: DeepseekV3Config) -> tuple[Row, ...]:
-    """Attention and norms of a block that is called `ours` here."""
-    theirs = "model.layers.{i}"
-    narrow = (
-        *rows(f"{theirs}.self_attn.q_a_proj", f"{ours}.attention.query_down"),
-        *rows(f"{theirs}.self_attn.q_a_layernorm", f"{ours}.attention.query_norm"),
-        *rows(f"{theirs}.self_attn.q_b_proj", f"{ours}.attention.query_up"),
+def _attention(module: str, config: DeepseekV3Config) -> tuple[Row, ...]:
+    """Return the rows of the attention and the norms of a block, which is `module` in our model."""
+    hf = "model.layers.{i}"
+    low_rank = (
+        *rows(f"{hf}.self_attn.q_a_proj", f"{module}.attention.query_down"),
+        *rows(f"{hf}.self_attn.q_a_layernorm", f"{module}.attention.query_norm"),
+        *rows(f"{hf}.self_attn.q_b_proj", f"{module}.attention.query_up"),
     )
     return (
-        *rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm"),
-        *(narrow if config.q_lora_rank else rows(f"{theirs}.self_attn.q_proj", f"{ours}.attention.query_up")),
-        *rows(f"{theirs}.self_attn.kv_a_proj_with_mqa", f"{ours}.attention.key_value_down"),
-        *rows(f"{theirs}.self_attn.kv_a_layernorm", f"{ours}.attention.key_value_norm"),
-        *rows(f"{theirs}.self_attn.kv_b_proj", f"{ours}.attention.key_value_up"),
-        *rows(f"{theirs}.self_attn.o_proj", f"{ours}.attention.output"),
-        *rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm"),
+        *rows(f"{hf}.input_layernorm", f"{module}.attention_norm"),
+        *(low_rank if config.q_lora_rank else rows(f"{hf}.self_attn.q_proj", f"{module}.attention.query_up")),
+        *rows(f"{hf}.self_attn.kv_a_proj_with_mqa", f"{module}.attention.key_value_down"),
+        *rows(f"{hf}.self_attn.kv_a_layernorm", f"{module}.attention.key_value_norm"),
+        *rows(f"{hf}.self_attn.kv_b_proj", f"{module}.attention.key_value_up"),
+        *rows(f"{hf}.self_attn.o_proj", f"{module}.attention.output"),
+        *rows(f"{hf}.post_attention_layernorm", f"{module}.mlp_norm"),
     )
 
 
-def _gated(theirs: str, ours: str) -> tuple[Row, ...]:
-    """A feed-forward."""
-    return tuple(row for name in ("gate", "up", "down") for row in rows(f"{theirs}.{name}_proj", f"{ours}.{name}"))
+def _gated_mlp(hf: str, module: str) -> tuple[Row, ...]:
+    """Return the rows of a gated feed-forward."""
+    return tuple(row for name in ("gate", "up", "down") for row in rows(f"{hf}.{name}_proj", f"{module}.{name}"))
 
 
-def _mixture(ours: str) -> tuple[Row, ...]:
-    """A shared and the routed experts."""
-    theirs = "model.layers.{i}.mlp"
+def _moe(module: str) -> tuple[Row, ...]:
+    """Return the rows of a MoE layer: router, routed experts and shared expert."""
+    hf = "model.layers.{i}.mlp"
     return (
-        *rows(f"{theirs}.gate", f"{ours}.mlp.routed.router"),
-        Row(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.mlp.routed.router.bias",)),
-        *(Row(f"{theirs}.experts.{{e}}.{name}_proj.weight", (f"{ours}.mlp.routed.experts.{name}",)) for name in ("gate", "up", "down")),
-        *_gated(f"{theirs}.shared_experts", f"{ours}.mlp.shared"),
+        *rows(f"{hf}.gate", f"{module}.mlp.routed.router"),
+        Row(f"{hf}.gate.e_score_correction_bias", (f"{module}.mlp.routed.router.bias",)),
+        *(Row(f"{hf}.experts.{{e}}.{name}_proj.weight", (f"{module}.mlp.routed.experts.{name}",)) for name in ("gate", "up", "down")),
+        *_gated_mlp(f"{hf}.shared_experts", f"{module}.mlp.shared"),
     )
 
 
-def _table(config: DeepseekV3Config) -> tuple[Row | Blocks, ...]:
+def _table(config: DeepseekV3Config) -> tuple[Row | BlockRows, ...]:
     block, depth = "blocks.{i}", "head.depths.{i}.block"
     return (
         *rows("model.embed_tokens", "embed.tokens"),
-        Blocks((*_attention(block, config), *_gated("model.layers.{i}.mlp", f"{block}.mlp")), _dense),
-        Blocks((*_attention(block, config), *_mixture(block)), _sparse, experts="experts"),
-        Blocks(
+        BlockRows((*_attention(block, config), *_gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
+        BlockRows((*_attention(block, config), *_moe(block)), _moe_blocks, experts="experts"),
+        BlockRows(
             (
                 *rows("model.layers.{i}.enorm", "head.depths.{i}.token_norm"),
                 *rows("model.layers.{i}.hnorm", "head.depths.{i}.hidden_norm"),
                 *rows("model.layers.{i}.eh_proj", "head.depths.{i}.project"),
                 *_attention(depth, config),
-                *_mixture(depth),
+                *_moe(depth),
                 *rows("model.layers.{i}.shared_head.norm", "head.depths.{i}.final_norm"),
             ),
-            _depths,
+            _mtp_modules,
             experts="experts",
         ),
         *rows("model.norm", "norm"),
@@ -152,8 +152,8 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
-    # of training; widths that follow from others
-    harmless=("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "output_router_logits"),
-    unused=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+    # training settings, and widths derived from other keys
+    ignored_keys=("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "output_router_logits"),
+    ignored_weights=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
     table=_table,
 )

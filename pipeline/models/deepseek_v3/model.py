@@ -11,18 +11,18 @@ from pipeline.layers.mla import LatentAttention
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.moe import Experts, MoE, SharedExpertMoE
 from pipeline.layers.multi_token import MTPModule, MultiTokenHead
-from pipeline.layers.rope_scaling import Scaling
+from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
-from pipeline.layers.router import Balance, Router
+from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 
 
 class DeepseekV3(Stack):
-    """A stack whose head has blocks of its own."""
+    """Stack with MTP modules in the head."""
 
-    def finish(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
+    def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
         """See Stack."""
         assert self.head is not None
         assert self.norm is not None
@@ -30,8 +30,8 @@ class DeepseekV3(Stack):
 
 
 def build(config: DeepseekV3Config) -> DeepseekV3:
-    """The whole model with uninitialised weights on torch's default device."""
-    scaling = Scaling(**rope.scaling(config))
+    """Build the full model with uninitialized weights on torch's default device."""
+    scaling = RopeScaling(**rope.scaling(config))
 
     def attention() -> LatentAttention:
         return LatentAttention(
@@ -51,15 +51,15 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
             config.experts,
             config.top_k,
             scoring="sigmoid",
-            normalise=config.norm_topk_prob,
-            factor=config.routed_scaling_factor,
-            correction=True,
+            normalize=config.norm_topk_prob,
+            scaling_factor=config.routed_scaling_factor,
+            correction_bias=True,
             bias_update_speed=config.bias_update_speed,
             groups=config.groups,
             topk_group=config.topk_group,
         )
         routed = MoE(
-            router, Experts(config.experts, config.hidden, config.expert_ffn_hidden), balance=Balance(sequence=config.balance_loss)
+            router, Experts(config.experts, config.hidden, config.expert_ffn_hidden), aux_loss=AuxLoss(sequence=config.balance_loss)
         )
         return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
 
@@ -73,12 +73,12 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
 
     embed = Embedding(config.vocab_size, config.hidden)
     depths = [MTPModule(config.hidden, config.norm_eps, block(moe())) for _ in range(config.mtp_depth)]
-    dense, rest = config.dense_layers, config.layers - config.dense_layers
+    moe_layers = config.layers - config.dense_layers
     return DeepseekV3(
         embed=embed,
         blocks=[
-            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(dense)),
-            *(block(moe()) for _ in range(rest)),
+            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(config.dense_layers)),
+            *(block(moe()) for _ in range(moe_layers)),
         ],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths, config.mtp_loss),
@@ -88,5 +88,5 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
 
 
 def initial_std(config: DeepseekV3Config, name: str) -> float | None:
-    """The same everywhere (section 4.2): 0.006 as published."""
+    """One standard deviation for all weights (section 4.2), 0.006 as published."""
     return None if "norm" in name or name.endswith(".bias") else config.init_std

@@ -1,10 +1,10 @@
-"""How tensor and expert parallelism split a DeepSeek-V3 (roles: pipeline/models/plan.py)."""
+"""Parallel plan of DeepSeek-V3 (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 
-#: Every rank makes the latents, from which it takes its own heads.
+#: Every tensor rank computes the full latents and projects them up to its own heads.
 BLOCK: dict[str, str] = {
     "attention_norm.weight": "replicate",
     "attention.query_down.weight": "partial",
@@ -41,6 +41,6 @@ PLAN: dict[str, str] = {
 
 
 def aliases(config: DeepseekV3Config) -> dict[str, str]:
-    """The embedding stands beside the head too, where further tokens are predicted."""
+    """Return the tied weights: with MTP modules, the head also holds the embedding."""
     copies = ["head.embed.tokens.weight"] if config.mtp_depth else []
     return dict.fromkeys(copies + (["head.output.weight"] if config.tie_embeddings else []), "embed.tokens.weight")

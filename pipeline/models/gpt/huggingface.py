@@ -42,9 +42,9 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
-    # summary_* are of a head for choosing between answers; reorder_and_upcast_attn changes half precision alone
-    harmless=(*("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), "reorder_and_upcast_attn"),
-    unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    # summary_* configure a multiple-choice head; reorder_and_upcast_attn affects only half precision
+    ignored_keys=(*("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), "reorder_and_upcast_attn"),
+    ignored_weights=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     renamed=((r"^(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
     table=(
         *rows("transformer.wte", "embed.tokens"),

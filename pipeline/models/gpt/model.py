@@ -13,10 +13,10 @@ from pipeline.models.recipes import scaled_residual
 
 
 def build(config: GPTConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def block(index: int) -> Block:
-        banded = index % 2 == 1  # dense and banded layers in turn (Brown et al. 2020, section 2.1, after Child et al. 2019)
+        banded = index % 2 == 1  # dense and banded layers alternate (Brown et al. 2020, section 2.1, after Child et al. 2019)
         return Block(
             attention_norm=nn.LayerNorm(config.hidden, eps=config.norm_eps),
             attention=Attention(
@@ -41,7 +41,7 @@ def build(config: GPTConfig) -> Stack:
 
 
 def initial_std(config: GPTConfig, name: str) -> float | None:
-    """As OpenAI published it (github.com/openai/gpt-2, src/model.py): positions at half the spread of everything else."""
+    """OpenAI's recipe (github.com/openai/gpt-2, src/model.py): position embeddings with half the standard deviation of other weights."""
     if name == "embed.positions.weight":
         return config.init_std / 2
     return scaled_residual(name, config.init_std, config.layers)

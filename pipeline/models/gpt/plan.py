@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a GPT (roles: pipeline/models/plan.py)."""
+"""Parallel plan of GPT (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a GPT-1."""
+"""Configuration of GPT-1."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pipeline.models.rules import MultiHead, heads_violations
 
 @dataclass
 class GPT1Config(MultiHead):
-    """Learned positions, post-norm LayerNorm, GELU, tied embeddings, biases throughout."""
+    """Learned position embeddings, post-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 
     family: str = knob("gpt1", "model family", choices=("gpt1",))
     layers: int = knob(12, "decoder blocks", at_least=1)
     hidden: int = knob(768, "width of the residual stream", at_least=1)
     heads: int = knob(12, "attention heads", at_least=1)
-    vocab_size: int = knob(40478, "rows of the embedding", unit="tokens", at_least=1)
+    vocab_size: int = knob(40478, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
     norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
-    tie_embeddings: bool = knob(True, "output head and token embedding are one matrix")
+    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 
     @property
     def ffn_hidden(self) -> int:
-        """Width inside the feed-forward."""
+        """Intermediate width of the feed-forward."""
         return 4 * self.hidden
 
     @property
     def objective(self) -> str:
-        """What it is trained to predict: the next token."""
+        """Training objective: next-token prediction."""
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Rules between the sizes that this configuration breaks."""
+        """Return the rules between sizes that this configuration violates."""
         return list(heads_violations(self.hidden, self.heads))

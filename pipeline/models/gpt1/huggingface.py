@@ -19,7 +19,7 @@ ADAPTER = Adapter(
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
     },
-    # This class means the tanh form when it says gelu.
+    # In this class, gelu means the tanh approximation.
     constants={"afn": "gelu", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
     table=(
         *rows("transformer.tokens_embed", "embed.tokens"),
@@ -49,10 +49,10 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
-    unused=("transformer.h.*.attn.bias",),
+    ignored_weights=("transformer.h.*.attn.bias",),
     renamed=((r"^(tokens_embed|positions_embed|h)\.", r"transformer.\1."),),
-    # For heads of other tasks, and sizes that are said twice.
-    harmless=(
+    # Heads of other tasks, and sizes that other keys contain too.
+    ignored_keys=(
         *("n_ctx", "n_special", "predict_special_tokens"),
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     ),

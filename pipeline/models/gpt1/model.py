@@ -12,7 +12,7 @@ from pipeline.models.gpt1.config import GPT1Config
 
 
 def build(config: GPT1Config) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def block() -> Block:
         return Block(
@@ -33,5 +33,5 @@ def build(config: GPT1Config) -> Stack:
 
 
 def initial_std(config: GPT1Config, name: str) -> float | None:
-    """N(0, 0.02) for every weight (section 4.1 of the paper): after each sum stands a norm, nothing grows with depth."""
+    """N(0, 0.02) for every weight (section 4.1 of the paper); with post-norm, activations do not grow with depth."""
     return None if "norm" in name or name.endswith(".bias") else config.init_std

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a GPT-1: as a GPT, which has a norm after the last block on top."""
+"""Parallel plan of GPT-1: that of GPT without the final norm."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Llama <-> transformers' LlamaForCausalLM, and with norms of queries and keys Qwen3ForCausalLM."""
+"""Llama <-> transformers' LlamaForCausalLM; with query_key_norm, Qwen3ForCausalLM."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Blocks, Nested, Row, rows
+from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, rows
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.rope_json import ROPE
 
-#: without norms of queries and keys, and without biases
+#: without query_key_norm and attention_bias
 TABLE = (
     *rows("model.embed_tokens", "embed.tokens"),
     *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
@@ -29,22 +29,22 @@ _NORMS = (
     *rows("model.layers.{i}.self_attn.k_norm", "blocks.{i}.attention.key_norm"),
 )
 _BIASES = tuple(
-    Row(f"model.layers.{{i}}.self_attn.{theirs}_proj.bias", (f"blocks.{{i}}.attention.{ours}.bias",))
-    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output"))
+    Row(f"model.layers.{{i}}.self_attn.{hf}_proj.bias", (f"blocks.{{i}}.attention.{name}.bias",))
+    for hf, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output"))
 )
 
 
-def _table(config: LlamaConfig) -> tuple[Row | Blocks, ...]:
+def _table(config: LlamaConfig) -> tuple[Row | BlockRows, ...]:
     return (*TABLE, *(_NORMS if config.query_key_norm else ()), *(_BIASES if config.attention_bias else ()))
 
 
 def _read_head_dim(content: dict[str, Any]) -> dict[str, Any]:
-    """A width that does not follow from the other sizes."""
+    """Return head_width, None if it is hidden / heads."""
     derived = content.get("hidden_size", 4096) / content.get("num_attention_heads", 32)
     return {"head_width": None if content.get("head_dim") in (None, derived) else content["head_dim"]}
 
 
-HEAD_DIM = Nested(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
+HEAD_DIM = KeyGroup(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
 
 ADAPTER = Adapter(
     architecture="LlamaForCausalLM",
@@ -86,9 +86,9 @@ QWEN3 = replace(
     model_type="qwen3",
     constants={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
     defaults={**ADAPTER.defaults, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
-    # its window is off, whatever its width; where the key is missing heads are 128 wide
+    # sliding windows are off (use_sliding_window), whatever the other keys are; head_dim is 128 if the key is missing
     nested=(ROPE, replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content}))),
-    harmless=("sliding_window", "max_window_layers", "layer_types"),
+    ignored_keys=("sliding_window", "max_window_layers", "layer_types"),
     implied={"query_key_norm": True},
 )
 ADAPTERS = (ADAPTER, QWEN3)

@@ -9,7 +9,7 @@ from torch import nn
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mlp import GatedMLP
-from pipeline.layers.rope_scaling import Scaling
+from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
@@ -18,7 +18,7 @@ from pipeline.models.recipes import scaled_residual
 
 
 def build(config: LlamaConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
     head_norm = partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps) if config.query_key_norm else None
 
     def block() -> Block:
@@ -36,11 +36,11 @@ def build(config: LlamaConfig) -> Stack:
         blocks=[block() for _ in range(config.layers)],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=OutputHead(config.vocab_size, config.hidden),
-        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta, Scaling(**rope.scaling(config))),
+        rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta, RopeScaling(**rope.scaling(config))),
         tie_embeddings=config.tie_embeddings,
     )
 
 
 def initial_std(config: LlamaConfig, name: str) -> float | None:
-    """Meta published no recipe; this is GPT-2's."""
+    """GPT-2's recipe; Meta published none."""
     return scaled_residual(name, config.init_std, config.layers)

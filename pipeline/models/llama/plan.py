@@ -1,8 +1,8 @@
-"""How tensor parallelism splits a Llama (roles: pipeline/models/plan.py)."""
+"""Parallel plan of Llama (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 
-#: without norms of queries and keys, and without biases
+#: without query_key_norm and attention_bias
 DENSE: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "blocks.*.attention_norm.weight": "replicate",
@@ -23,7 +23,7 @@ PLAN: dict[str, str] = {
     "blocks.*.attention.key.bias": "column",
     "blocks.*.attention.value.bias": "column",
     "blocks.*.attention.output.bias": "replicate",
-    # every rank turns to its own heads
+    # replicated, but applied to each rank's own heads
     "blocks.*.attention.query_norm.weight": "partial",
     "blocks.*.attention.key_norm.weight": "partial",
 }

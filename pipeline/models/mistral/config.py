@@ -1,4 +1,4 @@
-"""Sizes of a Mistral."""
+"""Configuration of Mistral."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pipeline.models.rules import rotary_heads_violations, window_violations
 
 @dataclass
 class MistralConfig:
-    """Llama's block with a sliding window, and with heads whose width is a size of its own."""
+    """Llama's block with a sliding window and a configurable head width."""
 
     family: str = knob("mistral", "model family", choices=("mistral",))
     layers: int = knob(32, "decoder blocks", at_least=1)
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(8, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
-    head_width: int | None = knob(None, "width of a head; hidden/heads when unset", at_least=2)
-    ffn_hidden: int = knob(14336, "width inside the feed-forward", at_least=1)
-    vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
+    head_width: int | None = knob(None, "width of a head; hidden/heads when null", at_least=2)
+    ffn_hidden: int = knob(14336, "intermediate width of the feed-forward", at_least=1)
+    vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(32768, "longest sequence", unit="tokens", at_least=2)
     window: int | None = knob(
-        4096, "tokens that a token sees in a layer, itself and those before it; null for all", unit="tokens", at_least=1
+        4096, "sliding window of attention in tokens, including the current one; null for full attention", unit="tokens", at_least=1
     )
-    rope_theta: float = knob(10000.0, "base of the rotary wave lengths", above=0)
+    rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=0)
     norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
-    tie_embeddings: bool = knob(False, "output head and token embedding are one matrix")
+    tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Width of a head."""
         return self.head_width or self.hidden // self.heads
 
     @property
     def objective(self) -> str:
-        """What it is trained to predict: the next token."""
+        """Training objective: next-token prediction."""
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Rules between the sizes that this configuration breaks."""
+        """Return the rules between sizes that this configuration violates."""
         return [
             *rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width),
             *window_violations("model.window", self.window, self.max_positions),

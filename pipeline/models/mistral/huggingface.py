@@ -1,4 +1,4 @@
-"""Mistral <-> transformers' MistralForCausalLM, whose weights are named like Llama's."""
+"""Mistral <-> transformers' MistralForCausalLM; the weights have Llama's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825): each layer sees a window, so n layers see n windows back."""
+"""Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825): with a sliding window in each layer, n layers reach n windows back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.models.recipes import scaled_residual
 
 
 def build(config: MistralConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def block() -> Block:
         return Block(
@@ -35,5 +35,5 @@ def build(config: MistralConfig) -> Stack:
 
 
 def initial_std(config: MistralConfig, name: str) -> float | None:
-    """Mistral AI published no recipe; this is GPT-2's."""
+    """GPT-2's recipe; Mistral AI published none."""
     return scaled_residual(name, config.init_std, config.layers)

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a Mistral: it has a Llama's weights."""
+"""Parallel plan of Mistral, which has the weights of Llama."""
 
 from __future__ import annotations
 

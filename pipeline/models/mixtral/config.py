@@ -1,4 +1,4 @@
-"""Sizes of a Mixtral."""
+"""Configuration of Mixtral."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from pipeline.models.rules import rotary_heads_violations, window_violations
 
 @dataclass
 class MixtralConfig:
-    """A Llama whose feed-forwards are mixtures of experts."""
+    """Llama's block with MoE layers instead of feed-forwards."""
 
     family: str = knob("mixtral", "model family", choices=("mixtral",))
     layers: int = knob(32, "decoder blocks", at_least=1)
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(8, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
-    ffn_hidden: int = knob(14336, "width inside each expert", at_least=1)
-    experts: int = knob(8, "experts a block", at_least=1)
-    top_k: int = knob(2, "experts a token goes to", at_least=1)
+    ffn_hidden: int = knob(14336, "intermediate width of each expert", at_least=1)
+    experts: int = knob(8, "experts in each block", at_least=1)
+    top_k: int = knob(2, "experts a token is routed to", at_least=1)
     balance_loss: float = knob(0.02, "coefficient of the load-balancing loss of each layer", at_least=0)
     z_loss: float = knob(0.0, "coefficient of the router's z-loss", at_least=0)
-    capacity_factor: float | None = knob(None, "choices an expert takes of a micro-batch, over the mean; the rest is dropped", above=0)
-    vocab_size: int = knob(32000, "rows of the embedding", unit="tokens", at_least=1)
+    capacity_factor: float | None = knob(
+        None, "maximum load of an expert over the mean load of a micro-batch, excess assignments are dropped; null for no limit", above=0
+    )
+    vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(32768, "longest sequence", unit="tokens", at_least=2)
-    window: int | None = knob(None, "tokens that a token sees in a layer; null for all before it", unit="tokens", at_least=1)
-    rope_theta: float = knob(1e6, "base of the rotary wave lengths", above=0)
+    window: int | None = knob(
+        None, "sliding window of attention in tokens, including the current one; null for full attention", unit="tokens", at_least=1
+    )
+    rope_theta: float = knob(1e6, "base of the rotary frequencies", above=0)
     norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
-    tie_embeddings: bool = knob(False, "output head and token embedding are one matrix")
+    tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Width of a head."""
         return self.hidden // self.heads
 
     @property
     def objective(self) -> str:
-        """What it is trained to predict: the next token."""
+        """Training objective: next-token prediction."""
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Rules between the sizes that this configuration breaks."""
+        """Return the rules between sizes that this configuration violates."""
         found = [
             *rotary_heads_violations(self.hidden, self.heads, self.kv_heads),
             *window_violations("model.window", self.window, self.max_positions),
         ]
         if self.top_k > self.experts:
             rule = f"is more than model.experts={self.experts}"
-            found.append(Violation("model.top_k", self.top_k, rule, "choose at most as many as there are"))
+            found.append(Violation("model.top_k", self.top_k, rule, "choose at most that many"))
         return found

@@ -1,10 +1,10 @@
-"""Mixtral <-> transformers' MixtralForCausalLM. Files keep a tensor for each expert; the class fuses them when it loads."""
+"""Mixtral <-> transformers' MixtralForCausalLM. Files contain a tensor for each expert; the class fuses them on loading."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.models.adapter import Adapter, Blocks, Row, rows
+from pipeline.models.adapter import Adapter, BlockRows, Row, rows
 from pipeline.models.rope_json import UNSCALED
 
 ADAPTER = Adapter(
@@ -44,11 +44,11 @@ ADAPTER = Adapter(
         "tie_word_embeddings": False,
     },
     nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})),),
-    # how it was trained: not ours to continue, and not the same formula
-    harmless=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
+    # training settings; balance_loss has a different formula (layers/router.py)
+    ignored_keys=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
     table=(
         *rows("model.embed_tokens", "embed.tokens"),
-        Blocks(
+        BlockRows(
             (
                 *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
                 *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),

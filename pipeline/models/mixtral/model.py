@@ -8,14 +8,14 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.moe import Experts, MoE
 from pipeline.layers.rotary import Rotary
-from pipeline.layers.router import Balance, Router
+from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.recipes import scaled_residual
 
 
 def build(config: MixtralConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def block() -> Block:
         return Block(
@@ -25,7 +25,7 @@ def build(config: MixtralConfig) -> Stack:
             mlp=MoE(
                 Router(config.hidden, config.experts, config.top_k),
                 Experts(config.experts, config.hidden, config.ffn_hidden),
-                balance=Balance(batch=config.balance_loss, z=config.z_loss),
+                aux_loss=AuxLoss(batch=config.balance_loss, z=config.z_loss),
                 capacity_factor=config.capacity_factor,
             ),
         )
@@ -41,5 +41,5 @@ def build(config: MixtralConfig) -> Stack:
 
 
 def initial_std(config: MixtralConfig, name: str) -> float | None:
-    """Mistral AI published no recipe; this is GPT-2's."""
+    """GPT-2's recipe; Mistral AI published none."""
     return scaled_residual(name, config.init_std, config.layers)

@@ -1,4 +1,4 @@
-"""How tensor and expert parallelism split a Mixtral (roles: pipeline/models/plan.py)."""
+"""Parallel plan of Mixtral (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 

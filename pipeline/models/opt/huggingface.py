@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Nested, Table, rows
+from pipeline.models.adapter import Adapter, KeyGroup, Table, rows
 from pipeline.models.opt.config import OPTConfig
 
 _BOTH = ("weight", "bias")
 
 
 def table(config: OPTConfig) -> Table:
-    """The weights; opt-350m alone has projections beside embedding and head, and no norm after the last block."""
+    """Return the rows of all weights; only opt-350m has projections at embedding and head, and no final norm."""
     return (
         *rows("model.decoder.embed_tokens", "embed.tokens"),
         *rows("model.decoder.embed_positions", "embed.positions"),
@@ -35,7 +35,7 @@ def _write_width(config: OPTConfig) -> dict[str, Any]:
 
 
 def _read_width(content: dict[str, Any]) -> dict[str, Any]:
-    """The stock class writes the width of the embedding also where it is the residual stream's."""
+    """Return embed_width; the Hugging Face class writes the key also if it equals hidden_size."""
     width = content.get("word_embed_proj_dim")
     return {"embed_width": None if width == content.get("hidden_size", 768) else width}
 
@@ -65,7 +65,7 @@ ADAPTER = Adapter(
         "layerdrop": 0.0,
     },
     table=table,
-    nested=(Nested(("word_embed_proj_dim",), _write_width, _read_width),),
+    nested=(KeyGroup(("word_embed_proj_dim",), _write_width, _read_width),),
     defaults={
         "do_layer_norm_before": True,
         "vocab_size": 50272,

@@ -13,7 +13,7 @@ from pipeline.models.recipes import scaled_residual
 
 
 def build(config: OPTConfig) -> Stack:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
     width = config.embed_width if config.projected else None
 
     def norm() -> nn.LayerNorm:
@@ -38,5 +38,5 @@ def build(config: OPTConfig) -> Stack:
 
 
 def initial_std(config: OPTConfig, name: str) -> float | None:
-    """Section 2.2 of the paper: Megatron-LM's recipe with N(0, 0.006)."""
+    """Megatron-LM's recipe with N(0, 0.006) (section 2.2 of the paper)."""
     return scaled_residual(name, config.init_std, config.layers)

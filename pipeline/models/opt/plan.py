@@ -1,4 +1,4 @@
-"""How tensor parallelism splits an OPT: as a GPT; opt-350m's projections beside embedding and head are every rank's."""
+"""Parallel plan of OPT: that of GPT; the projections of opt-350m at embedding and head are replicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019, https://arxiv.org/abs/1907.11692): BERT's encoder, which its configuration describes."""
+"""RoBERTa (Liu et al. 2019, https://arxiv.org/abs/1907.11692): BERT's encoder with RoBERTa's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a RoBERTa: as a BERT, but for the second head."""
+"""Parallel plan of RoBERTa: that of BERT without the next-sentence head."""
 
 from __future__ import annotations
 

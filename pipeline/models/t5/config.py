@@ -1,4 +1,4 @@
-"""Sizes of a T5."""
+"""Configuration of T5."""
 
 from __future__ import annotations
 
@@ -11,40 +11,47 @@ from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 
 @dataclass
 class T5Config(EncoderDecoderSizes):
-    """Encoder-decoder with RMSNorm, relative positions in buckets and no biases; T5 1.1 is gated and has a head of its own."""
+    """Encoder-decoder with RMSNorm and relative position biases, no other biases; T5 1.1 has gated feed-forwards and an untied head."""
 
     family: str = knob("t5", "model family", choices=("t5",))
     layers: int = knob(12, "blocks of encoder and decoder together", at_least=2)
-    encoder_layers: int | None = knob(None, "of these the encoder's; half of them when unset", at_least=1)
+    encoder_layers: int | None = knob(None, "encoder blocks among them; half of them when null", at_least=1)
     hidden: int = knob(512, "width of the residual stream", at_least=1)
     heads: int = knob(8, "attention heads", at_least=1)
-    head_width: int = knob(64, "width of a head; heads x head_width need not be the residual stream's", at_least=1)
-    ffn_hidden: int = knob(2048, "width inside the feed-forward", at_least=1)
-    gated: bool = knob(False, "feed-forward gated with GELU as in T5 1.1, else plain with ReLU")
-    vocab_size: int = knob(32128, "rows of the embedding, which encoder and decoder share", unit="tokens", at_least=1)
+    head_width: int = knob(64, "width of a head; heads x head_width may differ from hidden", at_least=1)
+    ffn_hidden: int = knob(2048, "intermediate width of the feed-forward", at_least=1)
+    gated: bool = knob(False, "feed-forward gated with GELU (T5 1.1); false for ReLU without gate")
+    vocab_size: int = knob(32128, "number of token embeddings, which encoder and decoder share", unit="tokens", at_least=1)
     max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
-    buckets: int = knob(32, "buckets of relative positions", at_least=4)
-    max_distance: int = knob(128, "distance from which all share the last bucket", unit="tokens", at_least=2)
+    buckets: int = knob(32, "buckets of the relative position biases", at_least=4)
+    max_distance: int = knob(128, "distance from which all positions share the last bucket", unit="tokens", at_least=2)
     norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0)
     init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
-    tie_embeddings: bool = knob(True, "output head and token embedding are one matrix, the head's input scaled by hidden^-1/2")
+    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding, and scale the head's input by hidden^-1/2")
 
     @property
     def objective(self) -> str:
-        """What it is trained on."""
+        """Training objective: span corruption."""
         return "span_corruption"
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """Width of a head."""
         return self.head_width
 
     def violations(self) -> list[Violation]:
-        """Rules between the sizes that this configuration breaks."""
+        """Return the rules between sizes that this configuration violates."""
         found = self.depth_violations()
         if self.buckets % 4:
-            found.append(Violation("model.buckets", self.buckets, "must be a multiple of 4: two directions, two halves", "choose one"))
+            found.append(
+                Violation(
+                    "model.buckets",
+                    self.buckets,
+                    "must be a multiple of 4: two directions, with exact and logarithmic buckets",
+                    "choose one",
+                )
+            )
         elif self.max_distance <= self.buckets // 2:
-            rule = f"must be above {self.buckets // 2}, which model.buckets={self.buckets} count one by one"
+            rule = f"must be above {self.buckets // 2}, the number of exact buckets of model.buckets={self.buckets}"
             found.append(Violation("model.max_distance", self.max_distance, rule, "raise it, or choose fewer buckets"))
         return found

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Nested, Row, refusal, rows
-from pipeline.models.encoder_decoder import depths
+from pipeline.models.adapter import Adapter, KeyGroup, Row, refusal, rows
+from pipeline.models.encoder_decoder import layer_counts
 from pipeline.models.t5.config import T5Config
 
-#: The feed-forwards of T5 and T5 1.1, as config.json names them.
+#: feed_forward_proj of T5 and of T5 1.1 in config.json
 _PLAIN, _GATED = "relu", "gated-gelu"
 
 
 def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
-    """Which of the two it is."""
+    """Return whether the feed-forward is gated."""
     found = content.get("feed_forward_proj", _PLAIN)
     if found not in (_PLAIN, _GATED):
-        raise refusal("feed_forward_proj", found, f"is nothing this family has; {_PLAIN} and {_GATED} are all it knows")
+        raise refusal("feed_forward_proj", found, f"is not supported by this family; only {_PLAIN} and {_GATED} are supported")
     return {"gated": found == _GATED}
 
 
@@ -25,40 +25,40 @@ def _write_tie(config: T5Config) -> dict[str, Any]:
 
 
 def _read_tie(content: dict[str, Any]) -> dict[str, Any]:
-    """Newer releases say that embedding and head are tied even where they are not; the scaling of the head's input tells."""
+    """Newer releases set tie_word_embeddings even for untied models; scale_decoder_outputs is reliable."""
     return {"tie_embeddings": content.get("scale_decoder_outputs", content.get("tie_word_embeddings", True))}
 
 
-def _attention(part: str, layer: int, theirs: str, ours: str) -> tuple[Row, ...]:
-    """An attention layer and its norm, in every block of the encoder or the decoder."""
-    stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
+def _attention(part: str, layer: int, hf: str, name: str) -> tuple[Row, ...]:
+    """Return the rows of an attention layer and its norm, in every block of the encoder or the decoder."""
+    hf_layer, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     return (
-        *rows(f"{stock}.{theirs}.q", f"{block}.{ours}.query"),
-        *rows(f"{stock}.{theirs}.k", f"{block}.{ours}.key"),
-        *rows(f"{stock}.{theirs}.v", f"{block}.{ours}.value"),
-        *rows(f"{stock}.{theirs}.o", f"{block}.{ours}.output"),
-        *rows(f"{stock}.layer_norm", f"{block}.{ours}_norm"),
+        *rows(f"{hf_layer}.{hf}.q", f"{block}.{name}.query"),
+        *rows(f"{hf_layer}.{hf}.k", f"{block}.{name}.key"),
+        *rows(f"{hf_layer}.{hf}.v", f"{block}.{name}.value"),
+        *rows(f"{hf_layer}.{hf}.o", f"{block}.{name}.output"),
+        *rows(f"{hf_layer}.layer_norm", f"{block}.{name}_norm"),
     )
 
 
 def _feed_forward(part: str, layer: int, *, gated: bool) -> tuple[Row, ...]:
-    """A feed-forward and its norm; T5 1.1 has two matrices at the input."""
-    stock, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
+    """Return the rows of a feed-forward and its norm; T5 1.1 has two input projections."""
+    hf_layer, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     inputs = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
     return (
-        *(row for theirs, ours in inputs.items() for row in rows(f"{stock}.DenseReluDense.{theirs}", f"{block}.mlp.{ours}")),
-        *rows(f"{stock}.DenseReluDense.wo", f"{block}.mlp.down"),
-        *rows(f"{stock}.layer_norm", f"{block}.mlp_norm"),
+        *(row for hf, name in inputs.items() for row in rows(f"{hf_layer}.DenseReluDense.{hf}", f"{block}.mlp.{name}")),
+        *rows(f"{hf_layer}.DenseReluDense.wo", f"{block}.mlp.down"),
+        *rows(f"{hf_layer}.layer_norm", f"{block}.mlp_norm"),
     )
 
 
 def _bias(part: str) -> tuple[Row, ...]:
-    """The biases of distances, which stock keeps in the first block."""
+    """Return the rows of the relative position biases, which Hugging Face stores in the first block."""
     return rows(f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{part}_bias", transposed=True)
 
 
 def _table(config: T5Config) -> tuple[Row, ...]:
-    """Every weight."""
+    """Return the rows of all weights."""
     return (
         *rows("shared", "embed.tokens"),
         *_bias("encoder"),
@@ -103,14 +103,14 @@ ADAPTER = Adapter(
         "initializer_factor": 1.0,
     },
     nested=(
-        depths("num_layers", "num_decoder_layers", default=6, alike=True),
-        Nested(("feed_forward_proj",), lambda config: {"feed_forward_proj": _GATED if config.gated else _PLAIN}, _read_feed_forward),
-        Nested(("tie_word_embeddings", "scale_decoder_outputs"), _write_tie, _read_tie),
+        layer_counts("num_layers", "num_decoder_layers", default=6, decoder_as_encoder=True),
+        KeyGroup(("feed_forward_proj",), lambda config: {"feed_forward_proj": _GATED if config.gated else _PLAIN}, _read_feed_forward),
+        KeyGroup(("tie_word_embeddings", "scale_decoder_outputs"), _write_tie, _read_tie),
     ),
-    harmless=("dense_act_fn", "is_gated_act", "is_decoder"),  # what newer releases write beside those
-    older=("T5WithLMHeadModel",),
+    ignored_keys=("dense_act_fn", "is_gated_act", "is_decoder"),  # written by newer releases, derived from other keys
+    legacy_architectures=("T5WithLMHeadModel",),
     copies={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
-    stand_ins={"lm_head.weight": "shared.weight"},
-    unused=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    fallbacks={"lm_head.weight": "shared.weight"},
+    ignored_weights=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     table=_table,
 )

@@ -14,7 +14,7 @@ from pipeline.models.t5.config import T5Config
 
 
 def build(config: T5Config) -> EncoderDecoder:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def norm() -> nn.RMSNorm:
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
@@ -53,17 +53,17 @@ def build(config: T5Config) -> EncoderDecoder:
 
 
 def initial_std(config: T5Config, name: str) -> float | None:
-    """As in Mesh TensorFlow, which T5 was trained with: 1 / sqrt(inputs), embeddings 1.
+    """Recipe of Mesh TensorFlow, which T5 was trained with: 1 / sqrt(fan_in), embeddings 1.
 
-    A query's is smaller by the root of the head's width, which stands for the scale that the scores do not have.
+    That of queries is divided by sqrt(head_width), which replaces the scale of the scores.
     """
     if "norm" in name:
         return None
     leaf = name.removesuffix(".weight").rpartition(".")[2]
-    inputs = {
+    fan_in = {
         "tokens": 1,
         "query": config.hidden * config.head_width,
         "output": config.heads * config.head_width,
         "down": config.ffn_hidden,
     }
-    return config.init_std * inputs.get(leaf, config.hidden) ** -0.5
+    return config.init_std * fan_in.get(leaf, config.hidden) ** -0.5

@@ -1,4 +1,4 @@
-"""How parallelism splits a T5 (roles: pipeline/models/plan.py)."""
+"""Parallel plan of T5 (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ PLAN: dict[str, str] = {
     "head.weight": "vocab",
 }
 
-#: Positions are biases in every block, from one table for the encoder and one for the decoder.
+#: All blocks of the encoder share one table of position biases, and all blocks of the decoder another; every pipeline stage holds them.
 EVERYWHERE = ("*coder_bias.weight",)

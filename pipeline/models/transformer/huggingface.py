@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Nested, Row, refusal, rows
-from pipeline.models.encoder_decoder import depths
+from pipeline.models.adapter import Adapter, KeyGroup, Row, refusal, rows
+from pipeline.models.encoder_decoder import layer_counts
 from pipeline.models.transformer.config import TransformerConfig
 
 _BOTH = ("weight", "bias")
 
 
-def _attention(part: str, theirs: str, ours: str) -> tuple[Row, ...]:
-    """An attention layer and its norm."""
-    stock = f"model.{part}.layers.{{{part}}}.{theirs}"
+def _attention(part: str, hf: str, name: str) -> tuple[Row, ...]:
+    """Return the rows of an attention layer and its norm."""
+    hf_layer = f"model.{part}.layers.{{{part}}}.{hf}"
     return (
-        *rows(f"{stock}.k_proj", f"blocks.{{{part}}}.{ours}.key", leaves=_BOTH),
-        *rows(f"{stock}.v_proj", f"blocks.{{{part}}}.{ours}.value", leaves=_BOTH),
-        *rows(f"{stock}.q_proj", f"blocks.{{{part}}}.{ours}.query", leaves=_BOTH),
-        *rows(f"{stock}.out_proj", f"blocks.{{{part}}}.{ours}.output", leaves=_BOTH),
-        *rows(f"{stock}_layer_norm", f"blocks.{{{part}}}.{ours}_norm", leaves=_BOTH),
+        *rows(f"{hf_layer}.k_proj", f"blocks.{{{part}}}.{name}.key", leaves=_BOTH),
+        *rows(f"{hf_layer}.v_proj", f"blocks.{{{part}}}.{name}.value", leaves=_BOTH),
+        *rows(f"{hf_layer}.q_proj", f"blocks.{{{part}}}.{name}.query", leaves=_BOTH),
+        *rows(f"{hf_layer}.out_proj", f"blocks.{{{part}}}.{name}.output", leaves=_BOTH),
+        *rows(f"{hf_layer}_layer_norm", f"blocks.{{{part}}}.{name}_norm", leaves=_BOTH),
     )
 
 
 def _feed_forward(part: str) -> tuple[Row, ...]:
-    """A feed-forward and its norm."""
-    stock = f"model.{part}.layers.{{{part}}}"
+    """Return the rows of a feed-forward and its norm."""
+    hf_layer = f"model.{part}.layers.{{{part}}}"
     return (
-        *rows(f"{stock}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
-        *rows(f"{stock}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
-        *rows(f"{stock}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
+        *rows(f"{hf_layer}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
+        *rows(f"{hf_layer}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
+        *rows(f"{hf_layer}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
     )
 
 
@@ -38,11 +38,11 @@ def _write_activation(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _read_activation(content: dict[str, Any]) -> dict[str, Any]:
-    theirs = content.get("activation_function", "gelu")
+    activation = content.get("activation_function", "gelu")
     known = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
-    if theirs not in known:
-        raise refusal("activation_function", theirs, f"must be one of {', '.join(known)}")
-    return {"activation": known[theirs]}
+    if activation not in known:
+        raise refusal("activation_function", activation, f"must be one of {', '.join(known)}")
+    return {"activation": known[activation]}
 
 
 ADAPTER = Adapter(
@@ -81,11 +81,14 @@ ADAPTER = Adapter(
         "scale_embedding": False,
         "share_encoder_decoder_embeddings": True,
     },
-    nested=(depths("encoder_layers", "decoder_layers", default=12), Nested(("activation_function",), _write_activation, _read_activation)),
-    harmless=("init_std", "is_decoder", "num_hidden_layers"),
+    nested=(
+        layer_counts("encoder_layers", "decoder_layers", default=12),
+        KeyGroup(("activation_function",), _write_activation, _read_activation),
+    ),
+    ignored_keys=("init_std", "is_decoder", "num_hidden_layers"),
     copies={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
-    zeros=("final_logits_bias",),
-    unused=("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),  # sines and cosines, computed
+    zero_weights=("final_logits_bias",),
+    ignored_weights=("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),  # sinusoidal, computed
     table=(
         *rows("model.shared", "embed.tokens"),
         *_attention("encoder", "self_attn", "attention"),

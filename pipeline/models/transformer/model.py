@@ -15,7 +15,7 @@ from pipeline.models.transformer.config import TransformerConfig
 
 
 def build(config: TransformerConfig) -> EncoderDecoder:
-    """The whole model with uninitialised weights on torch's default device."""
+    """Build the full model with uninitialized weights on torch's default device."""
 
     def norm() -> nn.LayerNorm:
         return nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -45,10 +45,10 @@ def build(config: TransformerConfig) -> EncoderDecoder:
 
 
 def initial_std(config: TransformerConfig, name: str) -> float | None:
-    """As in the authors' tensor2tensor, but drawn from a normal distribution throughout.
+    """Recipe of the authors' tensor2tensor, but with normal distributions only.
 
-    Matrices: sqrt(2 / (inputs + outputs)) (Glorot & Bengio 2010, there uniform); embeddings: 1 / sqrt(hidden), which the factor at the
-    input turns into 1.
+    Matrices: sqrt(2 / (fan_in + fan_out)) (Glorot & Bengio 2010, uniform in tensor2tensor); embeddings: 1 / sqrt(hidden), which the
+    embedding's factor sqrt(hidden) scales to 1.
     """
     if "norm" in name or name.endswith(".bias"):
         return None

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a Transformer (roles: pipeline/models/plan.py)."""
+"""Parallel plan of Transformer (roles: pipeline/models/plan.py)."""
 
 from __future__ import annotations
 

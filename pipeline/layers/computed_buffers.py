@@ -1,4 +1,4 @@
-"""Tables that are neither learned nor stored."""
+"""Modules whose buffers are computed, not trained and not part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 
-class Table(nn.Module):
-    """A module with fp32 tables that are computed, on the CPU so that they are the same on every kind of device."""
+class ComputedBuffers(nn.Module):
+    """A module with non-persistent fp32 buffers, computed on the CPU so that they are the same on every kind of device."""
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Compute the tables and put them on a device."""
+        """Compute the buffers and move them to a device."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
