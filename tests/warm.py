@@ -159,6 +159,7 @@ def watch(connection: socket.socket) -> None:
 def run(request: dict, files: list[int]) -> None:
     """Be the command."""
     import atexit
+    import ctypes
     import fcntl
     import threading
     import traceback
@@ -187,12 +188,13 @@ def run(request: dict, files: list[int]) -> None:
     with contextlib.suppress(Exception):
         threading._shutdown()
         atexit._run_exitfuncs()
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-            mpi.Finalize()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        if not mpi.Is_finalized():
+            mpi.Finalize()
+        ctypes.PyDLL(None).exit(code & 0xFF)  # MPICH takes its leave of mpirun in a handler of libc
     os._exit(code & 0xFF)
 
 

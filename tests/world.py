@@ -74,3 +74,41 @@ def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple
     """Split (sequences, sequence + 1) tokens into inputs and next-token targets, as the data loader does."""
     batch = {"targets": tokens[:, 1:]}
     return tokens[:, :-1], batch if documents is None else {**batch, "documents": documents}
+
+
+def tiny(*overrides: str) -> tuple[str, ...]:
+    """Return the settings of a tiny fp32 model and its training as a command line; later settings replace earlier ones."""
+    sizes = ("model.hidden=32", "model.heads=4", "model.vocab_size=67", "model.max_positions=16")
+    batch = ("training.sequence_length=8", "training.global_batch_size=16", "training.micro_batch_size=2", "training.steps=8")
+    return ("stage=pretrain", "precision=fp32", *sizes, *batch, "optimizer.warmup_steps=2", "optimizer.lr=0.01", *overrides)
+
+
+def trainer(*overrides: str) -> tuple[Any, Any]:
+    """Return the checked configuration and this rank's trainer. Collective."""
+    from pipeline.config.layout import Layout
+    from pipeline.launch import preflight
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.trainer import Trainer
+
+    config = configured(*overrides)
+    preflight.check(config, dist.get_world_size())
+    return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+
+
+def share(trainer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return this rank's samples of tensors of the global batch."""
+    layout = trainer.mesh.layout
+    return [tensor.chunk(layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)] for tensor in tensors]
+
+
+def unsharded(trainer: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
+    """Return the unsharded weights, or the moments of another kind, by name. Collective."""
+    from pipeline.checkpoint.consolidate import insert_fragment
+
+    owned = [(f.piece, f.start, f.tensors[kind].detach().clone()) for f in trainer.engine.fragments() if f.owned and kind in f.tensors]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, owned)
+    found: dict[str, torch.Tensor] = {}
+    for piece, start, values in (fragment for rank in gathered for fragment in rank):
+        insert_fragment(found.setdefault(piece.name, torch.full(piece.full_shape, torch.nan)), piece, start, values)
+    return found
