@@ -89,8 +89,8 @@ def test_the_loss_is_that_of_the_next_token_plus_the_mean_mtp_loss():
         embedded = model.embed(torch.cat([text[:, number:-1], torch.zeros(2, number, dtype=torch.int64)], dim=1))
         joined = torch.cat([depth.token_norm(embedded), depth.hidden_norm(hidden)], dim=2) @ depth.project.weight.T
         hidden = depth.final_norm(depth.block(joined, context))
-        logits = (hidden @ model.head.output.weight.T)[:, : 11 - number]
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, number + 1 :].flatten()))
+        mtp_logits = (hidden @ model.head.output.weight.T)[:, : 11 - number]
+        losses.append(torch.nn.functional.cross_entropy(mtp_logits.flatten(0, 1), text[:, number + 1 :].flatten()))
     expected = expected + CONFIG.mtp_loss * sum(losses) / 2
     torch.testing.assert_close(model(tokens, targets=targets), expected)
     with torch.no_grad():
