@@ -128,7 +128,7 @@ def load() -> None:
     names += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
     if not os.path.exists("/dev/nvidiactl"):  # on a GPU it would begin to use it, which no forked process could
         os.environ["DS_ACCELERATOR"] = "cpu"
-        names.append("deepspeed")
+        names += ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]  # its engines import the latter
     import pipeline
 
     names += [module.name for module in pkgutil.walk_packages(pipeline.__path__, "pipeline.") if not module.name.endswith("__main__")]
