@@ -1,10 +1,9 @@
-"""DeepSeek-V3: multi-head latent attention, multi-token prediction, and identical training in every parallel layout."""
+"""DeepSeek-V3: latent attention and multi-token prediction. Its layouts: tests/training/test_layouts.py."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipeline.layers.attention import AttentionContext, plain
 from pipeline.layers.loss import IGNORE
@@ -14,7 +13,7 @@ from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.init import initialize
-from tests.world import causal, configured
+from tests.world import configured
 
 SIZES = {
     "layers": 4,
@@ -132,6 +131,9 @@ def test_sizes_that_contradict_each_other(changes, keys):
     assert [violation.key for violation in replace(CONFIG, **changes).violations()] == keys
 
 
+TINY = ("stage=pretrain", "model=deepseek-tiny", *(f"model.{key}={value}" for key, value in SIZES.items()), "training.sequence_length=8")
+
+
 def test_cut_sequences_and_further_tokens_exclude_each_other():
     from pipeline.launch import preflight
 
@@ -139,86 +141,3 @@ def test_cut_sequences_and_further_tokens_exclude_each_other():
     assert "parallel.context" in [violation.key for violation in preflight.violations(config, 2)]
     config = configured(*TINY, "parallel.context=2", "model.mtp_depth=0")
     assert "model.mtp_depth" not in str(preflight.violations(config, 2))
-
-
-TINY = (
-    "stage=pretrain",
-    "model=deepseek-tiny",
-    *(f"model.{key}={value}" for key, value in SIZES.items()),
-    "training.sequence_length=8",
-    "training.global_batch_size=16",
-    "training.micro_batch_size=2",
-    "training.steps=8",
-    "optimizer.warmup_steps=2",
-    "optimizer.lr=0.01",
-    "optimizer.eps=1e-6",
-    "precision=fp32",
-)
-
-
-def train(config, trainer):
-    """Return losses and gradient norms of four steps, and the routers' biases after them."""
-    from pipeline.layers.moe import moe_layers
-
-    layout, coordinates = trainer.mesh.layout, trainer.mesh.coordinates
-    numbers = []
-    for step in range(4):
-        text = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(text.chunk(layout.batch_shards)[layout.batch_shard(coordinates)]))
-        numbers.append((float(loss), float(result.gradient_norm)))
-    biases = {}
-    for part in trainer.model.stage_modules():
-        for index, block in part.blocks.items():
-            for moe in moe_layers(block):
-                biases[index] = moe.router.bias.tolist()
-        if part.head is not None:
-            for number, moe in enumerate(moe_layers(part.head)):
-                biases[f"depth {number}"] = moe.router.bias.tolist()
-    return numbers, biases
-
-
-def _trained(overrides):
-    from pipeline.config.layout import Layout
-    from pipeline.launch import preflight
-    from pipeline.parallel import mesh as meshes
-    from pipeline.training.trainer import Trainer
-
-    config = configured(*TINY, *overrides)
-    preflight.check(config, dist.get_world_size())
-    return train(config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))))
-
-
-@pytest.fixture(scope="module")
-def single_process():
-    """Return the results of `train` on a single process."""
-    from pipeline.config.layout import Layout
-    from pipeline.parallel import mesh as meshes
-    from pipeline.training.trainer import Trainer
-
-    config = configured(*TINY, "parallel.zero_stage=0")
-    try:
-        return train(config, Trainer(config, meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, ""))))
-    finally:
-        meshes.destroy_process_group()
-
-
-LAYOUTS = [
-    ("parallel.zero_stage=1", "parallel.tensor=2", "parallel.pipeline=2"),
-    ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.expert=2"),
-    ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence_parallel=false"),
-    ("parallel.zero_stage=2", "parallel.pipeline=2", "parallel.expert=2"),
-    ("parallel.zero_stage=3", "parallel.expert=2"),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_four_ranks_are_one_process(world, single_process, layout):
-    numbers, biases = single_process
-    assert any(any(values) for values in biases.values()), "the biases were updated"
-    seen = set()
-    for theirs, their_biases in world.run(_trained, layout):
-        assert theirs == [pytest.approx(one, rel=1e-5) for one in numbers]
-        for name, values in their_biases.items():
-            assert values == pytest.approx(biases[name], abs=1e-7)
-        seen |= their_biases.keys()
-    assert seen == biases.keys()

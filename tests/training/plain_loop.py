@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
-from pipeline.models.init import initialise
+from pipeline.models.init import initialize
 from pipeline.training.lr_schedule import learning_rate
 
 #: Keys of the statistics of an MoE model, in the order in which `statistics` returns them.
@@ -42,7 +42,7 @@ def plain_loop(config: Any, batches: list[tuple[torch.Tensor, dict[str, torch.Te
         own_loss: use the loss that the model returns. Otherwise PyTorch's cross-entropy of its logits.
     """
     model = registry.build(config.model)
-    initialise(model, config.model, config.training.seed)
+    initialize(model, config.model, config.training.seed)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in learned if (p.dim() >= 2) == matrices]} for matrices in (True, False)]
     groups[0]["weight_decay"], groups[1]["weight_decay"] = config.optimizer.weight_decay, 0.0

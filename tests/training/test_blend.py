@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipeline.artifact import MANIFEST
 from tests.helpers import pipeline
-from tests.world import causal, configured
+from tests.world import causal, share, trainer
 
 TINY = (
     "stage=pretrain",
@@ -93,26 +92,18 @@ def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(folde
 def _train(overrides):
     """Losses and gradient norms of the steps of a warm-up, on tokens that depend only on the step."""
     from pipeline.config import warmup
-    from pipeline.config.layout import Layout
-    from pipeline.launch import preflight
-    from pipeline.parallel import mesh as meshes
-    from pipeline.training.trainer import Trainer
 
     ramps = ("training.batch_rampup=[{until_step:2,value:8}]", "training.sequence_warmup=[{until_step:1,value:8},{until_step:3,value:16}]")
-    config = configured(*TINY, *ramps, *overrides)
-    preflight.check(config, dist.get_world_size())
-    layout = Layout.of(config, dist.get_world_size())
-    trainer = Trainer(config, meshes.build_mesh(layout, torch.device("cpu")))
+    config, mine = trainer(*TINY, *ramps, *overrides)
     numbers = []
     for step in range(4):
         rows = torch.randint(
             config.model.vocab_size, (warmup.batch_size(config.training, step), 33), generator=torch.Generator().manual_seed(step)
         )
         length = warmup.sequence_length(config.training, step)
-        share = rows.chunk(layout.data)[trainer.mesh.coordinates.data]
-        share = share.unfold(1, length + 1, length).flatten(0, 1)
-        documents = torch.zeros(len(share), length, dtype=torch.int32)
-        loss, result = trainer.train(*causal(share, documents))
+        windows = share(mine, rows)[0].unfold(1, length + 1, length).flatten(0, 1)
+        documents = torch.zeros(len(windows), length, dtype=torch.int32)
+        loss, result = mine.train(*causal(windows, documents))
         numbers += [float(loss), float(result.gradient_norm)]
     return numbers
 

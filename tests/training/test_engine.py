@@ -8,36 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.world import causal, configured
+from tests.world import causal, configured, share, tiny, trainer
 
-TINY = (
-    "stage=pretrain",
-    "model=gpt-tiny",
-    "model.layers=4",
-    "model.hidden=32",
-    "model.heads=4",
-    "model.ffn_hidden=64",
-    "model.vocab_size=67",
-    "model.max_positions=16",
-    "training.sequence_length=8",
-    "training.global_batch_size=16",
-    "training.micro_batch_size=2",
-    "training.steps=8",
-    "optimizer.warmup_steps=2",
-    "optimizer.lr=0.01",
-)
+TINY = tiny("model=gpt-tiny", "model.layers=4", "model.ffn_hidden=64")
 
 
 def make(*overrides):
     """The configuration and this rank's trainer."""
-    from pipeline.config.layout import Layout
-    from pipeline.launch import preflight
-    from pipeline.parallel import mesh as meshes
-    from pipeline.training.trainer import Trainer
-
-    config = configured(*TINY, *overrides)
-    preflight.check(config, dist.get_world_size())
-    return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
+    return trainer(*TINY, *overrides)
 
 
 def train(config, trainer, steps):
@@ -46,7 +24,7 @@ def train(config, trainer, steps):
     for step in steps:
         shape = (config.training.global_batch_size, config.training.sequence_length + 1)
         batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
-        loss, result = trainer.train(*causal(batch.chunk(trainer.mesh.layout.data)[trainer.mesh.coordinates.data]))
+        loss, result = trainer.train(*causal(*share(trainer, batch)))
         numbers.append((float(loss), float(result.gradient_norm), float(result.lr), float(result.skipped)))
     return numbers
 
@@ -160,28 +138,6 @@ def test_bf16_agrees_between_engines_and_with_fp32(world):
         low = torch.tensor(world.run(_losses, ("precision=bf16", *overrides))[0])
         assert torch.allclose(low[:, 0], plain[:, 0], rtol=0.01)
         assert torch.allclose(low[:, 1], plain[:, 1], rtol=0.05)
-
-
-def test_document_mask_reaches_every_stage(world):
-    whole = world.run(_masked, ("parallel.zero_stage=0",))
-    for layout in (("parallel.zero_stage=1", "parallel.tensor=2", "parallel.pipeline=2"), ("parallel.zero_stage=0", "parallel.pipeline=4")):
-        for loss, _ in world.run(_masked, layout):
-            assert loss == pytest.approx(whole[0][0], rel=1e-5)
-    assert whole[0][0] != pytest.approx(whole[0][1], rel=1e-5), "the mask changes the loss"
-
-
-def _masked(overrides):
-    """The loss of one batch with documents of three tokens, with and without the document mask."""
-    losses = []
-    for mask in ("true", "false"):
-        config, trainer = make("precision=fp32", f"training.document_mask={mask}", *overrides)
-        shape = (16, config.training.sequence_length + 1)
-        batch = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-        documents = (torch.arange(8, dtype=torch.int32) // 3).expand(16, 8).contiguous()
-        mine, theirs = (t.chunk(trainer.mesh.layout.data)[trainer.mesh.coordinates.data] for t in (batch, documents))
-        loss, _ = trainer.train(*causal(mine, theirs if mask == "true" else None))
-        losses.append(float(loss))
-    return losses
 
 
 def test_compiled_tensor_parallel_blocks_train_alike(worlds):

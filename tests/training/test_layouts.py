@@ -129,10 +129,13 @@ MODELS = {
     ),
 }
 
-#: Family -> its layouts, as settings of parallel, or of training where they name it.
+#: Model -> its layouts, as settings of parallel, or of training where they name it.
 LAYOUTS = {
     # Both kinds of context parallelism with every other axis and every ZeRO stage.
     "gpt": [
+        # The document mask reaches every stage.
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=0 pipeline=4",
         "context=4 context_kind=ring zero_stage=0",
         "context=4 context_kind=ulysses zero_stage=3",
         "context=2 context_kind=ring tensor=2 zero_stage=1",
@@ -258,7 +261,12 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
 
 
 def test_the_references_exercise_what_they_should():
-    """Gradients are clipped, losses of the routers count, and their biases move."""
+    """Document masks change the loss, gradients are clipped, losses of the routers count, and their biases move."""
+    config, gpt = configured(*tiny(*MODELS["gpt"].overrides)), reference("gpt")
+    unmasked = [(tokens, {"targets": batch["targets"]}) for tokens, batch in (packed(config, step) for step in range(3))]
+    assert plain_loop(config, unmasked, own_loss=False).numbers[0][0] != pytest.approx(gpt.numbers[0][0], rel=1e-5), (
+        "the mask changes the loss"
+    )
     mixtral, deepseek, grouped = reference("mixtral"), reference("deepseek"), reference("deepseek-grouped")
     assert max(norm for _, norm, *_ in mixtral.numbers) > 0.5, "clipping is active"
     assert all(aux > 0.2 for *_, aux in mixtral.numbers), "two layers, each at least 0.1"
