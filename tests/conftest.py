@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests import warm
@@ -19,6 +20,9 @@ from tests.helpers import SHARDS, pipeline, write_corpus
 
 if TYPE_CHECKING:
     from tests.world import World  # which loads torch
+
+hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes depends on the machine
+hypothesis.settings.load_profile("tests")
 
 SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
 

@@ -204,5 +204,5 @@ def test_folders_without_a_model(tmp_path):
     with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is not a class that can be imported"):
         registry.find_adapter(read_config(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"holds no model\.safetensors"):
+    with pytest.raises(UserError, match=r"contains neither model\.safetensors"):
         StockWeights(tmp_path, registry.adapters("gpt")[0])

@@ -125,16 +125,16 @@ REFUSED = [
     (["++data.blend={en:{weight:-1},de:{}}"], ["data.blend.en.weight=-1", "at least 0"]),
     (["++data.blend={en:{weight:nan},de:{}}"], ["data.blend.en.weight=nan", "finite"]),
     (["data.phases=[{weights:{en:1}}]"], ["data.phases=1 phases", "data.blend, which is empty"]),
-    ([TWO, "data.phases=[{weights:{en:1}}]"], ["data.blend.en.weight=3", "data.phases say the weights"]),
+    ([TWO, "data.phases=[{weights:{en:1}}]"], ["data.blend.en.weight=3", "conflicts with data.phases"]),
     (["++data.blend={en:{}}", "data.phases=[{weights:{fr:1}}]"], ["data.phases.0.weights.fr=1", "choose among en"]),
     (["++data.blend={en:{}}", "data.phases=[{weights:{en:1},until_tokens:64}]"], ["data.phases.0.until_tokens=64", "no end"]),
     (
         ["++data.blend={en:{}}", "data.phases=[{weights:{en:1},until_tokens:64},{weights:{en:1},until_tokens:64},{weights:{en:1}}]"],
-        ["data.phases.1.until_tokens=64", "beginning at 64 tokens"],
+        ["data.phases.1.until_tokens=64", "start of the phase at 64 tokens"],
     ),
     (
         ["++data.blend={en:{max_epochs:0.001},de:{}}"],
-        ["data.blend.en.max_epochs=0.001", "160 samples take 80 of it", "raise max_epochs to"],
+        ["data.blend.en.max_epochs=0.001", "160 samples use 80 of it", "raise max_epochs to"],
     ),
     (["training.batch_rampup=[{until_step:5,value:8},{until_step:5,value:4}]"], ["training.batch_rampup.1.until_step=5", "after step 5"]),
     (

@@ -55,7 +55,7 @@ def test_the_longest_text_fills_the_encoder(encoder, rates):
     found = longest(encoder, rates)
     assert found.encoder == encoder
     assert lengths(found.text + 1, rates).encoder > encoder
-    assert found.spans <= found.taken < found.text
+    assert found.spans <= found.removed < found.text
 
 
 def test_the_lengths_of_t5():
@@ -146,7 +146,7 @@ def test_a_pair_that_is_cut_is_told_of_once(files, with_pad, caplog):
     with caplog.at_level(logging.WARNING, logger="pipeline"):
         found = Pairs(source, 4, START).arrays(np.arange(10))
     assert found["tokens"].shape == found["targets"].shape == (10, 4)
-    assert [record.message.partition(";")[2] for record in caplog.records] == [" pairs are cut at training.sequence_length=4"]
+    assert [record.message.partition(";")[2] for record in caplog.records] == [" pairs are truncated to training.sequence_length=4"]
 
 
 @pytest.mark.parametrize(

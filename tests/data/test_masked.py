@@ -210,5 +210,5 @@ def test_text_where_roberta_has_padding_is_refused(shards, tmp_path):
         registry.open_training(config)
     registry.open_training(config_of(tmp_path, *named, model="bert-tiny"))
     shutil.rmtree(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"contains no tokenizer\.json"):
         registry.open_training(config)

@@ -367,6 +367,8 @@ def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
     first = start(*settings)
     wait_for(folder, ".lock", first)
+    while not (folder / ".lock").read_text():  # the owner's name is written once the lock is held
+        time.sleep(0.001)
     first.send_signal(signal.SIGSTOP)
     try:
         for ranks in (0, 2):

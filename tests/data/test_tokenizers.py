@@ -327,11 +327,11 @@ def test_files_that_cannot_be_imported(tmp_path):
 @pytest.mark.parametrize(
     "settings, told",
     [
-        (["tokenizer=wordpiece", "tokenizer.whitespace=runs"], "wordpiece drops whitespace"),
-        (["tokenizer=unigram", "tokenizer.split=llama3"], "unigram has a split of its own"),
-        (["tokenizer=unigram", "tokenizer.digits=groups_of_three"], "learns no such groups"),
+        (["tokenizer=wordpiece", "tokenizer.whitespace=runs"], "is not supported by wordpiece"),
+        (["tokenizer=unigram", "tokenizer.split=llama3"], "unigram has its own pre-tokenization"),
+        (["tokenizer=unigram", "tokenizer.digits=groups_of_three"], "is not supported by SentencePiece"),
         (["tokenizer.vocab_sizes=[300,100]"], "leaves nothing to learn"),
-        (["tokenizer.vocab_sizes=[300,300]"], "names a size twice"),
+        (["tokenizer.vocab_sizes=[300,300]"], "contains a size twice"),
         (["tokenizer.kind=bpq"], "one of bpe, unigram, wordpiece"),
     ],
 )

@@ -48,7 +48,7 @@ class SpecialTokens:
         for key, (named, usual) in wanted.items():
             token = next((token for token in ([named] if named else usual) if token in self._added), None)
             if token is None:
-                rule = f"is no special token of {self._path}" if named else f"{self._path} has none of {', '.join(usual)}"
+                rule = f"is not a special token of {self._path}" if named else f"{self._path} has none of {', '.join(usual)}"
                 have = ", ".join(sorted(self._added)[:20]) or "it has none"
                 train = "train a tokenizer that has it (tokenizer=bert, tokenizer=roberta, tokenizer.special_tokens)"
                 fix = f"name one of its special tokens ({have}), or {train}"
