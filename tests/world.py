@@ -1,6 +1,7 @@
 """A gloo process group that is started once and runs functions of many tests on all ranks."""
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -31,7 +32,7 @@ class World:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send_bytes(pickle.dumps((function, arguments)))
         answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, pipe in enumerate(self._pipes)]
         failures = [answer for good, answer in answers if not good]
         assert not failures, "\n".join(failures)
@@ -52,9 +53,9 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
     while True:
         function, arguments = pipe.recv()
         try:
-            pipe.send((True, function(*arguments)))
+            pipe.send_bytes(pickle.dumps((True, function(*arguments))))  # send() would share the memory of tensors
         except BaseException:
-            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+            pipe.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
 
 
 def configured(*overrides: str) -> Any:
