@@ -1,4 +1,4 @@
-"""Linear layers and embeddings with uninitialized weights; models/init.py initializes them.
+"""Linear layers and embeddings with uninitialized weights; parallel/parallelize.py initializes them.
 
 The initial values of torch.nn would be overwritten, and drawing them on the meta device imports the compiler, which takes a second.
 """

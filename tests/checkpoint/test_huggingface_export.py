@@ -18,8 +18,8 @@ from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.init import initialize
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
+from tools.audit.initial_weights import initialize
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
 

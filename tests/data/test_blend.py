@@ -19,7 +19,7 @@ from pipeline.config.layout import Layout
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.loader import Samples, TokenDataset
+from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
@@ -29,6 +29,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.training.batches import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
+from tools.bench.token_dataset import TokenDataset
 
 LENGTH = 32
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.data.load.loader import TokenDataset
 from pipeline.data.tokenize import megatron
 from pipeline.data.tokenize.tokens import ids, lengths
 from tests.helpers import pipeline, same_files
+from tools.bench.token_dataset import TokenDataset
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:

@@ -14,11 +14,11 @@ from pipeline import artifact
 from pipeline.artifact import MANIFEST
 from pipeline.data.load import stream as streams
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.loader import TokenDataset
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard
 from pipeline.errors import UserError
+from tools.bench.token_dataset import TokenDataset
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 1000))

@@ -12,8 +12,8 @@ from pipeline.layers.multi_token import shift_labels
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.init import initialize
 from tests.world import configured
+from tools.audit.initial_weights import initialize
 
 SIZES = {
     "layers": 4,

@@ -7,8 +7,8 @@ import transformers
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
 from pipeline.models.bert.config import BertConfig
-from pipeline.models.init import initialize
 from pipeline.models.roberta.config import PADDING, RobertaConfig
+from tools.audit.initial_weights import initialize
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
 CONFIGS = {

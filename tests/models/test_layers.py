@@ -18,10 +18,10 @@ from pipeline.models import plan, registry
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
-from pipeline.models.init import initialize
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
+from tools.audit.initial_weights import initialize
 
 GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
 LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)

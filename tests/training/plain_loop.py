@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
-from pipeline.models.init import initialize
 from pipeline.training.lr_schedule import learning_rate
+from tools.audit.initial_weights import initialize
 
 #: Keys of the statistics of an MoE model, in the order in which `statistics` returns them.
 STATISTICS = ("router_entropy", "router_load_max", "router_dropped", "aux_loss")

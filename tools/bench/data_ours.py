@@ -70,7 +70,7 @@ def store(job: Job) -> Job:
 
 def loader(job: Job) -> Job:
     """Measure the training loader in its shuffled order; the epochs repeat."""
-    from pipeline.data.load.loader import TokenDataset
+    from tools.bench.token_dataset import TokenDataset
 
     dataset = TokenDataset(Path(job["output"]), "train", job["sequence"], seed=0)
     batches = (np.arange(first, first + BATCH) for first in itertools.count(step=BATCH))

@@ -31,13 +31,11 @@ from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
-from pipeline.data.load.loader import TokenDataset
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.models.init import initialize
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
@@ -46,7 +44,9 @@ from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import build_optimizer
 from pipeline.training.trainer import Trainer
+from tools.audit.initial_weights import initialize
 from tools.bench.report import resident_bytes
+from tools.bench.token_dataset import TokenDataset
 
 WARMUP_STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,54 @@
+"""Token shards as a data set of windows, for benchmarks and tests that read them without a run's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pipeline import artifact
+from pipeline.data.load.boundaries import cumulative_lengths
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import Samples, too_short
+from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.windows import Windows
+
+
+class TokenDataset(Samples):
+    """The windows of one split of a folder that stage=tokenize wrote. All its corpora form one, so an epoch holds every window once.
+
+    Attributes:
+        sequence_length: tokens per sample, not counting the last label.
+        tokens: length of the split's stream.
+        windows: samples per epoch.
+    """
+
+    def __init__(self, folder: Path, split: str, sequence_length: int, seed: int) -> None:
+        """Open the split; no token is read.
+
+        Args:
+            folder: of the token shards.
+            split: train (shuffled differently in every epoch) or validation (in order).
+            sequence_length: tokens per sample, not counting the last label.
+            seed: of the shuffled order.
+
+        Raises:
+            UserError: the folder is not finished, a shard is missing or truncated, or the split is shorter than one window.
+        """
+        assert split in ("train", "validation")
+        corpus = Corpus.of(folder, artifact.read(folder, key="data.tokens", stage="tokenize"), split)
+        stream = TokenStream(corpus.shards)
+        stream.check_sizes()
+        super().__init__([corpus], stream, Windows(stream, [corpus], sequence_length), seed if split == "train" else None)
+        self.sequence_length, self.tokens, self.windows = sequence_length, stream.tokens, int(self.counts[0])
+        if self.windows < 1:
+            raise too_short(split, folder, sequence_length, stream.tokens)
+
+    def samples_with_boundaries(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read samples and find the document boundaries in their inputs.
+
+        Returns:
+            The result of `samples`, and int32 (documents + 1,) from boundaries.cumulative_lengths of [:, :-1].
+        """
+        tokens = self.samples(indices)
+        return tokens, cumulative_lengths(tokens[:, :-1], self.end_of_document)
