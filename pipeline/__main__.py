@@ -72,7 +72,7 @@ def run_one(composed: object) -> None:
     from omegaconf import DictConfig
 
     from pipeline.config import compose, layout
-    from pipeline.errors import UserError
+    from pipeline.errors import CONTINUE, ToBeContinued, UserError
     from pipeline.launch import preflight, ranks
     from pipeline.progress import set_up_logging
 
@@ -89,6 +89,8 @@ def run_one(composed: object) -> None:
         run(config, here)
     except UserError as error:
         compose.exit_with_error(error, after=ranks.error_report_delay())
+    except ToBeContinued:
+        sys.exit(CONTINUE)
 
 
 if __name__ == "__main__":

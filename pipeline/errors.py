@@ -36,6 +36,18 @@ class UserError(Exception):
         return cls([Violation(key, value, rule, fix)])
 
 
+class DamagedCheckpointError(UserError):
+    """A checkpoint whose files are missing, unreadable or changed; an older one may be complete."""
+
+
+class ToBeContinued(Exception):  # noqa: N818 - not an error
+    """A run that was asked to stop and has written a checkpoint. The entry point exits with CONTINUE: the same command continues it."""
+
+
+#: Exit code of a run that stopped before its end and continues when the same command is started again (EX_TEMPFAIL of sysexits.h).
+CONTINUE = 75
+
+
 def collect_errors(*checks: Callable[[], Any]) -> list[Any]:
     """Run all checks and return their results in order.
 

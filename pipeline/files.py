@@ -32,6 +32,11 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     sync_folder(path.parent)
 
 
+def apply_umask(path: Path) -> None:
+    """Give a file the mode that the umask leaves, which its folder has; safetensors creates files that only their owner may read."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def make_folder(folder: Path) -> None:
     """Create an output folder and its parents.
 
@@ -94,6 +99,24 @@ def _publish_folder(partial: Path, final: Path) -> None:
     os.rename(partial, final)
     sync_folder(final.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder. It is renamed first, so that no reader sees a part of it if the removal is interrupted."""
+    retired = folder.with_name(f".{folder.name}.retired")
+    shutil.rmtree(retired, ignore_errors=True)
+    os.rename(folder, retired)
+    shutil.rmtree(retired)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what interrupted calls of atomic_file, atomic_folder and remove_folder left in a folder; no other process may write to it."""
+    for pattern in (".*.partial", ".*.retired"):
+        for path in parent.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,17 +31,22 @@ class Knob:
         bounds = [(self.at_least, "at least"), (self.above, "above"), (self.at_most, "at most")]
         return " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
 
-    def accepts(self, value: Any) -> bool:
-        """Whether the value is in the legal range. None (unset) is always legal."""
-        if value is None:
-            return True
-        if self.choices:
-            return value in self.choices
-        return not (
-            (self.at_least is not None and value < self.at_least)
+    def violated(self, value: Any) -> str:
+        """Return the rule that a value breaks, empty if it is legal. None (unset) is always legal."""
+        if isinstance(value, list | dict):
+            parts = value.values() if isinstance(value, dict) else value
+            return next((rule for part in parts if (rule := self.violated(part))), "")
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
+        if isinstance(value, str) and any(unicodedata.category(character) == "Cc" for character in value):
+            return "must not contain control characters"
+        illegal = value is not None and (
+            (self.choices and value not in self.choices)
+            or (self.at_least is not None and value < self.at_least)
             or (self.above is not None and value <= self.above)
             or (self.at_most is not None and value > self.at_most)
         )
+        return f"must be {self.rule()}" if illegal else ""
 
 
 def knob(
@@ -76,7 +83,7 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:
 def range_violations(node: Any, prefix: str = "") -> list[Violation]:
     """Return a violation for every field of nested dataclasses whose value is outside its legal range."""
     return [
-        Violation(key, value, f"must be {knob.rule()}", f"set {key} ({knob.meaning}) to a legal value")
+        Violation(key, repr(value) if "control" in rule else value, rule, f"set {key} ({knob.meaning}) to a legal value")
         for key, knob, value in walk(node, prefix)
-        if not knob.accepts(value)
+        if (rule := knob.violated(value))
     ]

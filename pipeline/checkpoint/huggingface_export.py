@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import UserError, Violation
+from pipeline.files import apply_umask
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
@@ -74,6 +75,7 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
                 shard[name] = rows[name].to_hf(read(rows[name]))
                 progress.advance(shard[name].nbytes, file)
             save_file(shard, folder / file, metadata={"format": "pt"})
+            apply_umask(folder / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index)

@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from pipeline.config import renamed
-from pipeline.errors import UserError
+from pipeline.errors import DamagedCheckpointError, UserError
 from pipeline.files import atomic_file
 from pipeline.parallel.pieces import Piece, Slice
 
@@ -82,6 +84,11 @@ def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
     folders = (run_dir / "checkpoints").glob("step-*")
@@ -109,10 +116,18 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
     return Path(which)
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is not used again, and return its new path."""
+    names = (folder.with_name(f"{folder.name}.damaged{suffix}") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
+    renamed = next(path for path in names if not path.exists())
+    return folder.rename(renamed)
+
+
 def write_index(folder: Path, index: Index) -> None:
     """Write the index, which marks the checkpoint as complete."""
     with atomic_file(folder / INDEX, "w") as handle:
-        json.dump(asdict(index), handle, indent=1)
+        content = asdict(index)
+        json.dump({**content, "xxh3": _checksum(content)}, handle, indent=1)
         handle.write("\n")
 
 
@@ -120,14 +135,20 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
     Raises:
-        UserError: it is not readable.
+        DamagedCheckpointError: it is not readable.
     """
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if (checksum := content.pop("xxh3", None)) is not None and checksum != _checksum(content):  # absent in older checkpoints
+            raise ValueError("its content does not match its checksum")
         state = content.pop("train_state", None) or content.pop("progress")  # its name in older checkpoints
         renamed.update(content["config"])
         return Index(TrainState(**state), **content)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError.of(
-            "checkpoint", folder / INDEX, f"is not readable: {error}", "remove the folder and use an older checkpoint"
-        ) from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        fix = "remove the folder, or set checkpoint.skip_damaged=true, to use an older checkpoint"
+        raise DamagedCheckpointError.of("checkpoint", folder / INDEX, f"is not readable: {error}", fix) from error
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """The checksum of an index."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())

@@ -18,7 +18,7 @@ from pipeline.files import verify
 
 __all__ = ["Checkpoint", "find"]
 
-_REMEDY = "remove the checkpoint folder; checkpoint.resume=auto then continues from the previous checkpoint"
+_REMEDY = "remove the checkpoint folder, or set checkpoint.skip_damaged=true: checkpoint.resume=auto then continues from the previous one"
 
 
 class Checkpoint:

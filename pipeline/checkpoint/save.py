@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,8 +23,8 @@ from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.errors import UserError, Violation
-from pipeline.files import atomic_folder, digest, partial_folder
+from pipeline.errors import DamagedCheckpointError, UserError, Violation
+from pipeline.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> Path:
@@ -40,10 +39,11 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
         keep: number of complete checkpoints to keep; older ones are removed.
 
     Raises:
-        UserError: a rank could not write (disk full, quota); the partial checkpoint is removed.
+        UserError: a weight is not finite, or a rank could not write (disk full, quota); the partial checkpoint is removed.
     """
     final = native.folder_of(run_dir, index.train_state.step)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    _check_finite(fragments, index.train_state.step)
     with atomic_folder(final) if rank == 0 else nullcontext(partial_folder(final)) as folder:
         dist.barrier()
         answers: list[Any] = [None] * world_size
@@ -57,9 +57,24 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
             native.write_index(folder, replace(index, files=files, kinds=kinds))
     if rank == 0:
         for old in native.complete(run_dir)[:-keep]:
-            shutil.rmtree(old)
+            remove_folder(old)
     dist.barrier()
     return final
+
+
+def _check_finite(fragments: list[Fragment], step: int) -> None:
+    """Refuse to save weights that are not finite; every rank calls this.
+
+    Raises:
+        UserError: on every rank, with the name of such a weight.
+    """
+    names = (f.piece.name for f in fragments if f.owned and not bool(f.tensors["weight"].isfinite().all()))
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, next(names, None))
+    if found := sorted(name for name in answers if name):
+        rule = f"{found[0]} contains values that are not finite; no checkpoint was written"
+        fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
+        raise UserError.of("weights after step", step, rule, fix)
 
 
 def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
@@ -70,6 +85,7 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
     geometry = {f.piece.name: native.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
     try:
         save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
+        apply_umask(path)
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -84,7 +100,8 @@ def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
     """Read a checkpoint of any layout into this rank's fragments, in place; every rank calls this.
 
     Raises:
-        UserError: on every rank, with the violations of all ranks: a file is missing or corrupt, a weight is missing or has another shape.
+        DamagedCheckpointError: on every rank, with the violations of all ranks: a file is missing or corrupt, a weight is missing or has
+            another shape.
     """
     found: tuple[Violation, ...] = ()
     try:
@@ -95,7 +112,7 @@ def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
     dist.all_gather_object(answers, found)
     violations = list(dict.fromkeys(violation for answer in answers for violation in answer))
     if violations:
-        raise UserError(violations)
+        raise DamagedCheckpointError(violations)
 
 
 @torch.no_grad()
@@ -167,17 +184,45 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
     """
     new, old = dataclasses.asdict(config), checkpoint.config
     consumed = checkpoint.train_state.samples
-    keys = [f"model.{name}" for name in new["model"]]
-    if consumed:
-        keys += ["training.seed", "training.sequence_length"]
-    differences = {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
+    differences = _model_differences(new, old)
+    for key in ("training.seed", "training.sequence_length") if consumed else ():
+        if _value(new, key) != _value(old, key):
+            differences[key] = f"{_value(old, key)}"
     if consumed and checkpoint.data != data.fingerprint(config, consumed):
         settings = {key: f"{_value(old, key)}" for key in data.settings if _value(new, key) != _value(old, key)}
         differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
+    _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
+
+
+def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Refuse to load a checkpoint of another model.
+
+    Raises:
+        UserError: with one violation per difference.
+    """
+    new = dataclasses.asdict(config)
+    _refuse(checkpoint, new, _model_differences(new, checkpoint.config), "set it to that value, or choose another checkpoint")
+
+
+def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """The settings of the run that resumes which differ from the checkpoint's and affect training: (key, old, new)."""
+    new, old = dataclasses.asdict(config), checkpoint.config
+    keys = [f"{group}.{name}" for group in ("data", "training", "optimizer", "parallel", "precision") for name in new[group]]
+    pairs = [(key, _value(old, key), _value(new, key)) for key in keys]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _model_differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, str]:
+    """Keys of the model whose values differ -> the old value."""
+    keys = [f"model.{name}" for name in new["model"]]
+    return {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
+
+
+def _refuse(checkpoint: Checkpoint, new: dict[str, Any], differences: dict[str, str], fix: str) -> None:
+    """Raise a UserError if there are differences (key -> what the checkpoint was made with)."""
     if differences:
-        fix = "choose another run_dir, or checkpoint.resume=none to start again"
         raise UserError(
-            [Violation(key, _value(new, key), f"{checkpoint.path} was made with {value}", fix) for key, value in differences.items()]
+            [Violation(key, _value(new, key), f"{checkpoint.path} was made with {old}", fix) for key, old in differences.items()]
         )
 
 

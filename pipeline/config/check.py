@@ -17,6 +17,8 @@ _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Return all violated rules between keys. Every single value is in its range already."""
     found = [*config.model.violations(), *_corpora(config)]
+    if not config.run_dir.strip():
+        found.append(Violation("run_dir", repr(config.run_dir), "must name a folder", "set run_dir, or remove an unset variable from it"))
     if config.stage.name in PARALLEL_STAGES:
         found += [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
         found += [*_batch(config, world_size), *_training(config)]

@@ -47,6 +47,14 @@ class TrainingConfig:
     compile: str = knob("auto", "compile the blocks with torch.compile; auto compiles on a GPU", choices=("auto", "on", "off"))
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
     validation_batches: int = knob(8, "global batches per validation", at_least=1)
+    max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
+    timeout_minutes: float = knob(
+        10.0,
+        "time without progress after which the run ends and names the slowest rank; loading and saving may take 6 times as long",
+        unit="minutes",
+        above=0,
+        at_most=600,
+    )
     token_budget: int | None = knob(None, "planned number of training tokens; the dry run prints the number of steps for it", at_least=1)
 
 
@@ -55,7 +63,7 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: str = knob("adamw", "optimizer: AdamW (Loshchilov & Hutter 2019)", choices=("adamw",))
-    lr: float = knob(3e-4, "peak learning rate", above=0)
+    lr: float = knob(3e-4, "peak learning rate", above=0, at_most=10)
     beta1: float = knob(0.9, "decay rate of the first moment", at_least=0, at_most=0.9999)
     beta2: float = knob(0.95, "decay rate of the second moment", at_least=0, at_most=0.99999)
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
@@ -102,9 +110,15 @@ class PrecisionConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = knob(500, "steps between checkpoints; 0 saves only at the end", unit="steps", at_least=0)
+    every: int = knob(500, "steps between checkpoints; 0 saves only at the end, by time, and when the job is about to end", at_least=0)
+    every_minutes: float = knob(30.0, "time between checkpoints; 0 saves only by steps", unit="minutes", at_least=0)
     keep: int = knob(2, "number of newest checkpoints to keep", at_least=1)
-    resume: str = knob("auto", "auto: newest checkpoint of run_dir, if any; none: start from scratch; or a checkpoint folder")
+    resume: str = knob(
+        "auto",
+        "auto: newest checkpoint of run_dir, if any; none: start from scratch; or a checkpoint folder to start from, "
+        "unless run_dir already continues from it",
+    )
+    skip_damaged: bool = knob(False, "with resume=auto, set aside a damaged newest checkpoint and continue from the previous one")
 
 
 @dataclass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from pipeline.config.layout import Coordinates, Layout
+from pipeline.errors import UserError
 
 #: Timeout of collectives; on a slow shared file system, a rank can take long to save a checkpoint.
 TIMEOUT = timedelta(hours=1)
@@ -85,6 +87,29 @@ def destroy_process_group() -> None:
     """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def store_connection() -> Any:
+    """A new connection to the key-value store of the job, for use in another thread."""
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined] # every store but HashStore has it
+
+
+def on_rank_0(call: Callable[[], Any]) -> Any:
+    """Call a function on rank 0, and return its result on every rank.
+
+    Raises:
+        UserError: the function raised it; on every rank, so that all of them end.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = call()
+        except UserError as error:
+            answer[1] = error.violations
+    dist.broadcast_object_list(answer)
+    if answer[1]:
+        raise UserError(answer[1])
+    return answer[0]
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:

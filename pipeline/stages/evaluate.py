@@ -6,15 +6,17 @@ import json
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import native, save
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
+from pipeline.data.load.objectives import registry
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
-from pipeline.stages.pretrain import open_data
+from pipeline.stages.pretrain import check_vocabulary
 from pipeline.training import loop
 from pipeline.training.trainer import Trainer
 
@@ -24,23 +26,27 @@ log = logging.getLogger("pipeline")
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Write run_dir/evaluation.json: step, loss (nats per target), bits per byte (null if not every token is a target).
 
+    The validation split may be another one than that of training, with another sequence length.
+
     Raises:
         UserError: the checkpoint or the validation split is missing, or they do not match.
     """
     stage = config.stage
     assert isinstance(stage, Evaluate)
-    path = native.find(Path(config.run_dir), stage.checkpoint)
-    training_data, data = open_data(config, (ranks.rank, ranks.world_size))
+    checkpoint = Checkpoint(native.find(Path(config.run_dir), stage.checkpoint))
+    save.check_same_model(checkpoint, config)
+    data = registry.open_validation(config, (ranks.rank, ranks.world_size))
     if data is None:
         rule = "has a validation split shorter than training.sequence_length"
         raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
+    check_vocabulary(config, data)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
         trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device))
-        state = loop.resume(config, trainer, path, training_data)
+        state = loop.load(trainer, checkpoint)
         loss, bits = loop.validate(config, trainer, data, state.step, None, stage.batches)
         if ranks.rank == 0:
-            result = {"checkpoint": str(path), "step": state.step, "validation_loss": loss, "bits_per_byte": bits}
+            result = {"checkpoint": str(checkpoint.path), "step": state.step, "validation_loss": loss, "bits_per_byte": bits}
             with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
                 json.dump(result, handle, indent=1)
             per_byte = "" if bits is None else f", {bits:.4f} bits per byte"

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import logging
 import socket
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,18 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.errors import UserError
-from pipeline.files import atomic_file, make_folder, report_disk_full
+from pipeline.data.unfinished import claimed
+from pipeline.errors import DamagedCheckpointError, ToBeContinued, UserError
+from pipeline.files import atomic_file, remove_leftovers, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.flops import flops_per_token, peak_flops
+from pipeline.planner.parameters import count_model_parameters
 from pipeline.training import loop
-from pipeline.training.metrics import Metrics
+from pipeline.training.metrics import Metrics, last_loss
+from pipeline.training.step_control import Signals, StepControl
 from pipeline.training.trainer import Trainer
+from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 
@@ -35,33 +41,90 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Train up to training.steps, starting from the newest checkpoint of the run directory.
 
     Raises:
-        UserError: before training starts: token shards are missing, the vocabulary is too large, or run_dir contains another model.
+        UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
+            use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
+        ToBeContinued: a signal announced the end of the job, and a checkpoint has been written.
     """
+    signals = Signals()
+    if ranks.rank == 0:
+        log.info("%s", _summary(config, ranks))
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     blend.check_epochs(config, training_data.samples)
-    start = starting_checkpoint(config)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
-        mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device)
-        trainer = Trainer(config, mesh)
-        state = loop.resume(config, trainer, start, training_data)
-        if state.step >= config.training.steps:
-            log.info("pretrain: %s has completed %d steps, nothing to do", config.run_dir, state.step)
-            return
-        hosts = _hosts()
-        if ranks.rank == 0:
-            make_folder(Path(config.run_dir))
-            _write_config(config)
-        length = config.training.sequence_length
-        flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
-        all_peaks = None if peak is None else peak * ranks.world_size
-        with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
-            state = loop.train(config, trainer, training_data, validation_data, state, metrics)
-            metrics.flush()
+        with ExitStack() as run_dir, Watchdog(config.training.timeout_minutes) as watchdog:
+            start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
+            mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device)
+            trainer = Trainer(config, mesh)
+            state = _resume(config, trainer, start, training_data)
+            hosts = _hosts()
+            if state.step >= config.training.steps:
+                if ranks.rank == 0 and _finish(config, state, hosts):
+                    log.info("pretrain: %s has completed %d steps, nothing to do", config.run_dir, state.step)
+                return
             if ranks.rank == 0:
-                _write_manifest(config, state, metrics.last, hosts)
+                _write_config(config)
+            length = config.training.sequence_length
+            flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
+            all_peaks = None if peak is None else peak * ranks.world_size
+            with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
+                control = StepControl(config, ranks.rank, signals)
+                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog)
+            if state.step < config.training.steps:
+                dist.barrier()  # the launcher terminates all ranks when the first one exits
+                log.info("pretrain: stopped after step %d; the same command continues", state.step)
+                raise ToBeContinued
+            if ranks.rank == 0:
+                _finish(config, state, hosts)
     finally:
         meshes.destroy_process_group()
+
+
+def _summary(config: RunConfig, ranks: Ranks) -> str:
+    """The first line of a run: ranks, layout, model and where it starts."""
+    layout = Layout.of(config, ranks.world_size)
+    sizes = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "context", "expert", "data")}
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
+    found = native.complete(Path(config.run_dir))
+    begin = f"newest checkpoint: step {native.step_of(found[-1])}" if found else "no checkpoint yet"
+    count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+    return (
+        f"pretrain: {config.model.family} with {count_model_parameters(config.model):,} parameters on {count} "
+        f"({ranks.local_size} on {socket.gethostname()}), {axes}, ZeRO {config.parallel.zero_stage}; {config.run_dir}: {begin}"
+    )
+
+
+def _open_run_dir(config: RunConfig, opened: ExitStack) -> Path | None:
+    """Create and lock the run directory until `opened` is closed, remove what a killed job left, and return the checkpoint to start from.
+
+    Raises:
+        UserError: the directory cannot be written, another job uses it, or see starting_checkpoint.
+    """
+    folder = Path(config.run_dir)
+    opened.enter_context(claimed(folder, "run_dir"))
+    start = starting_checkpoint(config)
+    remove_leftovers(folder)
+    remove_leftovers(folder / "checkpoints")
+    return start
+
+
+def _resume(config: RunConfig, trainer: Trainer, start: Path | None, data: Objective) -> native.TrainState:
+    """Load the checkpoint to start from; with checkpoint.skip_damaged, an older one if it is damaged.
+
+    Raises:
+        UserError: as loop.resume.
+    """
+    while True:
+        try:
+            return loop.resume(config, trainer, start, data)
+        except DamagedCheckpointError as error:
+            if not config.checkpoint.skip_damaged or config.checkpoint.resume != "auto" or start is None:
+                raise
+            aside = meshes.on_rank_0(partial(native.set_aside, start))
+            start = meshes.on_rank_0(lambda: starting_checkpoint(config))
+            if start is None:
+                raise
+            log.warning("renamed a damaged checkpoint to %s (%s), continuing from %s", aside, error.violations[0], start)
 
 
 def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:
@@ -75,32 +138,51 @@ def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Obj
         UserError: token shards are missing or damaged, or contain token ids outside the embedding.
     """
     training = registry.open_training(config, share)
-    vocab_size = training.samples.vocab_size
+    check_vocabulary(config, training)
+    return training, registry.open_validation(config, share)
+
+
+def check_vocabulary(config: RunConfig, data: Objective) -> None:
+    """Refuse data with token ids outside the embedding.
+
+    Raises:
+        UserError: the vocabulary of the data is larger than the model's.
+    """
+    vocab_size = data.samples.vocab_size
     if vocab_size > config.model.vocab_size:
         rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
         fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
-    return training, registry.open_validation(config, share)
 
 
 def starting_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint to resume from, None to start from scratch.
 
+    A run directory has one history. A named checkpoint starts it; once the run has written checkpoints of its own, the same command
+    continues from the newest one.
+
     Raises:
-        UserError: the requested checkpoint is missing, or run_dir contains checkpoints although checkpoint.resume=none.
+        UserError: the requested checkpoint is missing, or the run would not continue from the newest checkpoint of run_dir.
     """
     resume, run_dir = config.checkpoint.resume, Path(config.run_dir)
     found = native.complete(run_dir)
-    if resume == "auto":
-        return found[-1] if found else None
-    if resume == "none":
-        if found:
-            rule = (
-                f"starts from scratch, but {run_dir} contains {len(found)} checkpoints, the newest of step {found[-1].name[5:].lstrip('0')}"
-            )
-            raise UserError.of("checkpoint.resume", resume, rule, "choose another run_dir, or set checkpoint.resume=auto to continue")
-        return None
-    return native.find(run_dir, resume, "checkpoint.resume")
+    newest = found[-1] if found else None
+    if resume == "auto" or (newest is not None and _started_by(newest, resume)):
+        return newest
+    named = None if resume == "none" else native.find(run_dir, resume, "checkpoint.resume")
+    if newest is None or (named is not None and named.resolve() == newest.resolve()):
+        return named
+    start = "starts from scratch" if named is None else "starts from this checkpoint"
+    rule = f"{start}, but {run_dir} contains checkpoints that do not continue from it, the newest of step {native.step_of(newest)}"
+    raise UserError.of(
+        "checkpoint.resume", resume, rule, "choose another run_dir, or set checkpoint.resume=auto to continue from the newest"
+    )
+
+
+def _started_by(newest: Path, resume: str) -> bool:
+    """Whether the run that wrote this checkpoint was itself started with this checkpoint.resume."""
+    before = native.read_index(newest).config["checkpoint"]["resume"]
+    return resume != "none" and before not in ("auto", "none") and Path(before).resolve() == Path(resume).resolve()
 
 
 def _hosts() -> list[str]:
@@ -116,10 +198,15 @@ def _write_config(config: RunConfig) -> None:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
 
-def _write_manifest(config: RunConfig, state: native.TrainState, last: dict[str, Any], hosts: list[str]) -> None:
-    """Write the manifest of the completed run: settings, final metrics, world size and hosts."""
+def _finish(config: RunConfig, state: native.TrainState, hosts: list[str]) -> bool:
+    """Write the manifest of the completed run: settings, final loss, world size and hosts. Returns whether it was there already."""
     run_dir = Path(config.run_dir)
+    if (run_dir / artifact.MANIFEST).is_file() and artifact.read(run_dir, key="run_dir", stage="pretrain").totals.get("step") == state.step:
+        return True
+    if not (run_dir / "config.yaml").is_file():
+        _write_config(config)
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
-    totals = {**dataclasses.asdict(state), "loss": last["loss"], "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))
+    return False

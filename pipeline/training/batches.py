@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import Mesh
 
@@ -38,7 +38,7 @@ class BatchLoader:
     def training(self, first: int, steps: range) -> Iterator[DeviceBatch]:
         """Yield the batches of these steps; the first one starts at sample `first`."""
 
-        def requests(first: int) -> Iterator[tuple[int, int, int]]:
+        def requests(first: int) -> Iterator[tuple[int, ...]]:
             for step in steps:
                 size = warmup.batch_size(self._config.training, step)
                 yield first, size, warmup.sequence_length(self._config.training, step)
@@ -46,31 +46,36 @@ class BatchLoader:
 
         return self._prefetch(requests(first))
 
-    def validation(self, count: int) -> Iterator[DeviceBatch]:
-        """Yield the first `count` global batches of the split."""
+    def validation(self, count: int, samples: int) -> Iterator[DeviceBatch]:
+        """Yield the first `count` global batches of a split with this number of samples; the last one is padded without targets."""
         size, length = self._config.training.global_batch_size, self._config.training.sequence_length
-        return self._prefetch((number * size, size, length) for number in range(count))
+        return self._prefetch((number * size, size, length, samples) for number in range(count))
 
-    def load(self, first: int, size: int, length: int) -> DeviceBatch:
+    def load(self, first: int, size: int, length: int, samples: int | None = None) -> DeviceBatch:
         """Load this rank's share of a global batch to the device.
 
         Args:
             first: first sample of the global batch.
             size: number of samples in the global batch.
             length: tokens per sequence; longer samples are split into sequences of this length.
+            samples: number of samples of the split: those after the last one get no targets. None continues with the next epoch.
 
         Returns:
             Tokens int64 (sequences, length), and the other model inputs that the objective creates.
         """
         count = size // self._ranks
-        arrays = self._objective.arrays(np.arange(count) + first + self._rank * count)
+        indices = np.arange(count) + first + self._rank * count
+        arrays = self._objective.arrays(indices)
+        if samples is not None and indices[-1] >= samples:
+            arrays["targets"] = arrays["targets"].astype(np.int64)
+            arrays["targets"][indices >= samples] = IGNORE
         if length < arrays["tokens"].shape[1]:
             arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
         # Transferred as two bytes per token, then widened to eight on the device.
         batch = {name: self._to_device(array).to(torch.int32 if name == "documents" else torch.int64) for name, array in arrays.items()}
         return batch.pop("tokens"), cast(Batch, batch)
 
-    def _prefetch(self, requests: Iterator[tuple[int, int, int]]) -> Iterator[DeviceBatch]:
+    def _prefetch(self, requests: Iterator[tuple[int, ...]]) -> Iterator[DeviceBatch]:
         """Prefetch data.prefetch batches, each in a thread, and yield them in order."""
         prefetch = self._config.data.prefetch
         with ThreadPoolExecutor(prefetch, initializer=self._use_device) as pool:

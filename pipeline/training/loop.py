@@ -20,7 +20,9 @@ from pipeline.data.load.objectives.objective import Objective
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
 from pipeline.training.metrics import Metrics
+from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
+from pipeline.training.watchdog import INPUT_OUTPUT, Watchdog
 
 log = logging.getLogger("pipeline")
 
@@ -32,8 +34,10 @@ def train(
     validation_data: Objective | None,
     state: TrainState,
     metrics: Metrics,
+    control: StepControl,
+    watchdog: Watchdog,
 ) -> TrainState:
-    """Train from `state` up to training.steps.
+    """Train from `state` up to training.steps, or until a signal announces the end of the job.
 
     Args:
         config: configuration of the run.
@@ -42,17 +46,24 @@ def train(
         validation_data: the validation split, None if there is none.
         state: the state to continue from.
         metrics: writer of metrics.jsonl.
+        control: decides when to save and to stop.
+        watchdog: to which progress is reported.
 
     Returns:
-        The final state.
+        The final state; a checkpoint of it has been written.
+
+    Raises:
+        UserError: too many steps in a row were skipped, the weights are not finite, or a checkpoint could not be written.
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, config, trainer.mesh)
     started = time.monotonic()
     with Progress(training.steps - state.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
+        watchdog.report(f"loading the batch of step {state.step + 1}")
         for tokens, batch in loader.training(state.samples, range(state.step, training.steps)):
             waited = time.monotonic() - started
-            loss, result = trainer.train(tokens, batch)
+            watchdog.report(f"step {state.step + 1}")
+            loss, result = trainer.train(tokens, batch, control.requests())
             size = warmup.batch_size(training, state.step)
             state = TrainState(state.step + 1, state.samples + size, state.updates)
             now = time.monotonic()
@@ -61,38 +72,55 @@ def train(
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 
             last = state.step == training.steps
+            decision = control.after_step(result, last=last)
             if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
-                validate(config, trainer, validation_data, state.step, metrics, training.validation_batches)
+                watchdog.report(f"validation after step {state.step}")
+                validate(config, trainer, validation_data, state.step, metrics, training.validation_batches, watchdog)
                 started = time.monotonic()
-            if last or (checkpoint.every and state.step % checkpoint.every == 0):
+            if last or decision.save or decision.stop or (checkpoint.every and state.step % checkpoint.every == 0):
                 metrics.flush()
+                watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
                 state = dataclasses.replace(state, updates=trainer.engine.updates())
                 index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
                 log.info("step %d: wrote %s", state.step, path)
+                control.saved()
                 started = time.monotonic()
+            if decision.stop:
+                break
+            watchdog.report(f"loading the batch of step {state.step + 1}")
     return state
 
 
 def validate(
-    config: RunConfig, trainer: Trainer, data: Objective, step: int, metrics: Metrics | None, batches: int | None
+    config: RunConfig,
+    trainer: Trainer,
+    data: Objective,
+    step: int,
+    metrics: Metrics | None,
+    batches: int | None,
+    watchdog: Watchdog | None = None,
 ) -> tuple[float, float | None]:
     """Compute mean loss and bits per byte over the first `batches` global batches of the validation split (all of it when None).
 
-    Only full global batches are read; the last one is filled up from the start of the split.
+    Every target of these batches counts once, so the result for a full split does not depend on the batch size.
 
     Returns:
         (nats per target, bits per byte); the latter is None if the objective does not predict every token.
     """
-    available = math.ceil(int(data.samples.counts[0]) / config.training.global_batch_size)
+    samples = int(data.samples.counts[0])
+    available = math.ceil(samples / config.training.global_batch_size)
     count = available if batches is None else min(batches, available)
     loader = BatchLoader(data, config, trainer.mesh)
-    total = torch.zeros((), device=trainer.mesh.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)  # of the losses, and the number of targets
     with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
-        for tokens, batch in loader.validation(count):
-            total += trainer.evaluate(tokens, batch)
+        for tokens, batch in loader.validation(count, samples):
+            mean, targets = trainer.evaluate(tokens, batch)
+            sums += torch.stack([mean.double() * targets, targets.double()])
             bar.advance(1)
-    loss = float(total) / count
+            if watchdog is not None:
+                watchdog.report(f"validation after step {step}")
+    loss = float(sums[0] / sums[1])
     bits = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else None
     if metrics is not None:
         metrics.validation(step, loss, bits)
@@ -111,8 +139,20 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
         return TrainState()
     checkpoint = Checkpoint(path)
     save.check_same_run(checkpoint, config, training_data)
+    state = load(trainer, checkpoint)
+    log.info("continuing from %s: step %d, %d samples", path, state.step, state.samples)
+    for key, old, new in save.changed_settings(checkpoint, config):
+        log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
+    return state
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
+    """Load a checkpoint into the trainer, and return its state; collective.
+
+    Raises:
+        UserError: the checkpoint is corrupt, or its weights have other shapes.
+    """
     save.load(checkpoint, trainer.engine.fragments())
     trainer.engine.loaded(checkpoint.train_state.updates)
     dist.barrier()
-    log.info("continuing from %s: step %d, %d samples", path, checkpoint.train_state.step, checkpoint.train_state.samples)
     return checkpoint.train_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.config.schema import RunConfig
+from pipeline.files import atomic_file
 from pipeline.training.engine import StepResult
+from pipeline.training.step_control import HostCopy
 
 log = logging.getLogger("pipeline")
 
@@ -29,10 +31,9 @@ class _Pending:
     """A step whose metrics may not have been copied from the device yet."""
 
     state: TrainState
-    values: Tensor
+    values: HostCopy
     samples: int
     seconds: float
-    ready: torch.cuda.Event | None
     names: tuple[str, ...]
     extra: dict[str, float]
 
@@ -82,12 +83,7 @@ class Metrics:
             return
         numbers = (result.gradient_norm, result.lr, result.skipped, *result.more.values())
         values = torch.stack([loss.detach().float(), *(number.to(loss.device) for number in numbers)])
-        ready = None
-        if values.is_cuda:
-            values = values.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-        previous, self._pending = self._pending, _Pending(state, values, samples, seconds, ready, tuple(result.more), extra)
+        previous, self._pending = self._pending, _Pending(state, HostCopy(values), samples, seconds, tuple(result.more), extra)
         if previous is not None:
             self._write(previous)
 
@@ -112,9 +108,7 @@ class Metrics:
 
     def _write(self, pending: _Pending) -> None:
         """Write the line of a step."""
-        if pending.ready is not None:
-            pending.ready.synchronize()
-        loss, norm, lr, skipped, *more = pending.values.tolist()
+        loss, norm, lr, skipped, *more = pending.values.values()
         self._skipped_before += int(skipped)
         rate = pending.samples * self._tokens_per_sample / pending.seconds
         step = pending.state.step
@@ -144,7 +138,9 @@ class Metrics:
             log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s, %s left", step, self._steps, loss, norm, lr, f"{mean:,.0f}", left)
 
     def _emit(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        # JSON has no NaN and no infinity.
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
@@ -163,19 +159,33 @@ class Metrics:
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Remove the lines after a step, which an interrupted run wrote, including an incomplete last line."""
+    """Remove the lines after a step, which an interrupted run wrote, and an incomplete last line. Other damaged lines are kept."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            break
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
+    lines = path.read_bytes().split(b"\n")
+    incomplete = lines.pop()
+    steps = [_step(line) for line in lines]
+    kept = [line for line, line_step in zip(lines, steps, strict=True) if line_step is None or line_step <= step]
+    if None in steps:
+        log.warning("%s: line %d is not a JSON object with a step; it is kept", path, steps.index(None) + 1)
+    if incomplete or kept != lines:
+        with atomic_file(path) as handle:
+            handle.writelines(line + b"\n" for line in kept)
+
+
+def last_loss(run_dir: Path, step: int) -> float | None:
+    """The loss of a step in metrics.jsonl; None if it is not there."""
+    path = run_dir / FILE
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return next((json.loads(line)["loss"] for line in reversed(lines) if _step(line) == step and b'"loss"' in line), None)
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a line, None if it cannot be read."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _init_wandb(config: RunConfig, step: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,12 +37,13 @@ class Trainer:
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
 
-    def train(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, StepResult]:
+    def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = ()) -> tuple[Tensor, StepResult]:
         """One optimizer step.
 
         Args:
             tokens: int64 (sequences, sequence), this rank's share of the global batch, on the mesh's device.
             batch: the other model inputs, with targets.
+            requests: of this rank, to be counted over all ranks.
 
         Returns:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
@@ -50,22 +52,33 @@ class Trainer:
         with self.engine.accumulate():
             loss = self._pipeline(tokens, batch).train(tokens, batch)
         result = self.engine.step()
-        return self._global_mean(loss), replace(result, more=self._routing.after_step(result.skipped))
+        mean, counted = self._global_mean(loss, requests)
+        return mean, replace(result, requests=counted, more=self._routing.after_step(result.skipped))
 
-    def evaluate(self, tokens: Tensor, batch: Batch) -> Tensor:
-        """Return the mean loss of the global batch; arguments as in train."""
-        return self._global_mean(self._pipeline(tokens, batch).evaluate(tokens, self._with_loss_scale(batch)))
+    def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the loss of the targets without a gradient; arguments as in train. BERT's next-sentence loss is not included.
+
+        Returns:
+            The mean loss over the targets of the global batch other than IGNORE, and their number; both 0-dim, the same on every rank.
+        """
+        batch = batch.copy()
+        batch.pop("next_sentence", None)
+        counts = self._counts(batch["targets"])
+        batch = _with_scale(batch, counts)
+        return self._global_mean(self._pipeline(tokens, batch).evaluate(tokens, batch))[0], counts[1]
 
     def _with_loss_scale(self, batch: Batch) -> Batch:
         """Add Batch.loss_scale if some positions have no target: the loss is the mean over the counted targets of the global batch."""
         if objective_of(self._config).every_position_counts(self._config):
             return batch
-        targets = batch["targets"]
+        return _with_scale(batch, self._counts(batch["targets"]))
+
+    def _counts(self, targets: Tensor) -> Tensor:
+        """The number of positions and of targets other than IGNORE in the global batch, int64 (2,)."""
         counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])
         for group in (self.mesh.data, self.mesh.expert):
             dist.all_reduce(counts, group=group)
-        scale = counts[0].float() / counts[1].clamp(min=1)
-        return {**batch, "loss_scale": scale.expand(len(targets)).contiguous()}
+        return counts // self.mesh.layout.context  # context ranks have the same sequences
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
         """Return the pipeline for batches of this shape; a warm-up has several shapes."""
@@ -74,10 +87,17 @@ class Trainer:
             self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
         return self._pipelines[shape]
 
-    def _global_mean(self, loss: Tensor) -> Tensor:
-        """Average the losses of all shares of the batch, which the ranks of the last stage hold, over all ranks."""
+    def _global_mean(self, loss: Tensor, requests: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
+        """Average the losses of all shares of the batch, which the ranks of the last stage hold, and count requests, over all ranks."""
+        flags = [loss.new_full((), float(request)) for request in requests]  # filled on the device: a copy from the host would wait
         if self.mesh.layout.world_size == 1:
-            return loss
-        total = loss.clone() if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss)
-        dist.all_reduce(total)
-        return total / (self.mesh.layout.batch_shards * self.mesh.layout.context)
+            return loss, torch.stack(flags) if flags else loss.new_zeros(0)
+        totals = torch.stack([loss if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss), *flags])
+        dist.all_reduce(totals)
+        return totals[0] / (self.mesh.layout.batch_shards * self.mesh.layout.context), totals[1:]
+
+
+def _with_scale(batch: Batch, counts: Tensor) -> Batch:
+    """Add Batch.loss_scale from the numbers of positions and of targets."""
+    scale = counts[0].float() / counts[1].clamp(min=1)
+    return {**batch, "loss_scale": scale.expand(len(batch["targets"])).contiguous()}

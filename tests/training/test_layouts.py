@@ -214,7 +214,7 @@ def train(name: str, layout: str) -> Trained:
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not hasattr(config.model, "experts"):  # in training their loss has more terms
-            validated.append(float(mine.evaluate(tokens, batch)))
+            validated.append(float(mine.evaluate(tokens, batch)[0]))
         loss, result = mine.train(tokens, batch)
         numbers.append((float(loss), float(result.gradient_norm), *(float(result.more[key]) for key in STATISTICS if key in result.more)))
     weights, moments = unsharded(mine), unsharded(mine, "exp_avg")

@@ -95,6 +95,38 @@ def test_evaluate_and_convert_read_the_checkpoint_in_one_process(eight, tokens, 
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
+def test_evaluation_counts_every_target_once(eight, tokens):
+    """The result depends neither on the batch size nor on the layout; the training data and its sequence length are not required."""
+    common = ("stage=evaluate", *TINY, "precision=fp32", f"data.tokens={tokens}", f"run_dir={eight[0]}")
+
+    def evaluate(ranks: int, *arguments: str) -> float:
+        run_ranks(ranks, *common, *arguments) if ranks > 1 else pipeline(*common, "parallel.zero_stage=0", *arguments)
+        return json.loads((eight[0] / "evaluation.json").read_text())["validation_loss"]
+
+    batch = "training.global_batch_size={0}", "training.micro_batch_size={1}"
+    losses = [evaluate(1, *(text.format(size, micro) for text in batch)) for size, micro in ((1, 1), (35, 7), (512, 64))]
+    losses.append(evaluate(2, "parallel.context=2", *(text.format(12, 3) for text in batch)))
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    assert evaluate(1, "training.sequence_length=16", "training.seed=5") == pytest.approx(losses[0], rel=0.01)
+
+
+def test_one_history_in_a_run_directory(eight, tokens, tmp_path):
+    """A run may start from a checkpoint of another one; the same command then continues. A branch beside newer checkpoints is refused."""
+    common = ("stage=pretrain", *TINY, "precision=fp32", "parallel.zero_stage=0", f"data.tokens={tokens}")
+    source = eight[0] / "checkpoints" / "step-00000004"
+    branch = (*common, f"run_dir={tmp_path}/branch", f"checkpoint.resume={source}", "optimizer.lr=0.001")
+    printed = pipeline(*branch, "training.steps=5")
+    assert "step 4, 64 samples" in printed
+    assert "optimizer.lr=0.001, was 0.0003" in printed
+    assert "step 5, 80 samples" in pipeline(*branch, "training.steps=6")
+    assert "step 6, 96 samples" in pipeline(*common, f"run_dir={tmp_path}/branch", "training.steps=7")
+    before = exact(eight[0])
+    for run_dir, resume in ((eight[0], source), (eight[0], "none"), (tmp_path / "branch", source)):
+        said = pipeline(*common, f"run_dir={run_dir}", f"checkpoint.resume={resume}", "training.steps=9", expect=2)
+        assert "do not continue from it" in said, resume
+    assert exact(eight[0]) == before
+
+
 def test_a_finished_run_does_nothing_and_a_longer_one_continues(eight, tokens, tmp_path):
     shutil.copytree(eight[0], tmp_path / "run")
     common = ("stage=pretrain", *TINY, "precision=fp32", "parallel.zero_stage=1", f"data.tokens={tokens}", f"run_dir={tmp_path}/run")

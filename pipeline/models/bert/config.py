@@ -21,7 +21,7 @@ class BertConfig:
     max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
     segments: int = knob(2, "number of segment embeddings", at_least=1)
     next_sentence: bool = knob(True, "add next-sentence prediction, trained on pairs of segments")
-    norm_eps: float = knob(1e-12, "added to the variance in LayerNorm", above=0)
+    norm_eps: float = knob(1e-12, "added to the variance in LayerNorm", above=0, at_most=0.1)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 

@@ -40,7 +40,7 @@ class DeepseekV3Config(rope.RopeConfig):
     mtp_loss: float = knob(0.3, "weight of the mean MTP loss in the training loss", above=0)
     vocab_size: int = knob(129280, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
-    norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0)
+    norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     init_std: float = knob(0.006, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
 

@@ -26,7 +26,7 @@ class GPTConfig(MultiHead):
         unit="tokens",
         at_least=1,
     )
-    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0, at_most=0.1)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 

@@ -19,7 +19,7 @@ class GPT1Config(MultiHead):
     heads: int = knob(12, "attention heads", at_least=1)
     vocab_size: int = knob(40478, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
-    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0, at_most=0.1)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 

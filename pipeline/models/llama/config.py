@@ -23,7 +23,7 @@ class LlamaConfig(rope.RopeConfig):
     ffn_hidden: int = knob(11008, "intermediate width of the feed-forward", at_least=1)
     vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
-    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
+    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     query_key_norm: bool = knob(False, "RMSNorm over each head of queries and keys (Qwen 3)")
     attention_bias: bool = knob(False, "biases in the attention projections")
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)

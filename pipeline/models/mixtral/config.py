@@ -32,7 +32,7 @@ class MixtralConfig:
         None, "sliding window of attention in tokens, including the current one; null for full attention", unit="tokens", at_least=1
     )
     rope_theta: float = knob(1e6, "base of the rotary frequencies", above=0)
-    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0)
+    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
 

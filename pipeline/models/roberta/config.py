@@ -20,7 +20,7 @@ class RobertaConfig(BertConfig):
     vocab_size: int = knob(50265, "number of token embeddings", unit="tokens", at_least=1)
     segments: int = knob(1, "number of segment embeddings", at_least=1)
     next_sentence: bool = knob(False, "must stay false: RoBERTa has no next-sentence prediction")
-    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0, at_most=0.1)
 
     @property
     def position_offset(self) -> int:

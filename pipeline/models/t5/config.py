@@ -25,7 +25,7 @@ class T5Config(EncoderDecoderSizes):
     max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
     buckets: int = knob(32, "buckets of the relative position biases", at_least=4)
     max_distance: int = knob(128, "distance from which all positions share the last bucket", unit="tokens", at_least=2)
-    norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0)
+    norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
     tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding, and scale the head's input by hidden^-1/2")
 

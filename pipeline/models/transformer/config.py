@@ -22,7 +22,7 @@ class TransformerConfig(EncoderDecoderSizes):
     ffn_hidden: int = knob(2048, "intermediate width of the feed-forward", at_least=1)
     vocab_size: int = knob(37000, "number of token embeddings, which encoder and decoder share", unit="tokens", at_least=1)
     max_positions: int = knob(1024, "longest sequence", unit="tokens", at_least=2)
-    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0)
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0, at_most=0.1)
     init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
     activation: str = knob("relu", "activation of the feed-forward; silu in many OPUS-MT models", choices=("relu", "gelu", "silu"))
     label_smoothing: float = knob(0.1, "probability mass of the target that is spread over the vocabulary", at_least=0, at_most=0.999)

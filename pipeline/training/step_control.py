@@ -1,0 +1,112 @@
+"""Decides after each step, identically on all ranks, whether to save a checkpoint, to stop, or to give up.
+
+Signals arrive at different ranks at different moments, and clocks differ. Each rank therefore sends its requests with the loss of a step,
+which is summed over all ranks, and acts on the sum of the previous step: the host does not wait for the step that it has just queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.training.engine import StepResult
+
+log = logging.getLogger("pipeline")
+
+#: Signals that announce the end of a job: Slurm sends SIGTERM at the time limit and with scancel, and the signal of sbatch --signal.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Signals:
+    """Records the signals that announce the end of a job.
+
+    Attributes:
+        received: name of the signal, empty if none was received.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:  # noqa: ARG002 - signature of a signal handler
+        self.received = signal.Signals(number).name
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do after a step."""
+
+    save: bool = False
+    stop: bool = False
+
+
+class StepControl:
+    """Collects the requests of this rank and turns those of all ranks into decisions.
+
+    Args:
+        config: of the run.
+        rank: the clock of rank 0 decides when a checkpoint is due.
+        signals: of this process.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, signals: Signals) -> None:
+        self._rank, self._signals = rank, signals
+        self._save_seconds = config.checkpoint.every_minutes * 60
+        self._saved = time.monotonic()
+        self._max_skipped, self._skipped = config.training.max_skipped_steps, 0
+        self._pending: HostCopy | None = None
+
+    def requests(self) -> tuple[bool, bool]:
+        """This rank's requests: (save a checkpoint, stop)."""
+        due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
+        return due, bool(self._signals.received)
+
+    def saved(self) -> None:
+        """Note that a checkpoint was saved."""
+        self._saved = time.monotonic()
+
+    def after_step(self, result: StepResult, *, last: bool) -> Decision:
+        """Decide on the requests of the previous step; of this step, too, if it is the last one.
+
+        Args:
+            result: of this step, to which this rank sent requests().
+            last: whether no step follows.
+
+        Raises:
+            UserError: too many steps in a row were skipped.
+        """
+        previous, self._pending = self._pending, HostCopy(torch.stack([*result.requests, result.skipped.to(result.requests)]))
+        known = [copy.values() for copy in (previous, self._pending if last else None) if copy is not None]
+        for _, _, skipped in known:
+            self._skipped = self._skipped + 1 if skipped else 0
+            if self._skipped >= self._max_skipped:
+                rule = f"{self._skipped} steps in a row were skipped: their gradients are not finite"
+                fix = "reduce optimizer.lr, or continue from an older checkpoint; metrics.jsonl shows where the loss diverges"
+                raise UserError.of("training.max_skipped_steps", self._max_skipped, rule, fix)
+        return Decision(save=any(save for save, _, _ in known), stop=any(stop for _, stop, _ in known))
+
+
+class HostCopy:
+    """A small tensor that is copied to the host without waiting for the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values, self._ready = tensor.detach(), None
+        if tensor.is_cuda:
+            self._values = tensor.to("cpu", non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def values(self) -> list[float]:
+        """Wait for the copy and return its elements."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        elements: list[float] = self._values.tolist()
+        return elements
