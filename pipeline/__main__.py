@@ -30,9 +30,7 @@ def run_hydra(arguments: list[str]) -> None:
     """Compose the configuration with Hydra and run the stage, once or for every run of a sweep."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
     from omegaconf import open_dict
-    from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.config import compose, layout
     from pipeline.config.paths import CONF_DIR
@@ -41,7 +39,10 @@ def run_hydra(arguments: list[str]) -> None:
 
     compose.register()
     hydra_launcher.register()
-    sys.argv[1:] = arguments = compose.normalize_overrides(arguments)
+    try:
+        sys.argv[1:] = arguments = compose.normalize_overrides(arguments)
+    except UserError as error:
+        compose.exit_with_error(error, after=ranks.error_report_delay())
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them; user errors are printed below without a traceback
     application = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(run_one)
     try:
@@ -56,13 +57,16 @@ def run_hydra(arguments: list[str]) -> None:
             run_one(composed)
     except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
         compose.exit_with_error(error, after=ranks.error_report_delay())
-    except (HydraException, OmegaConfBaseException) as error:
+    except compose.COMPOSITION_ERRORS as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
         violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
         if not violations:
             raise
-        config = compose.to_run_config(valid)
-        violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
+        try:
+            config = compose.to_run_config(valid)
+            violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
+        except UserError as more:
+            violations += more.violations
         compose.exit_with_error(UserError(violations), after=ranks.error_report_delay())
         raise AssertionError("exit_with_error() does not return") from error
 

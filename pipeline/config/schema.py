@@ -21,7 +21,7 @@ else:
 class TrainingConfig:
     """Length of the run, batches, recomputation and kernels."""
 
-    steps: int = knob(1000, "number of optimizer steps", at_least=1)
+    steps: int = knob(1000, "number of optimizer steps", at_least=1, at_most=10**7)
     global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)
@@ -55,7 +55,9 @@ class TrainingConfig:
         above=0,
         at_most=600,
     )
-    token_budget: int | None = knob(None, "planned number of training tokens; the dry run prints the number of steps for it", at_least=1)
+    token_budget: int | None = knob(
+        None, "planned number of training tokens; the dry run prints the number of steps for it", at_least=1, at_most=10**18
+    )
 
 
 @dataclass

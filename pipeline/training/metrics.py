@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.training.engine import StepResult
 from pipeline.training.step_control import HostCopy
@@ -24,6 +26,7 @@ from pipeline.training.step_control import HostCopy
 log = logging.getLogger("pipeline")
 
 FILE = "metrics.jsonl"
+WANDB_ID = ".wandb_id"
 
 
 @dataclass(frozen=True)
@@ -196,11 +199,26 @@ def _init_wandb(config: RunConfig, step: int) -> Any:
 
     import wandb
 
-    return wandb.init(
-        project=config.tracking.project,
-        name=config.tracking.name or Path(config.run_dir).name,
-        dir=config.run_dir,
-        mode=config.tracking.wandb,  # type: ignore[arg-type]
-        config={**dataclasses.asdict(config), "resumed_at": step},
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    try:
+        return wandb.init(
+            project=config.tracking.project,
+            name=config.tracking.name or Path(config.run_dir).name,
+            id=_wandb_id(Path(config.run_dir)),
+            resume="allow",
+            dir=config.run_dir,
+            mode=config.tracking.wandb,  # type: ignore[arg-type]
+            config={**dataclasses.asdict(config), "resumed_at": step},
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:  # no API key, no network
+        fix = "run `wandb login` on a node with internet access, or set tracking.wandb=offline and `wandb sync` later"
+        raise UserError.of("tracking.wandb", config.tracking.wandb, f"Weights & Biases did not start: {error}", fix) from error
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The id of the run in Weights & Biases: the same each time that a job continues the run."""
+    path = run_dir / WANDB_ID
+    if not path.is_file():
+        with atomic_file(path, "w") as handle:
+            handle.write(uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ class BertConfig:
     """Encoder with post-norm LayerNorm, exact GELU, learned position and segment embeddings, tied embeddings and biases."""
 
     family: str = knob("bert", "model family", choices=("bert",))
-    layers: int = knob(12, "encoder blocks", at_least=1)
+    layers: int = knob(12, "encoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(768, "width of the residual stream", at_least=1)
     heads: int = knob(12, "attention heads", at_least=1)
     ffn_hidden: int = knob(3072, "intermediate width of the feed-forward", at_least=1)

@@ -14,7 +14,7 @@ class BloomConfig(MultiHead):
     """GPT with ALiBi instead of position embeddings and a norm after the embedding: pre-norm LayerNorm, GELU, tied embeddings."""
 
     family: str = knob("bloom", "model family", choices=("bloom",))
-    layers: int = knob(24, "decoder blocks", at_least=1)
+    layers: int = knob(24, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(1024, "width of the residual stream", at_least=1)
     heads: int = knob(16, "attention heads", at_least=1)
     vocab_size: int = knob(250880, "number of token embeddings", unit="tokens", at_least=1)

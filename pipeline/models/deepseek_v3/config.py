@@ -14,7 +14,7 @@ class DeepseekV3Config(rope.RopeConfig):
     """Multi-head latent attention, dense blocks followed by blocks with shared and fine-grained routed experts, multi-token prediction."""
 
     family: str = knob("deepseek_v3", "model family", choices=("deepseek_v3",))
-    layers: int = knob(61, "decoder blocks", at_least=1)
+    layers: int = knob(61, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(7168, "width of the residual stream", at_least=1)
     heads: int = knob(128, "attention heads", at_least=1)
     q_lora_rank: int | None = knob(1536, "width of the query latent; null projects queries directly from the residual stream", at_least=1)

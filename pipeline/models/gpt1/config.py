@@ -14,7 +14,7 @@ class GPT1Config(MultiHead):
     """Learned position embeddings, post-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 
     family: str = knob("gpt1", "model family", choices=("gpt1",))
-    layers: int = knob(12, "decoder blocks", at_least=1)
+    layers: int = knob(12, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(768, "width of the residual stream", at_least=1)
     heads: int = knob(12, "attention heads", at_least=1)
     vocab_size: int = knob(40478, "number of token embeddings", unit="tokens", at_least=1)

@@ -15,7 +15,7 @@ class LlamaConfig(rope.RopeConfig):
     """RMSNorm, SwiGLU, rotary position embeddings, grouped-query attention; optionally RMSNorm of queries and keys (Qwen 3)."""
 
     family: str = knob("llama", "model family", choices=("llama",))
-    layers: int = knob(32, "decoder blocks", at_least=1)
+    layers: int = knob(32, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(32, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)

@@ -14,7 +14,7 @@ class MixtralConfig:
     """Llama's block with MoE layers instead of feed-forwards."""
 
     family: str = knob("mixtral", "model family", choices=("mixtral",))
-    layers: int = knob(32, "decoder blocks", at_least=1)
+    layers: int = knob(32, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(8, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)

@@ -14,7 +14,7 @@ class OPTConfig(MultiHead):
     """Learned position embeddings that start in row 2, LayerNorm, ReLU, tied embeddings, biases in all layers."""
 
     family: str = knob("opt", "model family", choices=("opt",))
-    layers: int = knob(12, "decoder blocks", at_least=1)
+    layers: int = knob(12, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(768, "width of the residual stream", at_least=1)
     heads: int = knob(12, "attention heads", at_least=1)
     ffn_hidden: int = knob(3072, "intermediate width of the feed-forward", at_least=1)

@@ -14,7 +14,7 @@ class T5Config(EncoderDecoderSizes):
     """Encoder-decoder with RMSNorm and relative position biases, no other biases; T5 1.1 has gated feed-forwards and an untied head."""
 
     family: str = knob("t5", "model family", choices=("t5",))
-    layers: int = knob(12, "blocks of encoder and decoder together", at_least=2)
+    layers: int = knob(12, "blocks of encoder and decoder together", at_least=2, at_most=2000)
     encoder_layers: int | None = knob(None, "encoder blocks among them; half of them when null", at_least=1)
     hidden: int = knob(512, "width of the residual stream", at_least=1)
     heads: int = knob(8, "attention heads", at_least=1)

@@ -15,7 +15,7 @@ class TransformerConfig(EncoderDecoderSizes):
     """Encoder-decoder with post-norm LayerNorm, ReLU, sinusoidal position embeddings and shared embeddings."""
 
     family: str = knob("transformer", "model family", choices=("transformer",))
-    layers: int = knob(12, "blocks of encoder and decoder together", at_least=2)
+    layers: int = knob(12, "blocks of encoder and decoder together", at_least=2, at_most=2000)
     encoder_layers: int | None = knob(None, "encoder blocks among them; half of them when null", at_least=1)
     hidden: int = knob(512, "width of the residual stream", at_least=1)
     heads: int = knob(8, "attention heads", at_least=1)

@@ -1,0 +1,71 @@
+"""Random command lines: each is accepted, or refused with one message and exit code 2, without a traceback."""
+
+import random
+import sys
+
+import pytest
+
+import pipeline.stages
+from pipeline import __main__, knobs
+from pipeline.config.schema import RunConfig
+
+KEYS = [key for key, _, _ in knobs.walk(RunConfig())] + ["model.layers", "model.hidden", "model.norm_eps"]
+GROUPS = ["stage", "model", "data", "clean", "optimizer", "parallel", "precision", "cluster", "tracking", "experiment"]
+VALUES = [
+    "",
+    "1",
+    "-1",
+    "0",
+    "nan",
+    "-inf",
+    "1e400",
+    "1e20",
+    "null",
+    "true",
+    "x",
+    "[]",
+    "[1,2]",
+    "{a:1}",
+    "${nope}",
+    "'a b'",
+    "[",
+    "{",
+    '"',
+    "\t",
+]
+VALUES += ["pretrain", "llama-tiny", "bf16", "none", "auto", "/tmp/x", "a=b", "1,2", "..", "\\", "ä", "*", "9" * 40, "a" * 300]
+
+
+def command(choose: random.Random) -> list[str]:
+    """A command line with one to four words."""
+    words = []
+    for _ in range(choose.randint(1, 4)):
+        key = choose.choice(KEYS if choose.random() < 0.7 else GROUPS)
+        if choose.random() < 0.15:
+            place = choose.randrange(len(key))
+            key = key[:place] + choose.choice(["", ".", "x", " ", "=", "+", "~", "@"]) + key[place + 1 :]
+        words.append(key + choose.choice(["=", "=", "=", "=", "=", "=", "=", "", "==", ":"]) + choose.choice(VALUES))
+    return words
+
+
+@pytest.mark.slow
+def test_random_command_lines(monkeypatch, capsys):
+    monkeypatch.setattr(pipeline.stages, "run", lambda *_: None)
+    choose = random.Random(7)
+    codes = []
+    for _ in range(300):
+        words = command(choose)
+        monkeypatch.setattr(sys, "argv", ["pipeline", *words])
+        try:
+            __main__.main()
+            codes.append(0)
+        except SystemExit as end:
+            codes.append(end.code)
+        except BaseException as error:
+            pytest.fail(f"{words}: {error!r}")
+        said = capsys.readouterr()
+        assert codes[-1] in (0, 2), (words, said.err)
+        assert "Traceback" not in said.err + said.out, words
+        assert (codes[-1] == 2) == ("problem" in said.err), words
+    assert codes.count(2) > 100
+    assert codes.count(0) > 10
