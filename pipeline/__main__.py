@@ -8,6 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.errors import UserError
 
 
 def main() -> None:
@@ -42,7 +46,7 @@ def run_hydra(arguments: list[str]) -> None:
     try:
         sys.argv[1:] = arguments = compose.normalize_overrides(arguments)
     except UserError as error:
-        compose.exit_with_error(error, after=ranks.error_report_delay())
+        report(error)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them; user errors are printed below without a traceback
     application = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(run_one)
     try:
@@ -56,7 +60,7 @@ def run_hydra(arguments: list[str]) -> None:
                 del composed["hydra"]
             run_one(composed)
     except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
-        compose.exit_with_error(error, after=ranks.error_report_delay())
+        report(error)
     except compose.COMPOSITION_ERRORS as error:
         overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
         violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
@@ -67,8 +71,8 @@ def run_hydra(arguments: list[str]) -> None:
             violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
         except UserError as more:
             violations += more.violations
-        compose.exit_with_error(UserError(violations), after=ranks.error_report_delay())
-        raise AssertionError("exit_with_error() does not return") from error
+        report(UserError(violations))
+        raise AssertionError("report() does not return") from error
 
 
 def run_one(composed: object) -> None:
@@ -76,7 +80,7 @@ def run_one(composed: object) -> None:
     from omegaconf import DictConfig
 
     from pipeline.config import compose, layout
-    from pipeline.errors import CONTINUE, ToBeContinued, UserError
+    from pipeline.errors import ToBeContinued, UserError
     from pipeline.launch import preflight, ranks
     from pipeline.progress import set_up_logging
 
@@ -86,15 +90,26 @@ def run_one(composed: object) -> None:
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
         preflight.check(config, layout.job_size(config, here.world_size))
+        preflight.warn_of_other_size(config, here)
         from pipeline.stages import run
 
         gc.freeze()
         gc.enable()
         run(config, here)
     except UserError as error:
-        compose.exit_with_error(error, after=ranks.error_report_delay())
-    except ToBeContinued:
-        sys.exit(CONTINUE)
+        report(error)
+    except ToBeContinued as stopped:
+        ranks.record_exit_code(stopped.code)
+        sys.exit(stopped.code)
+
+
+def report(error: UserError) -> None:
+    """Print an error of the user, on one rank, and exit with code 2."""
+    from pipeline.config import compose
+    from pipeline.launch import ranks
+
+    ranks.record_exit_code(2)
+    compose.exit_with_error(error, after=ranks.error_report_delay())
 
 
 if __name__ == "__main__":

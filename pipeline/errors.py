@@ -41,11 +41,21 @@ class DamagedCheckpointError(UserError):
 
 
 class ToBeContinued(Exception):  # noqa: N818 - not an error
-    """A run that was asked to stop and has written a checkpoint. The entry point exits with CONTINUE: the same command continues it."""
+    """A run that was asked to stop and has written a checkpoint: the same command continues it.
+
+    Attributes:
+        code: exit code of the process, CONTINUE or TERMINATED.
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        super().__init__(f"exit code {code}")
 
 
-#: Exit code of a run that stopped before its end and continues when the same command is started again (EX_TEMPFAIL of sysexits.h).
+#: Exit code of a run that stopped because its time ends (SIGUSR1), EX_TEMPFAIL of sysexits.h: slurm/pretrain.sbatch requeues the job.
 CONTINUE = 75
+#: Exit code of a run that stopped because it was canceled or preempted (SIGTERM), as of a process that the signal ends.
+TERMINATED = 143
 
 
 def collect_errors(*checks: Callable[[], Any]) -> list[Any]:

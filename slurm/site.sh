@@ -10,3 +10,20 @@ if [ -f "slurm/sites/${SLURM_CLUSTER_NAME:-}.sh" ]; then
 else
   source slurm/sites/local.sh
 fi
+
+# Runs a stage on all tasks of the job. A run that stopped because its time ends (exit code 75) is requeued under the same job id.
+# srun reports the tasks that it killed after the first failure; the exit code of the job is that of rank 0, which runs on this node.
+run_stage() {
+  local code=0
+  PIPELINE_EXIT_CODE=$(mktemp)
+  export PIPELINE_EXIT_CODE
+  srun --kill-on-bad-exit=1 python -m pipeline "$@" || code=$?
+  [ "$code" = 0 ] || code=$(grep . "$PIPELINE_EXIT_CODE" || echo "$code")
+  rm -f "$PIPELINE_EXIT_CODE"
+  if [ "$code" = 75 ]; then
+    echo "requeueing job $SLURM_JOB_ID" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 # Slurm ends this script
+  fi
+  return "$code"
+}

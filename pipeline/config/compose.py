@@ -102,7 +102,7 @@ def diagnose(overrides: list[str], *, sweep: bool = False) -> tuple[list[Violati
         valid = [override for override in groups if _is_option(override)]
         composed = compose("config", valid)
         keys = set(_keys(composed))
-        unknown = [o for o in others if not o.startswith(("+", "~")) and _key_of(o) not in keys]
+        unknown = [o for o in others if not o.startswith(("+", "~", "hydra")) and _key_of(o) not in keys]
         violations += [_violation(override, None, composed) for override in unknown]
         known = [override for override in others if override not in unknown]
         try:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import xxhash
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
@@ -22,10 +25,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
+from pipeline.artifact import MANIFEST
 from pipeline.config import compose, layout
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, Violation
-from pipeline.files import atomic_file
+from pipeline.files import atomic_file, atomic_folder
 from pipeline.launch import job, preflight, ranks
 
 #: Record of the submitted jobs in the sweep folder, one entry per run.
@@ -119,28 +124,41 @@ class SlurmLauncher(ValidatingLauncher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submit the runs, print the job ids and return. Called by Hydra with the overrides of each run."""
         runs = self.runs(job_overrides, initial_job_idx)
-        texts = [job.render(_job(run, initial_job_idx + i), run.config.cluster) for i, run in enumerate(runs)]
-        record = Path(self.config.hydra.sweep.dir) / RECORD
-        self._check_submission(runs, record)
+        folder = Path(self.config.hydra.sweep.dir)
+        earlier = _read_record(folder / RECORD)
+        self._check_submission(runs, earlier, folder)
+        conf = _conf_copy(folder)
+        texts = {run.config.run_dir: job.render(_job(run, initial_job_idx + i, conf), run.config.cluster) for i, run in enumerate(runs)}
         if any(run.config.dry_run.enabled for run in runs):
-            print("\n".join(texts), end="")
+            print("\n".join(texts.values()), end="")
             return []
-        for run in runs:
+        states = _states(runs, earlier)
+        new = [run for run in runs if not states[run.config.run_dir]]
+        for run in new:
             Path(run.config.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the log file in it when the job starts
-        job_ids = _submit_all(texts)
-        entries = [
-            {"job": job_id, "run_dir": run.config.run_dir, "log": _log(run, str(job_id)), "overrides": run.overrides}
-            for job_id, run in zip(job_ids, runs, strict=True)
-        ]
-        with atomic_file(record, "w") as handle:
-            json.dump(entries, handle, indent=1)
+        if new and not conf.is_dir():
+            with atomic_folder(conf) as copy_of_conf:
+                shutil.copytree(CONF_DIR, copy_of_conf, dirs_exist_ok=True)
+        job_ids = dict(zip((run.config.run_dir for run in new), _submit_all([texts[run.config.run_dir] for run in new]), strict=True))
+        submitted = {
+            run.config.run_dir: {
+                "job": job_ids[run.config.run_dir],
+                "run_dir": run.config.run_dir,
+                "log": _log(run, str(job_ids[run.config.run_dir])),
+                "overrides": run.overrides,
+            }
+            for run in new
+        }
+        with atomic_file(folder / RECORD, "w") as handle:
+            json.dump(list((earlier | submitted).values()), handle, indent=1)
         common = set.intersection(*(set(run.overrides) for run in runs))
-        for job_id, run in zip(job_ids, runs, strict=True):
-            print(f"job {job_id}: {run.config.run_dir}  {' '.join(o for o in run.overrides if o not in common)}".rstrip())
+        for run in runs:
+            what = states[run.config.run_dir] or f"job {job_ids[run.config.run_dir]}"
+            print(f"{what}: {run.config.run_dir}  {' '.join(o for o in run.overrides if o not in common)}".rstrip())
         return []
 
-    def _check_submission(self, runs: list[SweepRun], record: Path) -> None:
-        """Refuse invalid cluster options, several launcher processes, batches of runs, and a folder with another sweep."""
+    def _check_submission(self, runs: list[SweepRun], earlier: dict[str, dict[str, Any]], folder: Path) -> None:
+        """Refuse invalid cluster options, several launcher processes, batches of runs, and a folder with other runs."""
         violations = {str(v): v for run in runs for v in job.violations(run.config.cluster, run.config.stage.name, Path.cwd())}
 
         def refuse(key: str, value: object, rule: str, fix: str) -> None:
@@ -156,10 +174,14 @@ class SlurmLauncher(ValidatingLauncher):
         batch = self.config.hydra.sweeper.get("max_batch_size")
         if batch is not None:
             refuse("hydra.sweeper.max_batch_size", batch, "would submit the first runs before the others are validated", "leave it unset")
-        if record.is_file():
-            earlier = [tuple(entry["overrides"]) for entry in json.loads(record.read_text(encoding="utf-8"))]
-            if earlier != [run.overrides for run in runs]:
-                refuse("run_dir", record.parent, f"contains another sweep ({record.name})", "choose another run_dir, or remove the folder")
+        for run in runs:
+            before = earlier.get(run.config.run_dir)
+            if before is not None and _meaning(before["overrides"]) != _meaning(run.overrides):
+                rule = (
+                    f"contains another sweep ({RECORD}): {Path(run.config.run_dir).name} was submitted with {' '.join(before['overrides'])}"
+                )
+                fix = "choose another run_dir, or append new values at the end of a list"
+                refuse("run_dir", folder, rule, fix)
         if violations:
             raise UserError(list(violations.values()))
 
@@ -193,15 +215,49 @@ def _log(run: SweepRun, job_id: str) -> str:
     return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{job_id}.out"
 
 
-def _job(run: SweepRun, number: int) -> job.Job:
+def _read_record(record: Path) -> dict[str, dict[str, Any]]:
+    """The runs that were submitted earlier: run_dir -> entry."""
+    return {entry["run_dir"]: entry for entry in json.loads(record.read_text(encoding="utf-8"))} if record.is_file() else {}
+
+
+def _meaning(overrides: Sequence[str]) -> list[str]:
+    """The overrides that determine a run, without the options of its job."""
+    return [override for override in overrides if not re.match(r"\+*(cluster[.=]|dry_run[.=])", override)]
+
+
+def _states(runs: list[SweepRun], earlier: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The state of each run by its run_dir: finished, queued, or empty if it is to be submitted."""
+    queue = job.queued() if earlier else set()
+    states = {}
+    for run in runs:
+        manifest, before = Path(run.config.run_dir) / MANIFEST, earlier.get(run.config.run_dir)
+        states[run.config.run_dir] = ""
+        if before and before["job"] in queue:
+            states[run.config.run_dir] = f"queued as job {before['job']}"
+        elif manifest.is_file():
+            step = json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0)
+            states[run.config.run_dir] = "finished" if step >= run.config.training.steps else ""
+    return states
+
+
+def _conf_copy(folder: Path) -> Path:
+    """The folder for a copy of conf/ in the folder of a sweep, named after its content."""
+    content = xxhash.xxh3_64()
+    for path in sorted(CONF_DIR.rglob("*.yaml")):
+        content.update(f"{path.relative_to(CONF_DIR)}\n".encode() + path.read_bytes())
+    return (folder / f".conf-{content.hexdigest()}").absolute()
+
+
+def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
     """Create the Slurm job of a run. The stage is set by the script; run_dir is the last override."""
-    overrides = [o for o in run.overrides if not o.startswith(("stage=", "run_dir="))]
+    overrides = [o for o in run.overrides if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
     return job.Job(
         name=f"{run.config.stage.name}-{number}",
         stage=run.config.stage.name,
         overrides=(*overrides, f"run_dir={quote(run.config.run_dir)}"),
         directory=Path.cwd(),
         output=_log(run, "%j"),
+        conf=conf,
     )
 
 

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.schema import ClusterConfig
+from pipeline.config.stages import PARALLEL_STAGES
 from pipeline.errors import UserError, Violation
 
 #: Timeout of sbatch and scancel, seconds.
 TIMEOUT = 60
+#: Time before the limit at which Slurm signals a training job to write a checkpoint, as in slurm/pretrain.sbatch. Slurm may signal a
+#: minute earlier.
+SIGNAL_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Job:
         directory: repository root, the working directory of the job.
         output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
         after: ids of jobs that must succeed before this one starts; if one fails, this job is canceled.
+        conf: the configuration files that the job reads; conf/ of the repository when None.
     """
 
     name: str
@@ -39,6 +44,7 @@ class Job:
     directory: Path
     output: str
     after: tuple[int, ...] = ()
+    conf: Path | None = None
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
@@ -47,6 +53,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     lines += [f"#SBATCH {_directive(option)}" for option in _options(job, cluster)]
     lines += [
         "set -euo pipefail",
+        *([f"export PIPELINE_CONF={shlex.quote(str(job.conf))}"] if job.conf else []),
         " \\\n  ".join(["exec bash " + shlex.quote(f"slurm/{job.stage}.sbatch"), *map(shlex.quote, job.overrides)]),
     ]
     return "\n".join(lines) + "\n"
@@ -57,21 +64,25 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     yield f"--job-name={job.name}"
     yield f"--chdir={job.directory}"
     yield f"--output={job.output}"
+    yield "--open-mode=append"  # a requeued job continues its log
     if job.after:
         yield f"--dependency=afterok:{':'.join(map(str, job.after))}"
         yield "--kill-on-invalid-dep=yes"
     yield f"--nodes={cluster.nodes}"
     yield f"--ntasks-per-node={cluster.tasks_per_node}"
-    yield from site_options(cluster)
+    if job.stage == "pretrain":
+        yield "--requeue"
+        yield f"--signal=USR1@{SIGNAL_SECONDS}"
+    yield from site_options(cluster, job.stage)
 
 
-def site_options(cluster: ClusterConfig) -> Iterator[str]:
-    """Yield the sbatch options of a cluster that do not depend on the number of ranks."""
+def site_options(cluster: ClusterConfig, stage: str) -> Iterator[str]:
+    """Yield the sbatch options of a cluster that do not depend on the number of ranks. Only the stages that train or evaluate use GPUs."""
     for name in ("account", "partition", "qos"):
         if value := getattr(cluster, name):
             yield f"--{name}={value}"
     yield f"--cpus-per-task={cluster.cpus_per_task}"
-    if cluster.gpus_per_node:
+    if cluster.gpus_per_node and stage in PARALLEL_STAGES:
         yield f"--gpus-per-node={cluster.gpus_per_node}"
     if cluster.memory:
         yield f"--mem={cluster.memory}"
@@ -81,7 +92,7 @@ def site_options(cluster: ClusterConfig) -> Iterator[str]:
 
 def _directive(option: str) -> str:
     """Format an option for an #SBATCH line, quoted if it contains spaces, # or quotes."""
-    if re.fullmatch(r"[\w@%+=:,./-]*", option):
+    if re.fullmatch(r"[\w@%+=:,./-]*|-\w [\w@%+=:,./-]+", option):  # --name=value, or -N value
         return option
     name, equals, value = option.partition("=")
     return name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
@@ -101,7 +112,7 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
     if nodes * cluster.tasks_per_node != world_size:  # the last node has fewer ranks
         size.append(f"--ntasks={world_size}")
     kept = [o for o in overrides if not re.match(r"\+*(stage=|dry_run[.=])", o)]
-    return shlex.join(["sbatch", *size, *site_options(cluster), f"slurm/{stage}.sbatch", *kept])
+    return shlex.join(["sbatch", *size, *site_options(cluster, stage), f"slurm/{stage}.sbatch", *kept])
 
 
 def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Violation]:
@@ -153,6 +164,21 @@ def submit(text: str) -> int:
             "hydra/launcher", "slurm", f"Slurm rejected the job: {reason}", f"change the cluster options (cluster.*), or {fix}"
         )
     return int(result.stdout.strip().split(";")[0])  # "job id" or "job id;cluster"
+
+
+def queued() -> set[int]:
+    """Return the ids of this user's jobs that wait or run.
+
+    Raises:
+        UserError: squeue is not installed or did not answer.
+    """
+    command = ["squeue", "--me", "--noheader", "--format=%A"]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        fix = "try again later: whether the earlier jobs of this sweep still run decides which ones are submitted"
+        raise UserError.of("hydra/launcher", "slurm", f"squeue failed: {error}", fix) from error
+    return {int(line) for line in printed.split()}
 
 
 def cancel(jobs: Iterable[int]) -> bool:

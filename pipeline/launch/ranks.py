@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.errors import UserError, Violation
 
@@ -87,6 +89,7 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     """Detect rank and world size of this process; without a launcher it is a single process.
 
     The innermost launcher takes precedence: torchrun and mpirun may run inside a Slurm job, where the variables of srun are set, too.
+    RANK and WORLD_SIZE without torchrun are those of srun, or were left in the shell.
 
     Args:
         environment: environment variables.
@@ -95,14 +98,36 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     Raises:
         UserError: the variables of the launcher are incomplete or inconsistent.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or environment.keys() >= TORCHRUN:
+    if "TORCHELASTIC_RUN_ID" in environment:
         return _from_torchrun(environment)
     for names in (MPICH, OPENMPI):
         if names["rank"] in environment and names["local_rank"] in environment:
             return _from_mpirun(environment, names)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-        return _from_srun(environment, host_suffix)
+        here = _from_srun(environment, host_suffix)
+        _refuse_leftovers(environment, here)
+        return here
+    if environment.keys() >= TORCHRUN:
+        return _from_torchrun(environment)
     return Ranks()
+
+
+def _refuse_leftovers(environment: Mapping[str, str], here: Ranks) -> None:
+    """Refuse RANK and WORLD_SIZE of another job, which other libraries would read.
+
+    Raises:
+        UserError: they contradict the variables of srun.
+    """
+    expected = {"RANK": here.rank, "WORLD_SIZE": here.world_size}
+    found = {name: environment[name] for name in expected if environment.get(name, str(expected[name])) != str(expected[name])}
+    if found:
+        fix = f"unset {' '.join(sorted(TORCHRUN))} before sbatch or srun; Slurm passes the variables of the submitting shell on"
+        raise UserError(
+            [
+                Violation(name, value, f"contradicts srun, which started rank {here.rank} of {here.world_size}", fix)
+                for name, value in found.items()
+            ]
+        )
 
 
 def error_report_delay() -> float | None:
@@ -118,6 +143,14 @@ def error_report_delay() -> float | None:
     if here.rank == 0:
         return 0
     return None if here.launcher == "mpirun" else GRACE_SECONDS
+
+
+def record_exit_code(code: int) -> None:
+    """Write the exit code of rank 0 for slurm/site.sh: srun reports that of tasks which it killed after the first failure."""
+    path = os.environ.get("PIPELINE_EXIT_CODE")
+    if path and os.environ.get("SLURM_PROCID") == "0":
+        with suppress(OSError):  # the script then uses the exit code of srun
+            Path(path).write_text(f"{code}\n", encoding="utf-8")
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Ranks:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import socket
+import subprocess
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -70,12 +72,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank, signals)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog)
-            if state.step < config.training.steps:
-                dist.barrier()  # the launcher terminates all ranks when the first one exits
-                log.info("pretrain: stopped after step %d; the same command continues", state.step)
-                raise ToBeContinued
             if ranks.rank == 0:
                 _finish(config, state, hosts)
+    except ToBeContinued:
+        dist.barrier()  # the launcher terminates all ranks when the first one exits
+        raise
     finally:
         meshes.destroy_process_group()
 
@@ -207,6 +208,16 @@ def _finish(config: RunConfig, state: native.TrainState, hosts: list[str]) -> bo
         _write_config(config)
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
     totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": _commit()}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))
     return False
+
+
+def _commit() -> str | None:
+    """The commit of this repository, with "-dirty" if files were changed; None without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

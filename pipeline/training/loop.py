@@ -17,6 +17,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
+from pipeline.errors import ToBeContinued
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
 from pipeline.training.metrics import Metrics
@@ -50,10 +51,11 @@ def train(
         watchdog: to which progress is reported.
 
     Returns:
-        The final state; a checkpoint of it has been written.
+        The final state; its checkpoint has been written.
 
     Raises:
         UserError: too many steps in a row were skipped, the weights are not finite, or a checkpoint could not be written.
+        ToBeContinued: a signal announced the end of the job, and a checkpoint was written.
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, config, trainer.mesh)
@@ -77,7 +79,7 @@ def train(
                 watchdog.report(f"validation after step {state.step}")
                 validate(config, trainer, validation_data, state.step, metrics, training.validation_batches, watchdog)
                 started = time.monotonic()
-            if last or decision.save or decision.stop or (checkpoint.every and state.step % checkpoint.every == 0):
+            if last or decision.save or decision.stop is not None or (checkpoint.every and state.step % checkpoint.every == 0):
                 metrics.flush()
                 watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
                 state = dataclasses.replace(state, updates=trainer.engine.updates())
@@ -86,8 +88,9 @@ def train(
                 log.info("step %d: wrote %s", state.step, path)
                 control.saved()
                 started = time.monotonic()
-            if decision.stop:
-                break
+            if decision.stop is not None and not last:
+                log.info("stopped after step %d; the same command continues", state.step)
+                raise ToBeContinued(decision.stop)
             watchdog.report(f"loading the batch of step {state.step + 1}")
     return state
 

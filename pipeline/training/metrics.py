@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
+from pipeline.errors import ToBeContinued, UserError
 from pipeline.files import atomic_file
 from pipeline.training.engine import StepResult
 from pipeline.training.step_control import HostCopy
@@ -158,7 +158,7 @@ class Metrics:
             self.flush()
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
+            self._wandb.finish(exit_code=0 if kind in (None, ToBeContinued) else 1)
 
 
 def _truncate_after(path: Path, step: int) -> None:

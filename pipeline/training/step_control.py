@@ -15,37 +15,36 @@ import torch
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
+from pipeline.errors import CONTINUE, TERMINATED, UserError
 from pipeline.training.engine import StepResult
 
 log = logging.getLogger("pipeline")
-
-#: Signals that announce the end of a job: Slurm sends SIGTERM at the time limit and with scancel, and the signal of sbatch --signal.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Signals:
     """Records the signals that announce the end of a job.
 
     Attributes:
-        received: name of the signal, empty if none was received.
+        received: SIGUSR1, which slurm/pretrain.sbatch requests before the time limit, and SIGTERM, sent by scancel and by preemption.
     """
 
     def __init__(self) -> None:
-        self.received = ""
-        for number in SIGNALS:
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: object) -> None:  # noqa: ARG002 - signature of a signal handler
-        self.received = signal.Signals(number).name
+        self.received: set[int] = set()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: self.received.add(number))
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after a step."""
+    """What all ranks do after a step.
+
+    Attributes:
+        save: write a checkpoint.
+        stop: exit code of the run, which stops after writing a checkpoint; None if it goes on.
+    """
 
     save: bool = False
-    stop: bool = False
+    stop: int | None = None
 
 
 class StepControl:
@@ -64,10 +63,10 @@ class StepControl:
         self._max_skipped, self._skipped = config.training.max_skipped_steps, 0
         self._pending: HostCopy | None = None
 
-    def requests(self) -> tuple[bool, bool]:
-        """This rank's requests: (save a checkpoint, stop)."""
+    def requests(self) -> tuple[bool, bool, bool]:
+        """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled)."""
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
-        return due, bool(self._signals.received)
+        return due, signal.SIGUSR1 in self._signals.received, signal.SIGTERM in self._signals.received
 
     def saved(self) -> None:
         """Note that a checkpoint was saved."""
@@ -85,13 +84,14 @@ class StepControl:
         """
         previous, self._pending = self._pending, HostCopy(torch.stack([*result.requests, result.skipped.to(result.requests)]))
         known = [copy.values() for copy in (previous, self._pending if last else None) if copy is not None]
-        for _, _, skipped in known:
+        for *_, skipped in known:
             self._skipped = self._skipped + 1 if skipped else 0
             if self._skipped >= self._max_skipped:
                 rule = f"{self._skipped} steps in a row were skipped: their gradients are not finite"
                 fix = "reduce optimizer.lr, or continue from an older checkpoint; metrics.jsonl shows where the loss diverges"
                 raise UserError.of("training.max_skipped_steps", self._max_skipped, rule, fix)
-        return Decision(save=any(save for save, _, _ in known), stop=any(stop for _, stop, _ in known))
+        due, time_ends, canceled = (any(values) for values in list(zip(*known, strict=True))[:3]) if known else (False, False, False)
+        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None)
 
 
 class HostCopy:

@@ -38,7 +38,7 @@ JOBS = {
     "juwels": (dataclasses.replace(PRETRAIN, stage="tokenize", name="tokenize"), dataclasses.replace(cluster("juwels"), account="fir")),
     "awkward": (
         job.Job("a b", "shard", ("data.input=[/data/a b,/c]", "tracking.name='it''s'"), Path('/srv/my "runs" #1'), "/srv/x y/slurm-%j.out"),
-        ClusterConfig(qos="long", memory="480G", sbatch=["--comment=two words", "--exclusive"]),
+        ClusterConfig(qos="long", memory="480G", sbatch=["--comment=two words", "--exclusive", "-C gpu"]),
     ),
 }
 
@@ -68,7 +68,7 @@ def test_sbatch_line_starts_the_requested_number_of_ranks(world_size: int, per_n
 
 def test_every_script_returns_the_exit_code_of_its_stage() -> None:
     for script in (ROOT / "slurm").glob("*.sbatch"):
-        assert script.read_text().splitlines()[-1] == f'exec srun --kill-on-bad-exit=1 python -m pipeline stage={script.stem} "$@"'
+        assert script.read_text().splitlines()[-1] == f'run_stage stage={script.stem} "$@"'
 
 
 def test_violations_are_reported_together() -> None:

@@ -124,6 +124,13 @@ def test_torchrun_takes_precedence_over_srun() -> None:
     assert detect({**SRUN, **TORCHRUN}) == expected
 
 
+def test_srun_takes_precedence_over_variables_left_in_the_shell() -> None:
+    shell = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "other", "MASTER_PORT": "1"}
+    assert detect({**SRUN, **shell}) == detect(SRUN)
+    with pytest.raises(UserError, match=r"(?s)WORLD_SIZE=1: contradicts srun, which started rank 5 of 8.*unset MASTER_ADDR"):
+        detect({**SRUN, **shell, "WORLD_SIZE": "1"})
+
+
 @pytest.mark.parametrize("outer", [{}, SRUN])
 def test_mpirun_takes_precedence_over_srun(outer: dict[str, str]) -> None:
     assert detect({**outer, **MPIRUN}) == Ranks(1, 4, 1, 4, "127.0.0.1", 29500, "mpirun")

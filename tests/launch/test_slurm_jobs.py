@@ -203,6 +203,69 @@ def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Pat
     assert len(set(losses)) == 3
 
 
+def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, tmp_path: Path) -> None:
+    def submit(*rates: str) -> list[str]:
+        printed = pipeline(
+            "-m", "stage=pretrain", f"optimizer.lr={','.join(rates)}", f"data.tokens={tokens}", f"run_dir={tmp_path}/sweep",
+            *MODEL, *TRAINING, "cluster.sbatch=[--hold]", *SLURM,
+        )  # fmt: skip
+        return [line.partition(":")[0] for line in printed.splitlines() if f"{tmp_path}/sweep/" in line]
+
+    first = submit("1e-4", "3e-4")
+    numbers = [int(line.removeprefix("job ")) for line in first]
+    command("scancel", str(numbers[1]))
+    ended(numbers[1])
+    done = {"stage": "pretrain", "settings": {}, "files": {}, "totals": {"step": 4}}
+    (tmp_path / "sweep" / "1" / "manifest.json").write_text(json.dumps(done))
+    second = submit("1e-4", "3e-4", "1e-3")
+    assert second[:2] == [f"queued as job {numbers[0]}", "finished"]
+    numbers.append(int(second[2].removeprefix("job ")))
+    command("scancel", *map(str, numbers[::2]))
+    assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 3
+    assert "PIPELINE_CONF" in command("scontrol", "write", "batch_script", str(numbers[2]), "-")
+
+
+def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tmp_path: Path) -> None:
+    """The signal that Slurm sends before the time limit, sent by hand. The job keeps its id, so a dependent job waits for the end."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    steps = ["training.steps=60", "checkpoint.every=0", f"data.tokens={tokens}", f"run_dir={run}"]
+    number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.pipeline=1", *steps)
+    after = sbatch(tmp_path / "after", f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes", "--wrap=true")
+    for signal in range(2):
+        for _ in range(1200):
+            if (run / "metrics.jsonl").is_file() and len(training_steps(run)) > 5 + 25 * signal:
+                break
+            time.sleep(0.1)
+        command("scancel", "--signal=USR1", str(number))
+        for _ in range(600):
+            if f"requeueing job {number}" in log.read_text() and log.read_text().count("requeueing") == signal + 1:
+                break
+            time.sleep(0.1)
+    text = succeeded(number, log)
+    assert text.count("requeueing job") == 2
+    assert text.count("the same command continues") == 2
+    assert [line["step"] for line in training_steps(run)] == list(range(1, 61))
+    assert json.loads((run / "manifest.json").read_text())["totals"]["job"] == str(number)
+    assert ended(after)["JobState"] == "COMPLETED"
+
+
+def test_a_mistake_exits_with_code_2_on_several_ranks(tmp_path: Path) -> None:
+    """Variables of another job in the submitting shell would split the job into runs of one rank each."""
+    variables = "--export=ALL,RANK=0,WORLD_SIZE=1,MASTER_ADDR=localhost,MASTER_PORT=29500"
+    number = sbatch(tmp_path / "log", "--nodes=4", "--ntasks-per-node=1", variables, "slurm/pretrain.sbatch", f"run_dir={tmp_path}/run")
+    facts, text = ended(number), (tmp_path / "log").read_text()
+    assert facts["ExitCode"] == "2:0", text
+    assert "WORLD_SIZE=1: contradicts srun" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_submission_from_another_folder_is_refused(tmp_path: Path) -> None:
+    number = sbatch(tmp_path / "log", f"--chdir={tmp_path}", ROOT / "slurm" / "pretrain.sbatch")
+    assert ended(number)["ExitCode"] == "2:0"
+    assert (tmp_path / "log").read_text() == f"pretrain.sbatch: {tmp_path} has no slurm/site.sh: submit at the root of the repository, " \
+        "or with sbatch --chdir\n"  # fmt: skip
+
+
 def test_a_rejected_sweep_is_canceled_completely(tmp_path: Path) -> None:
     message = pipeline(
         "-m", "stage=shard", "cluster.partition=batch,nope", f"run_dir={tmp_path}", "cluster.sbatch=[--hold]", *SLURM, expect=2

@@ -51,7 +51,8 @@ def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
     assert text.count("#!/bin/bash") == 2
     assert f"--output={tmp_path}/sweep/1/slurm-%j.out" in text
     assert f"run_dir={tmp_path}/sweep/1" in text
-    assert not (tmp_path / "sweep" / "0").exists()
+    assert not list((tmp_path / "sweep").glob("*/")), "nothing is written"
+    assert "dry_run=" not in text, "the printed jobs are those that would be submitted"
 
 
 def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(json.dumps([{"overrides": ["optimizer.lr=1.0"]}]))
+    (tmp_path / "sweep.json").write_text(json.dumps([{"run_dir": f"{tmp_path}/0", "overrides": ["optimizer.lr=1.0"]}]))
     message = pipeline(
         "-m", "optimizer.lr=1e-4", f"run_dir={tmp_path}", "cluster.time=soon", "hydra.sweeper.max_batch_size=2", *SLURM, expect=2
     )
