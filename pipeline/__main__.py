@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
+
+from pipeline import signals
 
 if TYPE_CHECKING:
     from pipeline.errors import UserError
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command line."""
+    signals.record(signal.SIGUSR1)  # it may arrive during start-up, and would end the process
     gc.disable()  # start-up allocates long-lived objects; garbage collection would take a tenth of its time
     arguments = sys.argv[1:]
     if not arguments or any(a in ("-h", "--help") for a in arguments):

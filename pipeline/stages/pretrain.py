@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from pipeline import artifact
+from pipeline import artifact, signals
 from pipeline.checkpoint import native
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -32,7 +33,7 @@ from pipeline.planner.flops import flops_per_token, peak_flops
 from pipeline.planner.parameters import count_model_parameters
 from pipeline.training import loop
 from pipeline.training.metrics import Metrics, last_loss
-from pipeline.training.step_control import Signals, StepControl
+from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
@@ -47,7 +48,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
         ToBeContinued: a signal announced the end of the job, and a checkpoint has been written.
     """
-    signals = Signals()
+    signals.record(signal.SIGTERM)
     if ranks.rank == 0:
         log.info("%s", _summary(config, ranks))
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
@@ -70,7 +71,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
             all_peaks = None if peak is None else peak * ranks.world_size
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
-                control = StepControl(config, ranks.rank, signals)
+                control = StepControl(config, ranks.rank)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog)
             if ranks.rank == 0:
                 _finish(config, state, hosts)

@@ -14,24 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline import signals
 from pipeline.config.schema import RunConfig
 from pipeline.errors import CONTINUE, TERMINATED, UserError
 from pipeline.training.engine import StepResult
 
 log = logging.getLogger("pipeline")
-
-
-class Signals:
-    """Records the signals that announce the end of a job.
-
-    Attributes:
-        received: SIGUSR1, which slurm/pretrain.sbatch requests before the time limit, and SIGTERM, sent by scancel and by preemption.
-    """
-
-    def __init__(self) -> None:
-        self.received: set[int] = set()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: self.received.add(number))
 
 
 @dataclass(frozen=True)
@@ -53,11 +41,10 @@ class StepControl:
     Args:
         config: of the run.
         rank: the clock of rank 0 decides when a checkpoint is due.
-        signals: of this process.
     """
 
-    def __init__(self, config: RunConfig, rank: int, signals: Signals) -> None:
-        self._rank, self._signals = rank, signals
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._rank = rank
         self._save_seconds = config.checkpoint.every_minutes * 60
         self._saved = time.monotonic()
         self._max_skipped, self._skipped = config.training.max_skipped_steps, 0
@@ -66,7 +53,7 @@ class StepControl:
     def requests(self) -> tuple[bool, bool, bool]:
         """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled)."""
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
-        return due, signal.SIGUSR1 in self._signals.received, signal.SIGTERM in self._signals.received
+        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received
 
     def saved(self) -> None:
         """Note that a checkpoint was saved."""

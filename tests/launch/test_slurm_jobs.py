@@ -232,7 +232,7 @@ def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tm
     number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.pipeline=1", *steps)
     after = sbatch(tmp_path / "after", f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes", "--wrap=true")
     for signal in range(2):
-        for _ in range(1200):
+        for _ in range(2400):
             if (run / "metrics.jsonl").is_file() and len(training_steps(run)) > 5 + 25 * signal:
                 break
             time.sleep(0.1)

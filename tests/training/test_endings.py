@@ -12,8 +12,6 @@ from tests.training.test_pretrain import TINY, exact, lines, run
 
 pytestmark = pytest.mark.world
 
-CONTINUE = 75
-
 
 def wait_for_step(run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + 120
@@ -43,12 +41,12 @@ def started():
 def test_a_signal_at_one_rank_writes_a_checkpoint_and_the_run_continues_bit_for_bit(tokens, tmp_path, started):
     steps = ("training.steps=30", "checkpoint.every=0")
     stopped = arguments(tokens, tmp_path / "stopped", *steps)
-    for number, (ranks, name) in enumerate([(2, signal.SIGTERM), (1, signal.SIGUSR1)]):
+    for number, (ranks, name, code) in enumerate([(2, signal.SIGTERM, 143), (1, signal.SIGUSR1, 75)]):
         with open(tmp_path / "log", "wb") as output:
             processes = started(ranks, *stopped, output=output.fileno())
             wait_for_step(tmp_path / "stopped", 3 + 12 * number)
             processes[-1].send_signal(name)
-            assert [process.wait(60) for process in processes] == [CONTINUE] * ranks
+            assert [process.wait(60) for process in processes] == [code] * ranks
         assert "the same command continues" in (tmp_path / "log").read_text()
         assert not (tmp_path / "stopped" / "manifest.json").exists()
     run(1, *stopped[len(TINY) + 1 :])
