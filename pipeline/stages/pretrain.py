@@ -24,7 +24,7 @@ from pipeline.files import atomic_file, make_folder, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.flops import flops_per_token, peak_flops
-from pipeline.training import loop
+from pipeline.training import loop, verification
 from pipeline.training.metrics import Metrics
 from pipeline.training.trainer import Trainer
 
@@ -58,8 +58,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
             state = loop.train(config, trainer, training_data, validation_data, state, metrics)
             metrics.flush()
+            unverified = verification.finish([training_data, validation_data], device)
             if ranks.rank == 0:
-                _write_manifest(config, state, metrics.last, hosts)
+                _write_manifest(config, state, metrics.last, hosts, unverified)
     finally:
         meshes.destroy_process_group()
 
@@ -116,10 +117,11 @@ def _write_config(config: RunConfig) -> None:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
 
-def _write_manifest(config: RunConfig, state: native.TrainState, last: dict[str, Any], hosts: list[str]) -> None:
-    """Write the manifest of the completed run: settings, final metrics, world size and hosts."""
+def _write_manifest(config: RunConfig, state: native.TrainState, last: dict[str, Any], hosts: list[str], unverified: int) -> None:
+    """Write the manifest of the completed run: settings, final metrics, world size and hosts, and the number of unverified shards."""
     run_dir = Path(config.run_dir)
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
     totals = {**dataclasses.asdict(state), "loss": last["loss"], "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))
