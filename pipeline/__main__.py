@@ -7,10 +7,26 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code after Ctrl-C, as that of a shell."""
 
 
 def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        from pipeline.launch import ranks
+
+        if ranks.error_report_delay() == 0:  # only one rank reports it
+            print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+
+
+def run() -> None:
     """Run the command line."""
     gc.disable()  # start-up allocates long-lived objects; garbage collection would take a tenth of its time
     arguments = sys.argv[1:]
@@ -82,11 +98,11 @@ def run_one(composed: object) -> None:
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
         preflight.check(config, layout.job_size(config, here.world_size))
-        from pipeline.stages import run
+        from pipeline import stages
 
         gc.freeze()
         gc.enable()
-        run(config, here)
+        stages.run(config, here)
     except UserError as error:
         compose.exit_with_error(error, after=ranks.error_report_delay())
 
