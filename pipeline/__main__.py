@@ -16,8 +16,23 @@ from pipeline import signals
 if TYPE_CHECKING:
     from pipeline.errors import UserError
 
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code after Ctrl-C, as that of a shell."""
+
 
 def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        from pipeline.launch import ranks
+
+        if ranks.error_report_delay() == 0:  # only one rank reports it
+            print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+
+
+def run() -> None:
     """Run the command line."""
     signals.record(signal.SIGUSR1)  # it may arrive during start-up, and would end the process
     gc.disable()  # start-up allocates long-lived objects; garbage collection would take a tenth of its time
@@ -95,11 +110,11 @@ def run_one(composed: object) -> None:
         config = compose.to_run_config(composed)
         preflight.check(config, layout.job_size(config, here.world_size))
         preflight.warn_of_other_size(config, here)
-        from pipeline.stages import run
+        from pipeline import stages
 
         gc.freeze()
         gc.enable()
-        run(config, here)
+        stages.run(config, here)
     except UserError as error:
         report(error)
     except ToBeContinued as stopped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import stat
 import sys
 import termios
@@ -120,9 +121,12 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
         with report_disk_full(output):
             yield comm
     except BaseException as error:
-        print(error if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr, flush=True)
+        if isinstance(error, KeyboardInterrupt):
+            message, code = "interrupted; run the same command again to continue" * (comm.rank == 0), 128 + signal.SIGINT
+        else:
+            message, code = (str(error), 2) if isinstance(error, UserError) else (traceback.format_exc(), 1)
+        print(message, file=sys.stderr, flush=True)
         _wait_for_reader(sys.stderr)
-        code = 2 if isinstance(error, UserError) else 1
         comm.Abort(code)
         os._exit(code)  # MPICH's Abort returns; a normal exit would report the error again and block in MPI_Finalize
 

@@ -21,6 +21,9 @@ and line separators other than "\\n". LEAD marks what the first byte of a UTF-8 
 
 WORD = LETTER | DIGIT
 
+_CHUNK = 1 << 19
+"""Characters whose intermediate results are in memory at once: a batch of small documents, or a piece of a large one."""
+
 _TABLE = 0x20000  # code points from here on are treated as ideographs; a few hundred rare ones are not
 _BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
 _INVERSE = pow(_BASE, -1, 1 << 64)
@@ -44,7 +47,7 @@ class Spans:
     @cached_property
     def texts(self) -> np.ndarray:
         """(spans,) index of the text that contains each span."""
-        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int32), np.diff(self.offsets))
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -61,10 +64,13 @@ class Words:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
+        self._sums: np.ndarray | None = None
         self.text_starts = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
         joined = "".join([f"{text}\n" for text in texts])
         self.codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
-        self.kinds = _kinds().take(self.codes, mode="clip")
+        self.kinds = np.empty(len(self.codes), dtype=np.uint8)
+        for start in range(0, len(self.codes), _CHUNK):
+            _kinds().take(self.codes[start : start + _CHUNK], mode="clip", out=self.kinds[start : start + _CHUNK])
 
     @cached_property
     def spans(self) -> Spans:
@@ -89,7 +95,9 @@ class Words:
         return self._as_spans(bounds[0::2], bounds[1::2])  # the last character is a newline, so every token ends
 
     def _as_spans(self, starts: np.ndarray, ends: np.ndarray) -> Spans:
-        return Spans(starts, ends, np.searchsorted(starts, self.text_starts))
+        offsets = np.searchsorted(starts, self.text_starts)
+        kind = np.int32 if len(self.codes) < 1 << 31 else np.int64
+        return Spans(starts.astype(kind, copy=False), ends.astype(kind, copy=False), offsets)
 
     @property
     def offsets(self) -> np.ndarray:
@@ -123,11 +131,29 @@ class Words:
     def hash_spans(self, spans: Spans) -> np.ndarray:
         """Hash the lower-cased characters of every span: a polynomial in _BASE modulo 2**64, computed from prefix sums, then mixed.
 
+        Args:
+            spans: sorted, without overlaps.
+
         Returns:
             (spans,) uint64.
         """
-        sums, inverses = self._prefix_sums, _powers(_INVERSE, len(self.codes) + 1)
-        return mix((sums[spans.ends] - sums[spans.starts]) * inverses[spans.starts] + spans.lengths.astype(np.uint64))
+        hashes = np.empty(len(spans), dtype=np.uint64)
+        before, power, inverse = 0, 1, 1  # the prefix sum at the first character of the chunk, and the powers of _BASE and _INVERSE there
+        for begin in range(0, len(self.codes), _CHUNK):
+            sums, size = self._chunk_sums(begin), min(_CHUNK, len(self.codes) - begin)
+            bounds = np.array([begin, begin + size], dtype=spans.starts.dtype)
+            started = slice(*np.searchsorted(spans.starts, bounds))
+            hashes[started] = -(sums[spans.starts[started] - begin] * np.uint64(power) + np.uint64(before))
+            ended = slice(*np.searchsorted(spans.ends, bounds, side="right"))
+            starts = spans.starts[ended]
+            scale = _powers(_INVERSE, _CHUNK)[np.maximum(starts - begin, 0)] * np.uint64(inverse)
+            if len(starts) and starts[0] < begin:  # only the first can begin in an earlier chunk
+                scale[0] = pow(_INVERSE, int(starts[0]), 2**64)
+            sum_of_span = hashes[ended] + sums[spans.ends[ended] - begin] * np.uint64(power) + np.uint64(before)
+            hashes[ended] = mix(sum_of_span * scale + (spans.ends[ended] - starts).astype(np.uint64))
+            before = (before + int(sums[-1]) * power) % 2**64
+            power, inverse = power * pow(_BASE, size, 2**64) % 2**64, inverse * pow(_INVERSE, size, 2**64) % 2**64
+        return hashes
 
     def count(self, mask: np.ndarray) -> np.ndarray:
         """Count the characters of every text that a (characters,) mask selects: (texts,) int64."""
@@ -137,19 +163,26 @@ class Words:
         """Count the sorted positions that fall into every text: (texts,) int64."""
         return np.diff(np.searchsorted(positions, self.text_starts))
 
-    @cached_property
-    def _prefix_sums(self) -> np.ndarray:
-        """sums[k] is the polynomial of the first k characters."""
-        sums = np.zeros(len(self.codes) + 1, dtype=np.uint64)
-        np.cumsum(_lower_mixed().take(self.codes, mode="clip") * _powers(_BASE, len(self.codes)), out=sums[1:])
+    def _chunk_sums(self, begin: int) -> np.ndarray:
+        """sums[k] is the polynomial of the first k characters from `begin` on; those of a batch of one chunk are kept."""
+        if self._sums is not None:
+            return self._sums
+        codes = self.codes[begin : begin + _CHUNK]
+        sums = np.zeros(len(codes) + 1, dtype=np.uint64)
+        np.cumsum(_lower_mixed().take(codes, mode="clip") * _powers(_BASE, _CHUNK)[: len(codes)], out=sums[1:])
+        if len(codes) == len(self.codes):
+            self._sums = sums
         return sums
 
 
 def mix(values: np.ndarray) -> np.ndarray:
     """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): every input bit affects all 64 output bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 def ngrams(hashes: np.ndarray, length: int) -> np.ndarray:
@@ -187,17 +220,12 @@ class Lookup:
         return candidates[equal], indices[equal]
 
 
-_power_tables: dict[int, np.ndarray] = {}
-
-
+@cache
 def _powers(base: int, count: int) -> np.ndarray:
-    """The first `count` powers of `base` modulo 2**64; the longest table so far is cached."""
-    table = _power_tables.get(base)
-    if table is None or len(table) < count:
-        table = np.full(max(count, 1 << 16), base, dtype=np.uint64)
-        table[0] = 1
-        _power_tables[base] = np.cumprod(table, dtype=np.uint64)
-    return _power_tables[base][:count]
+    """The first `count` powers of `base` modulo 2**64."""
+    table = np.full(count, base, dtype=np.uint64)
+    table[0] = 1
+    return np.cumprod(table, dtype=np.uint64)
 
 
 @cache

@@ -17,7 +17,7 @@ from pipeline.files import atomic_file
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.stages.pretrain import check_vocabulary
-from pipeline.training import loop
+from pipeline.training import loop, verification
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -45,6 +45,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device))
         state = loop.load(trainer, checkpoint)
         loss, bits = loop.validate(config, trainer, data, state.step, None, stage.batches)
+        verification.finish([data], device)
         if ranks.rank == 0:
             result = {"checkpoint": str(checkpoint.path), "step": state.step, "validation_loss": loss, "bits_per_byte": bits}
             with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:

@@ -31,7 +31,7 @@ from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.flops import flops_per_token, peak_flops
 from pipeline.planner.parameters import count_model_parameters
-from pipeline.training import loop
+from pipeline.training import loop, verification
 from pipeline.training.metrics import Metrics, last_loss
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
@@ -73,8 +73,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog)
+            unverified = verification.finish([training_data, validation_data], device)
             if ranks.rank == 0:
-                _finish(config, state, hosts)
+                _finish(config, state, hosts, unverified)
     except ToBeContinued:
         dist.barrier()  # the launcher terminates all ranks when the first one exits
         raise
@@ -200,8 +201,8 @@ def _write_config(config: RunConfig) -> None:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
 
-def _finish(config: RunConfig, state: native.TrainState, hosts: list[str]) -> bool:
-    """Write the manifest of the completed run: settings, final loss, world size and hosts. Returns whether it was there already."""
+def _finish(config: RunConfig, state: native.TrainState, hosts: list[str], unverified: int = 0) -> bool:
+    """Write the manifest of the completed run: settings, final loss, hosts, unverified shards. Returns whether it was there already."""
     run_dir = Path(config.run_dir)
     if (run_dir / artifact.MANIFEST).is_file() and artifact.read(run_dir, key="run_dir", stage="pretrain").totals.get("step") == state.step:
         return True
@@ -210,6 +211,7 @@ def _finish(config: RunConfig, state: native.TrainState, hosts: list[str]) -> bo
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
     totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
     totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": _commit()}
+    totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))
     return False

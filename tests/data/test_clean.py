@@ -1,6 +1,8 @@
 """Cleaning: every step on texts that it keeps, changes and drops; the result for a document depends only on that document."""
 
 import json
+import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.cleaning import STEPS, CleanConfig
-from pipeline.data.clean.batch import Batch, batches
+from pipeline.data.clean.batch import BATCH_CHARACTERS, Batch, batches
 from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.dedup import minhash
 from pipeline.data.language import identify
 from pipeline.data.read.documents import Document
 from pipeline.errors import UserError
@@ -189,20 +192,54 @@ def covered(words: list[str], length: int) -> int:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(["aa", "b", "ccc"]), min_size=1, max_size=60), st.floats(0.05, 0.5))
-def test_repetition_matches_its_definition(words, share):
-    text = " ".join(words)
+@given(
+    st.lists(st.tuples(st.sampled_from(["aa", "b", "ccc"]), st.sampled_from([" ", ", ", "    "])), min_size=1, max_size=60),
+    st.floats(0.05, 0.5),
+)
+def test_repetition_matches_its_definition(pairs, share):
+    """The occurrences of an n-gram differ in the characters between the words: the measure is the sum over all of them."""
+    words = [word for word, _ in pairs]
+    text = "".join(word + space for word, space in pairs[:-1]) + words[-1]
+    starts = [sum(len(word + space) for word, space in pairs[:number]) for number in range(len(pairs))]
     rules = {"top_ngrams": [share] * 3, "long_ngrams": [share] * 6}
     everything = {"lines": 1.0, "line_characters": 1.0, "paragraphs": 1.0, "paragraph_characters": 1.0}
     kept, counts = clean([text], config("repetition", repetition={**rules, **everything}))
     faults = []
     for length in (2, 3, 4):
         grams = Counter(tuple(words[i : i + length]) for i in range(len(words) - length + 1))
-        sizes = [number * len(" ".join(gram)) for gram, number in grams.items() if number > 1]
+        characters: Counter[tuple[str, ...]] = Counter()
+        for i in range(len(words) - length + 1):
+            characters[tuple(words[i : i + length])] += starts[i + length - 1] + len(words[i + length - 1]) - starts[i]
+        sizes = [characters[gram] for gram, number in grams.items() if number > 1]
         faults += [f"one frequent {length}-gram"] if max(sizes, default=0) > share * len(text) else []
     faults += [f"repeated {length}-grams" for length in range(5, 11) if covered(words, length) > share * len(text)]
     assert list(counts["repetition"].dropped) == faults[:1]
     assert kept == [None if faults else text]
+
+
+def test_the_memory_for_a_large_document_is_bounded():
+    """Of all steps and of the signature; the original text and the first tables are not counted."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 9))) for _ in range(5000)] + ["the", "of", "and"] * 300
+    text = ".\n".join(" ".join(chance.choices(words, k=20)) for _ in range(25_000))
+    wanted = config(*(set(STEPS) - {"contamination", "repair"}), gopher={"most_words": 10**9})
+
+    def peak(content: str) -> int:
+        tracemalloc.start()
+        batch = Cleaner(wanted).clean(Batch([Document("x", 0, content, {})]), {})
+        minhash.signatures(*minhash.shingles(batch.words), 128)
+        largest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return largest
+
+    peak(text[:10_000])
+    assert peak(text) < 22 * len(text)
+
+
+def test_a_large_document_is_a_batch_of_its_own():
+    sizes = [10, BATCH_CHARACTERS + 1, 10, 10]
+    found = [[len(text) for text in batch.texts] for batch in batches(Document("x", n, "y" * size, {}) for n, size in enumerate(sizes))]
+    assert found == [[10], [BATCH_CHARACTERS + 1], [10, 10]]
 
 
 def test_batches_contain_every_document_once():

@@ -193,6 +193,17 @@ def test_a_corrupt_shard_is_found_while_others_are_read(tokens, tmp_path):
         mine.read(starts[[0]], 5)
 
 
+def test_what_another_rank_has_read_is_verified_at_the_end(tokens):
+    shards = corpus(tokens).shards
+    starts = np.cumsum([0, *(shard.entry["tokens"] for shard in shards)])
+    reader, owner = (TokenStream(shards, lazy_checks=True, share=(rank, 2)) for rank in (0, 1))
+    reader.read(starts[:2], 5)
+    assert np.flatnonzero(reader.read_shards).tolist() == [0, 1]
+    assert np.flatnonzero(reader.wait_verified()).tolist() == [0]
+    assert not owner.wait_verified().any()
+    assert np.flatnonzero(owner.wait_verified(reader.read_shards)).tolist() == [1]
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any), st.sampled_from(["uint16", "uint32"]), st.data())
 def test_ranges_are_slices_of_the_stream_for_any_shard_sizes(tmp_path_factory, counts, dtype, data):

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -143,6 +144,17 @@ def test_the_tokenizer_is_learned_from_the_training_split_only_and_again_the_sam
     assert "is truncated" in train(changed, tmp_path / "reported", "tokenizer.vocab_size=300", expect=2)
 
 
+def test_a_corrupt_shard_is_refused_although_only_its_beginning_is_used(shards, tmp_path):
+    changed = tmp_path / "shards"
+    shutil.copytree(shards, changed)
+    raw = bytearray((changed / "train-00000.tar").read_bytes())
+    raw[raw.rindex(b"Wald")] ^= 32  # in the last text
+    (changed / "train-00000.tar").write_bytes(raw)
+    settings = ("tokenizer.train_megabytes=0.01", "tokenizer.vocab_size=300", QUIET)
+    assert "train-00000.tar: is corrupt" in train(changed, tmp_path / "t", *settings, expect=2)
+    assert not (tmp_path / "t").exists()
+
+
 def test_training_a_tokenizer_twice(shards, tokenizer, tmp_path):
     assert "nothing to do" in train(shards, tokenizer, "tokenizer.vocab_size=300", QUIET)
     assert "was created with tokenizer.vocab_size=300" in train(shards, tokenizer, "tokenizer.vocab_size=400", QUIET, expect=2)
@@ -230,6 +242,17 @@ def test_report_metrics(tokenizer):
     assert row["unknown"] == 0
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
+def test_the_pieces_of_a_sample_are_its_text(kind):
+    model = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(kind=kind), 600)
+    text = "Wald und 漢字 winter, 🎄 Tännchen"
+    pieces = tokenizer_report.segmentation(model, text)
+    shown = "".join(piece for piece, _ in pieces)
+    assert shown.replace(" ", "") == text.replace(" ", "")
+    assert sum(count for _, count in pieces) == len(encode(model, [text])[0])
+    assert len(pieces) > 5
+
+
 def test_unknown_tokens_are_counted():
     model = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(kind="wordpiece"), 600)
     row = tokenizer_report.measure("wordpiece", model, {"x": ["Wald 🎄 und ж"]}, float)
@@ -244,6 +267,7 @@ def test_the_report_page_escapes_what_it_shows(tmp_path, tokenizer):
     assert "<script" not in page
     assert "<b>" not in page
     assert "a&amp;b" in page
+    assert "<span class=token>" in page
 
 
 def tiktoken_file(path: Path, tokenizer: Path) -> Path:

@@ -5,9 +5,11 @@ import unicodedata
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline.data import words as words_module
 from pipeline.data.words import Lookup, Words, ngrams
 
 TEXTS = st.lists(st.text(st.sampled_from("aäAÄbß1٣. \n\t-_'漢字ไ😀e\u0301\u00a0"), max_size=40), min_size=1, max_size=5)
@@ -75,3 +77,14 @@ def test_lookup_finds_the_known_hashes(known, queries):
     positions, indices = lookup.find(np.array(queries, dtype=np.uint64))
     assert [queries[position] for position in positions] == [value for value in queries if value in known]
     assert lookup.known[indices].tolist() == [queries[position] for position in positions]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_hashes_do_not_depend_on_the_size_of_a_chunk(monkeypatch, chunk):
+    texts = ["", "Ein Tännchen, 漢字 und\n\nlong" + "er" * 500 + "  words.", "x", "a b\nc 🎄 d " * 40]
+    whole = Words(texts)
+    expected = [whole.hashes, whole.hash_spans(whole.lines), whole.kinds]
+    monkeypatch.setattr(words_module, "_CHUNK", chunk)
+    pieces = Words(texts)
+    for found, wanted in zip([pieces.hashes, pieces.hash_spans(pieces.lines), pieces.kinds], expected, strict=True):
+        assert np.array_equal(found, wanted)

@@ -1,12 +1,13 @@
 """The tables of tools/bench_data, without assertions on times. The peer libraries are not installed."""
 
 import json
+from itertools import islice
 
 import pytest
 
 from tests.helpers import ROOT, python, words
-
-pytestmark = pytest.mark.slow
+from tools.bench import data_report, data_text
+from tools.bench.data_sections import Result, Row, Section
 
 ENGLISH = "The winter was long, and the people of the village had to wait for the snow to melt before they could go to the forest. "
 
@@ -21,6 +22,24 @@ def rows(table: str) -> dict[str, list[str]]:
     return {line[:28].strip(): line[28:].split() for line in lines}
 
 
+def test_the_text_is_grown_without_blank_documents():
+    short = [" x", "  y\n", "a  ", "one two three"]
+    assert all(text.strip() for text in islice(data_text._with_copies(short), 2000))
+
+
+def test_unequal_work_is_named_without_a_ratio():
+    section = Section("tokenize", "MB/s", [Row(name, lambda _: Result(1)) for name in ("ours", "same", "other")])
+    results = {"ours": Result(10, 1, "9 tokens"), "same": Result(2, 5, "the same ids"), "other": Result(4, 2, "", "other ids")}
+    table = data_report.table(section, results)
+    assert rows(table) == {
+        "ours": ["1.00", "10", "1.00", "9", "tokens"],
+        "same": ["5.00", "2", "5.00", "the", "same", "ids"],
+        "other": ["-", "4", "2.00", "UNEQUAL", "WORK:", "other", "ids"],
+    }
+    assert data_report.unequal(section, results) == ["UNEQUAL WORK: tokenize: other: other ids"]
+
+
+@pytest.mark.slow
 def test_ours_is_measured_and_missing_peers_are_reported(tmp_path):
     text = tmp_path / "some.jsonl"
     text.write_text("".join(json.dumps({"text": ENGLISH + words(seed, 400)}) + "\n" for seed in range(20)), encoding="utf-8")
@@ -40,6 +59,22 @@ def test_ours_is_measured_and_missing_peers_are_reported(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["some.jsonl"], "temporary files remain"
 
 
+def test_a_benchmark_of_unequal_work_exits_with_1(monkeypatch, tmp_path, capsys):
+    """Ours as a peer of itself, whose ids differ."""
+    from importlib.machinery import SourceFileLoader
+    from importlib.util import module_from_spec, spec_from_loader
+
+    loader = SourceFileLoader("bench_data", str(ROOT / "tools/bench_data"))
+    tool = module_from_spec(spec_from_loader("bench_data", loader))
+    loader.exec_module(tool)
+    section = Section("tokenize", "MB/s", [Row("ours", lambda _: Result(2)), Row("peer", lambda _: Result(1, None, "", "other ids"))])
+    monkeypatch.setattr(tool, "sections", lambda *_: [("tokenize 1", section)])
+    monkeypatch.setattr("sys.argv", ["bench_data", "--no-peers", "--only=tokenize", "--rounds=1", f"--work={tmp_path}"])
+    assert tool.main() == 1
+    assert "UNEQUAL WORK: tokenize: peer: other ids" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_missing_input_is_refused(tmp_path):
     done = bench("--input", str(tmp_path / "none.jsonl"))
     assert done[0] == 2

@@ -19,17 +19,27 @@ def format_number(value: float) -> str:
 
 
 def table(section: Section, results: dict[str, Result | str]) -> str:
-    """Format one line per row; column "x" is the rate of ours divided by the rate of the row."""
-    lines = [section.title, f"{'':<28}{section.unit:>13}{'x':>9}{'seconds':>10}"]
+    """Format one line per row. The first column is the rate of ours divided by the rate of the row, in the same run.
+
+    It is comparable between machines, the rates are not. It is left out for a row whose work is not that of ours.
+    """
+    lines = [section.title, f"{'':<28}{'ours / row':>11}{section.unit:>15}{'seconds':>10}"]
     ours = next(iter(results.values()))
     for name, result in results.items():
         if isinstance(result, str):
             lines.append(f"  {name:<26}{result}")
             continue
-        ratio = f"{ours.rate / result.rate:.2f}" if isinstance(ours, Result) else "-"
+        ratio = f"{ours.rate / result.rate:.2f}" if isinstance(ours, Result) and not result.unequal else "-"
         seconds = "" if result.seconds is None else f"{result.seconds:.2f}"
-        lines.append(f"  {name:<26}{format_number(result.rate):>13}{ratio:>9}{seconds:>10}  {result.note}".rstrip())
+        note = f"UNEQUAL WORK: {result.unequal}" if result.unequal else result.note
+        lines.append(f"  {name:<26}{ratio:>11}{format_number(result.rate):>15}{seconds:>10}  {note}".rstrip())
     return "\n".join(lines)
+
+
+def unequal(section: Section, results: dict[str, Result | str]) -> list[str]:
+    """A line for every row whose work is not that of ours."""
+    found = {name: result.unequal for name, result in results.items() if isinstance(result, Result) and result.unequal}
+    return [f"UNEQUAL WORK: {section.title}: {name}: {how}" for name, how in found.items()]
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ TARGETS = [
     Target("shard 40", "MB/s per core", lambda of: of["ours"].rate, at_least=10),
     Target("shard 40", "x datatrove", lambda of: of["ours"].rate / of["datatrove"].rate, at_least=10),
     Target("dedup 40", "x datatrove", lambda of: of["ours"].rate / of["datatrove"].rate, at_least=15),
+    Target("loader 256", "x GPTDataset", lambda of: of["ours, tokens"].rate / of["GPTDataset"].rate, at_least=10),
     Target("loader 256", "samples/s", lambda of: of["ours, tokens"].rate, at_least=300_000),
     Target("loader 256", "samples/s with boundaries", lambda of: of["ours, document boundaries"].rate, at_least=150_000),
     Target("first batch", "seconds", lambda of: of["ours"].seconds, at_most=0.2),
@@ -68,7 +79,7 @@ TARGETS = [
 
 def targets(section: str, results: dict[str, Result | str]) -> list[str]:
     """Return the target lines of a section, without those whose rows were not measured."""
-    measured, lines = {name: result for name, result in results.items() if isinstance(result, Result)}, []
+    measured, lines = {name: result for name, result in results.items() if isinstance(result, Result) and not result.unequal}, []
     for target in TARGETS:
         with contextlib.suppress(KeyError):
             if target.section == section and (value := target.value(measured)) is not None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,27 @@ from tools.bench.data_text import Text
 END = "<|endoftext|>"
 VOCABULARY = 32_768
 NO_VALIDATION = "data.validation_fraction=0"
+DEDUP_TOLERANCE = 0.01
+"""Share of documents by which the results of two near deduplications may differ: one estimates the Jaccard index, the other computes it."""
+
 KEEP_ALL = ("clean=none", "dedup=none", NO_VALIDATION)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One measurement: the rate in the unit of the section, and optionally its seconds and a note."""
+    """One measurement.
+
+    Attributes:
+        rate: in the unit of the section.
+        seconds: wall-clock time.
+        note: a remark for the table.
+        unequal: how the work differs from that of ours; empty if it is the same, or if the section does not require it.
+    """
 
     rate: float
     seconds: float | None = None
     note: str = ""
+    unequal: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,13 +111,12 @@ def tokenize(setting: Setting, megabytes: float, smallest: float) -> Section:
     source, vocabulary = text(setting, megabytes), tokenizer(setting, smallest)
     expected: dict[str, str] = {}  # "ids" -> the checksum of ours
 
-    def check(peer: str, output: Path) -> str:
-        """Compare the ids with those of ours; returns the note of the row."""
+    def checked(peer: str, seconds: float, output: Path) -> Result:
+        """The result of a row; compares the ids with those of ours."""
         found = run_job(setting, peer, "ids", output=str(output))[1]
-        if peer == "ours":
-            expected["ids"] = found["digest"]
-            return f"{found['tokens']:,} tokens"
-        return "the same ids" if found["digest"] == expected.get("ids", found["digest"]) else "DIFFERENT IDS"
+        same = expected.setdefault("ids", found["digest"]) == found["digest"]
+        note = f"{found['tokens']:,} tokens" if peer == "ours" else "the same ids"
+        return Result(source.size / seconds / 1e6, seconds, note * same, "" if same else "other ids than those of ours")
 
     def ours(folder: Path, *, from_lines: bool) -> Result:
         shards, seconds, output = text_shards(setting, megabytes), 0.0, folder / "tokens"
@@ -114,7 +124,7 @@ def tokenize(setting: Setting, megabytes: float, smallest: float) -> Section:
             shards = folder / "shards"
             seconds += run_shard(setting, megabytes, shards, *KEEP_ALL)
         seconds += run_stage(setting, "tokenize", f"data.shards={shards}", f"data.tokens={output}", f"tokenizer.path={vocabulary}")
-        return Result(source.size / seconds / 1e6, seconds, check("ours", output))
+        return checked("ours", seconds, output)
 
     def peer(folder: Path, *, name: str) -> Result:
         job = {
@@ -125,7 +135,7 @@ def tokenize(setting: Setting, megabytes: float, smallest: float) -> Section:
             "workers": WORKERS,
         }
         seconds = run_job(setting, name, "tokenize", **job)[0]
-        return Result(source.size / seconds / 1e6, seconds, check(name, folder))
+        return checked(name, seconds, folder)
 
     rows = [Row("ours, tokenize", partial(ours, from_lines=False)), Row("ours, shard and tokenize", partial(ours, from_lines=True))]
     rows += [Row(name, partial(peer, name=name)) for name in ("datatrove", "megatron-core", "mosaicml-streaming")]
@@ -140,31 +150,40 @@ def shard(setting: Setting, megabytes: float) -> Section:
         seconds = run_shard(setting, megabytes, folder / "shards", "clean=default", "dedup=default", NO_VALIDATION)
         return per_core(source, seconds, kept(folder / "shards"))
 
-    rows = [Row("ours", ours), Row("datatrove", partial(datatrove, setting, source, "shard"))]
+    def peer(folder: Path) -> Result:
+        seconds, outcome = run_job(setting, "datatrove", "shard", input=str(source.folder), output=str(folder), workers=WORKERS)
+        return per_core(source, seconds, outcome["documents"])
+
+    rows = [Row("ours", ours), Row("datatrove", peer)]
     return Section(f"shard with default rules, {describe(source)}, {WORKERS} processes", "MB/s per core", rows)
 
 
 def dedup(setting: Setting, megabytes: float) -> Section:
-    """Near deduplication only, from JSON lines to the kept documents."""
+    """Near deduplication only, from JSON lines to the kept documents. All implementations must keep about the same number of them."""
     source = text(setting, megabytes)
+    expected: dict[str, int] = {}  # "documents" -> the number that ours keeps
 
     def ours(folder: Path, *, near: bool) -> Result:
         settings = ("clean=none", "dedup=default", "dedup.exact=false", NO_VALIDATION) if near else KEEP_ALL
         seconds = run_shard(setting, megabytes, folder / "shards", *settings)
-        return per_core(source, seconds, kept(folder / "shards"))
+        documents = kept(folder / "shards")
+        if near:
+            expected["documents"] = documents
+        return per_core(source, seconds, documents)
+
+    def peer(folder: Path) -> Result:
+        seconds, outcome = run_job(setting, "datatrove", "dedup", input=str(source.folder), output=str(folder), workers=WORKERS)
+        documents, ours_keeps = outcome["documents"], expected.get("documents", outcome["documents"])
+        result = per_core(source, seconds, documents)
+        differs = abs(documents - ours_keeps) > DEDUP_TOLERANCE * ours_keeps
+        return replace(result, unequal=f"keeps {documents:,} documents, ours {ours_keeps:,}" if differs else "")
 
     rows = [
         Row("ours", partial(ours, near=True)),
         Row("ours, without dedup", partial(ours, near=False)),
-        Row("datatrove", partial(datatrove, setting, source, "dedup")),
+        Row("datatrove", peer),
     ]
     return Section(f"near deduplication only, {describe(source)}, {WORKERS} processes", "MB/s per core", rows)
-
-
-def datatrove(setting: Setting, source: Text, task: str, folder: Path) -> Result:
-    """Run a datatrove task that drops documents."""
-    seconds, outcome = run_job(setting, "datatrove", task, input=str(source.folder), output=str(folder), workers=WORKERS)
-    return per_core(source, seconds, outcome["documents"])
 
 
 def per_core(source: Text, seconds: float, documents: int) -> Result:

@@ -81,12 +81,17 @@ def write(documents: Sequence[str], size: int, folder: Path) -> Text:
 
 
 def _with_copies(documents: Sequence[str]) -> Iterator[str]:
-    """Yield the documents, then endless copies that differ by more than near duplicates do."""
+    """Yield the documents, then endless copies that differ by more than near duplicates do.
+
+    A copy of very few words can lose all of them. Such a copy is left out: implementations differ in whether they keep it.
+    """
     yield from documents
     random = np.random.default_rng(0)
     while True:
         for text in documents:
-            yield _changed(text, random)
+            changed = _changed(text, random)
+            if changed.strip():
+                yield changed
 
 
 def _changed(text: str, random: np.random.Generator) -> str:

@@ -56,10 +56,12 @@ class Batch:
     @cached_property
     def changed_words(self) -> Words:
         """The words of the changed texts only."""
-        return Words([self.texts[index] for index in np.flatnonzero(self.changed)])
+        return self.words if self.changed.all() else Words([self.texts[index] for index in np.flatnonzero(self.changed)])
 
     def mark(self, test: Callable[[Words], np.ndarray]) -> np.ndarray:
         """Apply a test to the current texts: (documents,) bool. Words of unchanged texts are not computed again."""
+        if self.changed.all():
+            return test(self.words)
         mask = test(self.first_words)
         if self.changed.any():
             mask[self.changed] = test(self.changed_words)
@@ -90,7 +92,7 @@ class Batch:
         batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
         for name in ("languages", "first_words"):
-            if name in vars(self):
+            if name in vars(self) and not (name == "first_words" and batch.changed.all()):
                 setattr(batch, name, getattr(self, name))
         return batch
 
@@ -113,10 +115,13 @@ def drop(batch: Batch, faults: Iterable[tuple[np.ndarray, str]]) -> Iterable[Ver
 
 
 def batches(documents: Iterable[Document]) -> Iterable[Batch]:
-    """Group the documents into batches of about BATCH_CHARACTERS."""
+    """Group the documents into batches of about BATCH_CHARACTERS; a larger document is a batch of its own, to bound the memory."""
     collected: list[Document] = []
     size = 0
     for document in documents:
+        if collected and len(document.text) >= BATCH_CHARACTERS:
+            yield Batch(collected)
+            collected, size = [], 0
         collected.append(document)
         size += len(document.text)
         if size >= BATCH_CHARACTERS:

@@ -121,9 +121,10 @@ def _ellipses(words: Words) -> np.ndarray:
 def _tokens_with_letter(words: Words) -> np.ndarray:
     """(texts,) number of whitespace-separated tokens that contain a letter."""
     tokens = words.tokens
-    letters = np.zeros(len(words.kinds) + 1, dtype=np.uint32)
-    np.cumsum(words.kinds & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
-    return _per_text(letters[tokens.ends] > letters[tokens.starts], tokens.offsets)
+    if not len(tokens):
+        return np.zeros(len(tokens.offsets) - 1, dtype=np.int64)
+    kinds = np.bitwise_or.reduceat(words.kinds, tokens.starts)  # of a token and the whitespace after it
+    return _per_text(kinds & LETTER != 0, tokens.offsets)
 
 
 def _sentence_ends(words: Words) -> np.ndarray:

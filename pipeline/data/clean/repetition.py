@@ -63,7 +63,7 @@ def _repeat_positions(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (an order in which equal hashes of one text are adjacent, the start of every such group)."""
-    keys = hashes ^ mix(texts.astype(np.uint64))
+    keys = hashes ^ mix(texts.astype(np.uint64)) if len(texts) and texts[-1] else hashes  # all of the first text
     order = np.argsort(keys)
     ordered = keys[order]
     begins = np.ones(len(keys), dtype=bool)
@@ -92,7 +92,8 @@ def _above(batch: Batch, chosen: np.ndarray, measure: Callable[[Words, int], np.
     """(texts,) bool: which of the chosen texts have a measure above a share of their characters."""
     above = np.zeros(len(batch.texts), dtype=bool)
     if len(chosen):
-        above[chosen] = measure(Words([batch.texts[index] for index in chosen]), length) > share * batch.characters[chosen]
+        words = batch.words if len(chosen) == len(batch.texts) else Words([batch.texts[index] for index in chosen])
+        above[chosen] = measure(words, length) > share * batch.characters[chosen]
     return above
 
 
@@ -111,7 +112,7 @@ def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
     """
     count = len(words.offsets) - 1
     most, repeated = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    hashes = ngrams((words.hashes >> np.uint64(32)).astype(np.uint32), length)
+    hashes = ngrams(words.hashes.view("<u4")[1::2], length)  # the upper halves
     if not len(hashes):
         return most, repeated
     bits = max(1, (count - 1).bit_length())
@@ -139,13 +140,18 @@ def _longest_ngram(words: Words, length: int) -> np.ndarray:
 
 
 def _top_ngram(words: Words, length: int) -> np.ndarray:
-    """Characters in all occurrences of the n-gram that covers most of a text, for every text; n-grams that occur once do not count."""
+    """Characters in all occurrences of the n-gram that covers most of a text, for every text; n-grams that occur once do not count.
+
+    Occurrences may differ in length, by the spaces and the punctuation between the words.
+    """
     starts, hashes, texts = _grams(words, length)
     most = np.zeros(len(words.offsets) - 1, dtype=np.int64)
+    if not len(starts):
+        return most
     order, bounds = _groups(hashes, texts)
-    counts = np.diff(bounds, append=len(order))
-    first = starts[order[bounds[counts > 1]]]
-    np.maximum.at(most, words.spans.texts[first], counts[counts > 1] * (words.spans.ends[first + length - 1] - words.spans.starts[first]))
+    often = np.diff(bounds, append=len(order)) > 1
+    characters = np.add.reduceat((words.spans.ends[starts + length - 1] - words.spans.starts[starts])[order], bounds)
+    np.maximum.at(most, texts[order[bounds[often]]], characters[often])
     return most
 
 

@@ -41,6 +41,9 @@ def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """
     starts, ends = words.offsets[:-1], words.offsets[1:]
     counts = ends - starts
+    if len(counts) == 1:  # perhaps large: without indices of words
+        flat = mix(ngrams(words.hashes, max(1, min(length, int(counts[0])))))
+        return flat, np.array([0, len(flat)])
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(np.where(counts >= length, counts - length + 1, np.minimum(counts, 1)), out=offsets[1:])
     flat = np.empty(offsets[-1], dtype=np.uint64)

@@ -48,6 +48,8 @@ class TokenStream:
 
     Attributes:
         shards: in order.
+        lazy_checks: whether checksums are verified in the background.
+        read_shards: (shards,) bool, the shards that this process has opened.
         tokens: length of the stream.
         dtype: of the tokens on disk, little-endian.
     """
@@ -61,7 +63,7 @@ class TokenStream:
             share: (rank, ranks): this process verifies every ranks-th shard, so that a job verifies each shard once.
         """
         entries = [shard.entry for shard in shards]
-        self.shards = shards
+        self.shards, self.lazy_checks, self.read_shards = shards, lazy_checks, np.zeros(len(shards), dtype=bool)
         # (shards + 1,) position in the stream at which each shard begins, and the end of the last. Then the byte offset of its first token.
         self._starts = np.cumsum([0, *(entry["tokens"] for entry in entries)], dtype=np.int64)
         self._offsets = np.array([entry["offset"] for entry in entries], dtype=np.int64)
@@ -146,12 +148,17 @@ class TokenStream:
         with self._lock:
             file = self._open.pop(number, None) or _OpenShard(self.shards[number])
             self._open[number] = file
+            self.read_shards[number] = True
             if len(self._open) > OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
-            if number in self._unverified:
-                self._unverified.discard(number)
-                self._verifier.add(self.shards[number])
+            self._verify_later(number)
         return file
+
+    def _verify_later(self, number: int) -> None:
+        """Queue a shard for the background verification, once, if it is in this process' share."""
+        if number in self._unverified:
+            self._unverified.discard(number)
+            self._verifier.add(number, self.shards[number])
 
     def check_sizes(self) -> None:
         """Compare the size of every shard file with the manifest, so that a run fails at its start and not when it first reads the shard.
@@ -180,6 +187,20 @@ class TokenStream:
         for number in self._share:
             self.shards[number].verify()
 
-    def wait_verified(self) -> None:
-        """Wait for the background verification of all opened shards. Raises the errors of verify."""
-        self._verifier.finish()
+    def wait_verified(self, read: np.ndarray | None = None, seconds: float | None = None) -> np.ndarray:
+        """Wait for the background verification of the shards in this process' share that have been opened. Raises the errors of verify.
+
+        Args:
+            read: (shards,) bool, shards that any process has opened; default: those that this process has opened.
+            seconds: maximum time to wait; default: until all are verified.
+
+        Returns:
+            (shards,) bool, the shards that this process has verified.
+        """
+        with self._lock:
+            for number in np.flatnonzero(self.read_shards if read is None else read).tolist():
+                self._verify_later(number)
+        self._verifier.finish(seconds)
+        verified = np.zeros(len(self.shards), dtype=bool)
+        verified[list(self._verifier.verified)] = True
+        return verified

@@ -8,7 +8,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from pipeline.artifact import MANIFEST
 from pipeline.errors import UserError, Violation
 from pipeline.files import verify
 
@@ -23,7 +22,7 @@ class Shard:
     @property
     def fix(self) -> str:
         """The fix that error messages suggest for a missing or damaged shard."""
-        return f"remove {self.path.parent / MANIFEST} and run stage=tokenize again"
+        return f"remove {self.path.parent} and run stage=tokenize again"
 
     def check_size(self, found: int | None) -> Violation | None:
         """Compare a file size with the manifest.
@@ -53,23 +52,27 @@ class Verifier:
     """A background thread that verifies shards one by one, while training reads them, and stores the first error.
 
     The thread is a daemon, so that a job does not wait for pending verifications at exit.
+
+    Attributes:
+        verified: the numbers of the shards that are verified.
     """
 
     def __init__(self) -> None:
-        self._shards: SimpleQueue[Shard] = SimpleQueue()
+        self.verified: set[int] = set()
+        self._shards: SimpleQueue[tuple[int, Shard]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._pending = 0
         self._error: Exception | None = None
 
-    def add(self, shard: Shard) -> None:
+    def add(self, number: int, shard: Shard) -> None:
         """Queue a shard for verification."""
         with self._changed:
             self._pending += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="verify")
                 self._thread.start()
-        self._shards.put(shard)
+        self._shards.put((number, shard))
 
     def check(self) -> None:
         """Raise the first error found so far, without waiting.
@@ -81,17 +84,18 @@ class Verifier:
         if self._error is not None:
             raise self._error
 
-    def finish(self) -> None:
-        """Wait until all queued shards are verified, then check."""
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait until all queued shards are verified, at most `seconds`, then check."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pending == 0)
+            self._changed.wait_for(lambda: self._pending == 0, seconds)
         self.check()
 
     def _work(self) -> None:
         while True:
-            shard = self._shards.get()
+            number, shard = self._shards.get()
             try:
                 shard.verify()
+                self.verified.add(number)
             except (UserError, OSError) as error:
                 self._error = self._error or error
             with self._changed:

@@ -67,6 +67,16 @@ def language(metadata: dict[str, Any]) -> str:
     return metadata.get("lang") or metadata.get("meta", {}).get("lang") or metadata.get("corpus") or "default"
 
 
+def verified(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the documents of a shard; its checksum is verified after the last one.
+
+    Raises:
+        UserError: the shard is missing or corrupt.
+    """
+    with artifact.open_verified(folder, text, name) as shard:
+        yield from documents(shard)
+
+
 def readable(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the documents of a shard that may be read partially: the checksum is verified only if reading fails.
 

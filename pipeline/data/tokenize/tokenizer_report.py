@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipeline.data import page
 from pipeline.data.tokenize.tokenizer import encode
 
 Row = dict[str, Any]
+
+SAMPLE_CHARACTERS = 240
+"""Characters of a text per language whose division into tokens is shown."""
+
+WARN_PARITY = 2.0
+"""The page warns of a language with a parity above this."""
 
 #: Column -> its definition.
 COLUMNS = {
@@ -46,12 +53,13 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     for language, documents in texts.items():
         ids = encode(tokenizer, documents)[0]
         used[ids] = True
-        languages[language] = _metrics(
+        counts = _metrics(
             sum(len(document.encode("utf-8")) for document in documents),
             sum(len(document.split()) for document in documents),
             len(ids),
             int(np.count_nonzero(ids == unknown)) if unknown is not None else 0,
         )
+        languages[language] = {**counts, "sample": segmentation(tokenizer, documents[0][:SAMPLE_CHARACTERS])}
     best = min(row["tokens"] / row["bytes"] for row in languages.values())
     for row in languages.values():
         row["parity"] = row["tokens"] / row["bytes"] / best
@@ -65,6 +73,18 @@ def _metrics(size: int, words: int, tokens: int, unknown: int) -> Row:
     """The counts and their ratios."""
     ratios = {"fertility": tokens / max(words, 1), "bytes_per_token": size / max(tokens, 1)}
     return {"bytes": size, "words": words, "tokens": tokens, "unknown": unknown, **ratios}
+
+
+def segmentation(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:
+    """The pieces into which a tokenizer divides a text: (characters, number of tokens); tokens that share a character are one piece."""
+    pieces: list[tuple[int, int, int]] = []  # first character, end, tokens
+    for start, end in tokenizer.encode(text, add_special_tokens=False).offsets:
+        if pieces and start < pieces[-1][1]:
+            first, last, count = pieces.pop()
+            pieces.append((first, max(last, end), count + 1))
+        else:
+            pieces.append((start, end, 1))
+    return [(text[start:end], count) for start, end, count in pieces]
 
 
 def _unknown(tokenizer: Tokenizer) -> int | None:
@@ -107,8 +127,6 @@ def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> list[Path]:
     return [folder / "report.json", folder / "report.html"]
 
 
-_STYLE = "body{font:15px sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;margin:1em 0}"
-_STYLE += "td,th{border:1px solid #bbb;padding:.3em .6em;text-align:right}td:first-child,th:first-child{text-align:left}"
 _TOTALS = ("vocab_size", "tokens", "bytes_per_token", "fertility", "unknown", "coverage", "flops_per_gigabyte")
 _BY_LANGUAGE = ("bytes_per_token", "fertility", "parity", "unknown")
 
@@ -116,7 +134,9 @@ _BY_LANGUAGE = ("bytes_per_token", "fertility", "parity", "unknown")
 def _page(rows: list[Row], about: dict[str, Any]) -> str:
     """The report as one HTML page."""
     languages = rows[0]["languages"]
-    parts = ["<h1>Tokenizer report</h1>", _table(["", "value"], [[key, value] for key, value in about.items()])]
+    parts = [*_verdict(rows[0], about), "<h2>Samples</h2>", "<p class=soft>How the tokenizers divide held-out text. "]
+    parts += ["A number counts tokens that are parts of one character.</p>"]
+    parts += [_samples(language, rows) for language in languages]
     parts += ["<h2>All text</h2>", _table(["tokenizer", *_TOTALS], [[row["name"], *(row[key] for key in _TOTALS)] for row in rows])]
     for key in _BY_LANGUAGE:
         values = [[row["name"], *(row["languages"][language][key] for language in languages)] for row in rows]
@@ -124,14 +144,37 @@ def _page(rows: list[Row], about: dict[str, Any]) -> str:
     sizes = [[language, row["bytes"], row["words"]] for language, row in languages.items()]
     parts += ["<h2>The text</h2>", _table(["language", "bytes", "words"], sizes)]
     notes = "".join(f"<li>{html.escape(key)}: {html.escape(meaning)}</li>" for key, meaning in COLUMNS.items())
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Tokenizer report</title><style>{_STYLE}</style>'
-    return "\n".join([head, *parts, f"<h2>Columns</h2><ul>{notes}</ul></html>", ""])
+    return page.whole_page("Tokenizer report", [*parts, f"<h2>Columns</h2><ul>{notes}</ul>"])
+
+
+def _verdict(row: Row, about: dict[str, Any]) -> Iterator[str]:
+    """The size and the compression of the folder's tokenizer, the settings, and warnings."""
+    name, languages = html.escape(row["name"]), row["languages"]
+    yield f"<div class=verdict><b>{name}: {row['bytes_per_token']:.2f} bytes per token, {row['vocab_size']:,} entries</b>"
+    yield f"<p>{row['fertility']:.2f} tokens per word on {row['bytes']:,} bytes of held-out text in {len(languages)} languages; "
+    yield f"{100 * row['coverage']:.1f} % of the entries occur in it.</p>{page.settings(about)}</div>"
+    for language, part in languages.items():
+        if part["parity"] > WARN_PARITY:
+            what = f"{html.escape(language)} takes {part['parity']:.1f} times as many tokens per byte as the best language"
+            yield f"<div class=warning>{what}: see tokenizer.balance, or add text of this language.</div>"
+        if part["unknown"]:
+            what = f"{part['unknown']:,} of {part['tokens']:,} tokens of {html.escape(language)} are unknown: their text is lost"
+            yield f"<div class=warning>{what}.</div>"
+
+
+def _samples(language: str, rows: list[Row]) -> str:
+    """The beginning of a text of a language, as every tokenizer divides it."""
+    shown = []
+    for row in rows:
+        pieces = row["languages"][language]["sample"]
+        spans = (f"<span class=token>{html.escape(piece)}{f'<sub>{count}</sub>' if count > 1 else ''}</span>" for piece, count in pieces)
+        count = sum(count for _, count in pieces)
+        shown.append(f"<div class=soft>{html.escape(row['name'])}: {count} tokens</div><pre>{''.join(spans)}</pre>")
+    return f"<p><b>{html.escape(language)}</b></p>{''.join(shown)}"
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
-    title = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = ["".join(f"<td>{html.escape(_formatted(value))}</td>" for value in row) for row in rows]
-    return f"<table><tr>{title}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return page.table(head, [[_formatted(value) for value in row] for row in rows])
 
 
 def _formatted(value: Any) -> str:

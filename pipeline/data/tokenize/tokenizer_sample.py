@@ -14,7 +14,9 @@ SCAN_FACTOR = 4
 
 
 class Sample:
-    """Texts from the beginning of every training shard. Shards are shuffled, so this is a uniform sample of the corpus.
+    """Texts of as few training shards of each corpus as contain its share of the sample. Shards are shuffled, so this is a uniform sample.
+
+    The shards that are read are read in full, to verify their checksums.
 
     With `balance` a (Conneau et al. 2020, XLM-R, section 3), a language with the share p of the text has a share proportional to p**a in
     the sample: 1 keeps the shares, 0 makes them equal. SCAN_FACTOR times the sample's size is scanned; a language with less text than its
@@ -38,8 +40,11 @@ class Sample:
             UserError: a shard is missing or corrupt.
         """
         self._shards, self._text = shards, text
-        self._train = {name: entry["text_bytes"] for name, entry in text.files.items() if entry.get("split") == "train"}
-        total = sum(self._train.values())
+        self._train: dict[str, dict[str, int]] = {}  # corpus -> shard -> bytes of text
+        for name, entry in sorted(text.files.items()):
+            if entry.get("split") == "train":
+                self._train.setdefault(entry["corpus"], {})[name] = entry["text_bytes"]
+        total = sum(sum(sizes.values()) for sizes in self._train.values())
         self.bytes = round(min(megabytes * 1e6, total))
         self._scanned = min(1.0, (1 if balance == 1 else SCAN_FACTOR) * self.bytes / total)
         self._kept: dict[str, float] = {}
@@ -67,14 +72,16 @@ class Sample:
                 yield document.decode("utf-8", errors="ignore")  # the last text of a shard may be truncated within a character
 
     def _leading(self) -> Iterator[tuple[str, bytes]]:
-        """Yield (language, text) of the documents at the beginning of every training shard."""
-        for name, size in self._train.items():
-            remaining = round(self._scanned * size)
-            for document, about in text_shards.readable(self._shards, self._text, name):
-                yield text_shards.language(about), document[:remaining]
-                remaining -= len(document)
+        """Yield (language, text) of the first documents of every corpus."""
+        for sizes in self._train.values():
+            remaining = round(self._scanned * sum(sizes.values()))
+            for name in sizes:
                 if remaining <= 0:
                     break
+                for document, about in text_shards.verified(self._shards, self._text, name):
+                    if remaining > 0:
+                        yield text_shards.language(about), document[:remaining]
+                    remaining -= len(document)
 
 
 def held_out(shards: Path, text: Manifest, megabytes: float) -> dict[str, list[str]]:
@@ -95,7 +102,7 @@ def held_out(shards: Path, text: Manifest, megabytes: float) -> dict[str, list[s
     sizes: Counter[str] = Counter()
     for name, entry in text.files.items():
         if entry.get("split") == "validation":
-            for document, about in text_shards.readable(shards, text, name):
+            for document, about in text_shards.verified(shards, text, name):
                 language = text_shards.language(about)
                 if sizes[language] < megabytes * 1e6:
                     sizes[language] += len(document)
