@@ -98,10 +98,12 @@ def find_adapter(content: Mapping[str, Any]) -> tuple[str, Adapter]:
         UserError: no family supports its class.
     """
     candidates = [(family, candidate) for family in FAMILIES for candidate in adapters(family)]
-    architecture = (content.get("architectures") or [None])[0]
+    names = content.get("architectures")
+    if names is not None and not (isinstance(names, list) and names and isinstance(names[0], str)):
+        raise refusal("architectures", names, "must be a list with the name of a class", 'set it, such as ["LlamaForCausalLM"]')
+    architecture = names[0] if names else None
     for family, candidate in candidates:
-        names = (candidate.architecture, *candidate.legacy_architectures)
-        if candidate.model_type == content.get("model_type") and architecture in names:
+        if candidate.model_type == content.get("model_type") and architecture in (candidate.architecture, *candidate.legacy_architectures):
             return family, candidate
     classes = ", ".join(candidate.architecture for _, candidate in candidates)
     key, value = ("architectures", architecture) if architecture else ("model_type", content.get("model_type"))

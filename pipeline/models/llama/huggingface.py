@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, rows
+from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, positive, refusal, rows
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.rope_json import ROPE
 
@@ -40,8 +40,16 @@ def _table(config: LlamaConfig) -> tuple[Row | BlockRows, ...]:
 
 def _read_head_dim(content: dict[str, Any]) -> dict[str, Any]:
     """Return head_width, None if it is hidden / heads."""
-    derived = content.get("hidden_size", 4096) / content.get("num_attention_heads", 32)
-    return {"head_width": None if content.get("head_dim") in (None, derived) else content["head_dim"]}
+    width, derived = content.get("head_dim"), content.get("hidden_size", 4096) / content.get("num_attention_heads", 32)
+    return {"head_width": None if width in (None, derived) else positive("head_dim", width)}
+
+
+def _read_layer_types(content: dict[str, Any]) -> dict[str, Any]:
+    """Verify that every layer has full attention."""
+    kinds = content.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {"full_attention"}):
+        raise refusal("layer_types", kinds, "is not supported by this family; only full_attention is supported")
+    return {}
 
 
 HEAD_DIM = KeyGroup(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
@@ -86,9 +94,13 @@ QWEN3 = replace(
     model_type="qwen3",
     constants={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
     defaults={**ADAPTER.defaults, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
-    # sliding windows are off (use_sliding_window), whatever the other keys are; head_dim is 128 if the key is missing
-    nested=(ROPE, replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content}))),
-    ignored_keys=("sliding_window", "max_window_layers", "layer_types"),
+    # head_dim is 128 if the key is missing
+    nested=(
+        ROPE,
+        replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content})),
+        KeyGroup(("layer_types",), lambda _: {}, _read_layer_types),
+    ),
+    ignored_keys=("sliding_window", "max_window_layers"),  # off, since use_sliding_window is false
     implied={"query_key_norm": True},
 )
 ADAPTERS = (ADAPTER, QWEN3)

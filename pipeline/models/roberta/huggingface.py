@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.models.adapter import Adapter, KeyGroup, refusal, rows
-from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, IGNORED_KEYS, encoder, output
+from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, encoder, output
 from pipeline.models.roberta.config import PADDING
 
 _BOTH = ("weight", "bias")
@@ -39,7 +39,6 @@ ADAPTER = Adapter(
             read=_positions,
         ),
     ),
-    ignored_keys=IGNORED_KEYS,
     copies={"lm_head.decoder.bias": "lm_head.bias"},
     ignored_weights=("roberta.embeddings.position_ids", "roberta.pooler.*"),
 )
