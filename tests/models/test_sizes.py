@@ -11,7 +11,9 @@ from hydra import compose, initialize_config_dir
 from pipeline.config.compose import register, to_run_config
 from pipeline.config.paths import CONF_DIR
 from pipeline.models import families, plan, registry
+from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
@@ -195,6 +197,18 @@ def test_flops_count_matrices_and_attended_positions():
     banded, dense = (flops_per_token(GPTConfig(**sizes, banded_window=window), 100) for window in (30, None))
     assert dense - banded == 12 * 32 * (100 - 30), "one of three layers is banded"
     assert flops_per_token(GPTConfig(**sizes, banded_window=200), 100) == dense
+
+
+def test_flops_of_latent_attention_and_of_what_is_done_once_per_sequence():
+    """Of published sizes: values of 128 dims beside queries and keys of 192; BERT's pooler sees one token of a sequence."""
+    deepseek = DeepseekV3Config(mtp_depth=0)
+    scores = flops_per_token(deepseek, 4096) - flops_per_token(deepseek, 1)
+    assert scores == 6 * 61 * 128 * (192 + 128) * (4096 - 1)
+    deeper = flops_per_token(replace(deepseek, mtp_depth=1), 4096) - flops_per_token(deepseek, 4096)
+    assert deeper > 6 * (deepseek.vocab_size * deepseek.hidden + 128 * (192 + 128) * 4096), "the head and the attention of the MTP module"
+    bert = BertConfig()
+    pooled = flops_per_token(bert, 512) - flops_per_token(replace(bert, next_sentence=False), 512)
+    assert pooled == pytest.approx(6 * (768 * 768 + 2 * 768) / 512)
 
 
 def test_incomplete_or_ambiguous_plan_is_an_error():
