@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.errors import UserError, Violation
+from pipeline.layers.init import Init
 from pipeline.layers.stack import Stack
 from pipeline.models.adapter import Adapter, Row, refusal
 from pipeline.models.config import ModelConfig
@@ -41,8 +42,8 @@ def everywhere(config: ModelConfig) -> tuple[str, ...]:
     return getattr(_part(config, "plan"), "EVERYWHERE", ())
 
 
-def initial_std(config: ModelConfig, name: str) -> float | None:
-    """Return the standard deviation of the normal initialization of weight `name`; None for constants (norms: ones, biases: zeros)."""
+def initial_std(config: ModelConfig, name: str) -> Init:
+    """Return the standard deviation of the initial values of weight `name`, or another Init (layers/init.py)."""
     return _part(config, "model").initial_std(config, name)
 
 
