@@ -71,13 +71,13 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
         for file, names in split.filename_to_tensors.items():
             shard: dict[str, Tensor] = {}
             for name in names:
-                shard[name] = rows[name].to_hf(read(rows[name]))
+                shard[name] = rows[name].to_hf(read(rows[name])).to(dtype)
                 progress.advance(shard[name].nbytes, file)
             save_file(shard, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index)
-    return sum(elements.values())
+    return sum(count for name, count in elements.items() if rows[name].constant is None)
 
 
 class _Reader:

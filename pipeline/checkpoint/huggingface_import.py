@@ -192,13 +192,17 @@ class ImportedWeights:
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
 
     def _unequal(self) -> Iterator[str]:
-        """Tensors that must equal another one, or zero, and do not."""
+        """Tensors that must equal another one, zero or a constant, and do not."""
         for copy, name in self._copies.items():
             if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
                 yield f"{copy} differs from {name}; according to config.json they are tied"
         for name in self._zeros:
             if name in self._found and self._stock.tensor(name).any():
                 yield f"{name} is not zero, and the family has no such weight"
+        for row in (row for row in self._rows if row.constant is not None):
+            value = self._stock.tensor(row.hf_name)
+            if not torch.isclose(value, torch.tensor(row.constant), rtol=2**-8):  # files have it in bf16
+                yield f"{row.hf_name} is {value:g}, and the family has {row.constant:g} there"
 
     def _is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)

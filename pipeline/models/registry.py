@@ -82,8 +82,8 @@ def stock_rows(config: ModelConfig) -> tuple[list[Row], dict[str, str]]:
     """
     table, tied = adapter(config), aliases(config)
     all_rows = list(table.rows(config))
-    hf_names = {row.names: row.hf_name for row in all_rows}
-    duplicates = {row.hf_name: hf_names[(tied[row.names[0]],)] for row in all_rows if row.names[0] in tied}
+    hf_names = {row.names: row.hf_name for row in all_rows if row.names}
+    duplicates = {row.hf_name: hf_names[(tied[row.names[0]],)] for row in all_rows if row.names and row.names[0] in tied}
     stored = [row for row in all_rows if row.hf_name not in duplicates]
     stored_names = {row.hf_name for row in stored}
     return stored, {**{copy: name for copy, name in table.copies.items() if copy not in stored_names}, **duplicates}
