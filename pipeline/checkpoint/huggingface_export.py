@@ -96,13 +96,13 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
             for file, names in split.filename_to_tensors.items() if chosen else ():
                 shard: dict[str, Tensor] = {}
                 for name in names:
-                    shard[name] = rows[name].to_hf(read(rows[name]))
+                    shard[name] = rows[name].to_hf(read(rows[name])).to(dtype)
                     progress.advance(shard[name].nbytes, file)
                 save_file(shard, folder / file, metadata={"format": "pt"})
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 _write_json(folder / f"{stem}.safetensors.index.json", index)
-    return sum(elements.values())
+    return sum(count for name, count in elements.items() if rows[name].constant is None)
 
 
 class _Reader:
@@ -157,7 +157,7 @@ def write_configs(
     """
     adapter, number_format = registry.adapter(config), str(dtype).removeprefix("torch.")
     if original is not None:
-        _write_json(folder / "config.json", original.content | adapter.config_json(config) | {"torch_dtype": number_format})
+        _write_json(folder / "config.json", adapter.config_json(config) | original.content | {"torch_dtype": number_format})
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return

@@ -232,7 +232,7 @@ class ImportedWeights:
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
 
     def _unequal(self) -> Iterator[str]:
-        """Tensors that must equal another one, or zero, and do not."""
+        """Tensors that must equal another one, zero or a constant, and do not."""
         for copy, name in self._copies.items():
             if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
                 yield f"{copy} differs from {name}; according to config.json they are tied"
@@ -243,6 +243,10 @@ class ImportedWeights:
             expected, stored = self._computed[name](self.config), self._stock.tensor(name)
             if expected.shape != stored.shape or not torch.allclose(expected, stored, rtol=0, atol=1e-5):
                 yield f"{name} is not what the family computes in its place"
+        for row in (row for row in self._rows if row.constant is not None):
+            value = self._stock.tensor(row.hf_name)
+            if not torch.isclose(value, torch.tensor(row.constant), rtol=2**-8):  # files have it in bf16
+                yield f"{row.hf_name} is {value:g}, and the family has {row.constant:g} there"
 
     def _is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)

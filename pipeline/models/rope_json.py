@@ -29,10 +29,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         UserError: an unsupported kind of scaling, or an unsupported key of it.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    found = {} if content.get(key) is None else content[key]
-    if not isinstance(found, dict):
-        raise refusal(key, found, "must be an object", "fix config.json")
-    parameters = {name: value for name, value in found.items() if value is not None}
+    parameters = {name: value for name, value in as_object(key, content.get(key)).items() if value is not None}
     legacy = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", legacy)
     theta = parameters.pop("rope_theta", 10000.0 if content.get("rope_theta") is None else content["rope_theta"])
@@ -48,15 +45,22 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         parameters.setdefault("original_max_position_embeddings", content.get("max_position_embeddings"))
     for name in parameters.keys() - KEYS[kind].keys():
         raise refusal(f"{key}.{name}", parameters[name], f"is not a key of rope_type={rope_type}")
-    values = {KEYS[kind][name]: _number(f"{key}.{name}", value) for name, value in parameters.items()}
+    values = {KEYS[kind][name]: number(f"{key}.{name}", value) for name, value in parameters.items()}
     if "rope_original_positions" in values:
         values["rope_original_positions"] = positive(
             f"{key}.original_max_position_embeddings", parameters["original_max_position_embeddings"]
         )
-    return {"rope_theta": _number("rope_theta", theta), "rope_scaling": kind, **values}
+    return {"rope_theta": number("rope_theta", theta), "rope_scaling": kind, **values}
 
 
-def _number(key: str, value: object) -> float:
+def as_object(key: str, value: object) -> dict[str, Any]:
+    """Return a value as dict, if it is an object; empty for null."""
+    if value is not None and not isinstance(value, dict):
+        raise refusal(key, value, "must be an object", "fix config.json")
+    return value or {}
+
+
+def number(key: str, value: object) -> float:
     """Return a value as float, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise refusal(key, value, "must be a finite number", "fix config.json")

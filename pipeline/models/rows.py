@@ -35,6 +35,7 @@ class Row:
         groups: that number, set by `for_config`.
         expert: the Hugging Face tensor is this slice of dim 0 of our weight, a stack of experts.
         added_dim: the Hugging Face tensor has a further dim 0 of size 1.
+        constant: the Hugging Face tensor is this number, in every model of the class; we have no such weight, and `names` is empty.
     """
 
     hf_name: str
@@ -44,6 +45,7 @@ class Row:
     groups: int = 1
     expert: int | None = None
     added_dim: bool = False
+    constant: float | None = None
 
     def for_config(self, config: Any) -> Row:
         """Return the row with `groups` of a configuration."""
@@ -66,6 +68,8 @@ class Row:
 
     def to_hf(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the Hugging Face tensor, from our weights in the order of `names`."""
+        if self.constant is not None:
+            return torch.tensor(self.constant)
         parts = [weight if self.expert is None else weight[self.expert] for weight in weights]
         if self.groups > 1:
             parts = [torch.stack([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 2)]
@@ -88,6 +92,8 @@ class Row:
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the Hugging Face tensor, from the shapes of our weights."""
+        if self.constant is not None:
+            return ()
         parts = self._parts(shapes)
         fused = (sum(part[0] for part in parts), *parts[0][1:])
         return fused[::-1] if self.transposed else (1, *fused) if self.added_dim else fused

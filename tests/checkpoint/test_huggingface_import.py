@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -200,6 +202,22 @@ def test_tied_heads_may_be_in_the_file_and_must_be_equal(tmp_path):
     assert "head.weight" not in imported(tmp_path).names()
     save_file({**weights, "lm_head.weight": matrix + 1, "transformer.wte.weight": matrix}, file)
     with pytest.raises(UserError, match=r"lm_head.weight differs from transformer.wte.weight"):
+        imported(tmp_path)
+
+
+def test_the_constants_of_an_activation_must_be_those_of_the_family(tmp_path):
+    """Released files have xIELU's beta and eps in bf16."""
+    stock = ApertusForCausalLM(ApertusConfig(**SIZES, num_attention_heads=4, pad_token_id=None)).bfloat16()
+    stock.save_pretrained(tmp_path)
+    imported(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.act_fn.beta"
+    weights = load_file(file)
+    save_file({**weights, name: weights[name] + 0.25}, file)
+    with pytest.raises(UserError, match=rf"{name} is 0.75, and the family has 0.5 there"):
+        imported(tmp_path)
+    del weights[name]
+    save_file(weights, file)
+    with pytest.raises(UserError, match=rf"{name} \[\] is missing"):
         imported(tmp_path)
 
 

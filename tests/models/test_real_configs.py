@@ -91,6 +91,14 @@ def test_the_keys_that_stock_classes_read_are_those_of_the_table():
             assert keys.aliases == entry["aliases"]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_keys_that_a_class_reads_need_an_exception(family):
+    for adapter in registry.adapters(family):
+        keys = stock_keys.of(adapter.architecture, adapter.model_type)
+        assert keys is not None
+        assert keys.reads >= {*adapter.ignored_keys}, adapter.architecture
+
+
 def test_the_source_of_a_class_is_searched_where_it_leads(tmp_path):
     """Base classes, functions of other modules, getattr with a computed name; not what only another class reads."""
     models = tmp_path / "models" / "small"
