@@ -86,14 +86,14 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
     separate = {name for name in rows if any(fnmatchcase(name, pattern) for pattern in patterns)}
     read = _Reader(weights, dtype)
     with Progress(sum(elements.values()) * dtype.itemsize, "writing weights", "B") as progress:
-        for stem, chosen in (("model", rows.keys() - separate), (SEPARATE, separate)):
+        for stem, chosen in [("model", rows.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
             split = split_state_dict_into_shards_factory(
                 {name: count for name, count in elements.items() if name in chosen},
                 get_storage_size=lambda count: count * dtype.itemsize,
                 filename_pattern=stem + "{suffix}.safetensors",
                 max_shard_size=shard_bytes,
             )
-            for file, names in split.filename_to_tensors.items() if chosen else ():
+            for file, names in split.filename_to_tensors.items():
                 shard: dict[str, Tensor] = {}
                 for name in names:
                     shard[name] = rows[name].to_hf(read(rows[name])).to(dtype)
