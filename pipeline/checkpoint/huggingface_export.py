@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,24 +15,44 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE, read_config, read_generation_config
 from pipeline.errors import UserError, Violation
 from pipeline.files import apply_umask
-from pipeline.models import registry
+from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
 from pipeline.progress import Progress
 
-#: Files of a tokenizer folder; only tokenizer.json is required.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+#: Files of a tokenizer folder; only tokenizer.json is required. The vocabularies are those of tokenizers without it.
+VOCABULARIES = (
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("source.spm", "target.spm", "target_vocab.json"),
 )
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *VOCABULARIES,
+)
+
+
+@dataclass(frozen=True)
+class Original:
+    """What an export keeps of the Hugging Face model that the run started from.
+
+    Attributes:
+        content: the keys of its config.json with token ids, and those that its class does not read.
+        generation: the content of its generation_config.json, None without one.
+    """
+
+    content: dict[str, Any]
+    generation: dict[str, Any] | None
+
+
+def read_original(folder: Path) -> Original:
+    """Read what an export keeps of an imported model, from the folder with its config.json."""
+    content = read_config(folder)
+    _, adapter = registry.find_adapter(content)
+    kept = {key: value for key, value in content.items() if key.endswith(("_token_id", "_token_ids"))}
+    return Original(config_json.unread(adapter, content) | kept, read_generation_config(folder))
 
 
 class Weights(Protocol):
@@ -47,7 +69,7 @@ class Weights(Protocol):
 
 
 def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int) -> int:
-    """Write model.safetensors, or its numbered shards and their index.
+    """Write model.safetensors, or its numbered shards and their index; tensors that the class does not expect are in other files.
 
     Args:
         folder: existing output folder.
@@ -61,25 +83,28 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
     """
     rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
     elements = {name: row.elements([weights.shape(part) for part in row.names]) for name, row in rows.items()}
-    split = split_state_dict_into_shards_factory(
-        elements,
-        get_storage_size=lambda count: count * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes,
-    )
+    patterns = registry.adapter(config).separate_weights(config)
+    separate = {name for name in rows if any(fnmatchcase(name, pattern) for pattern in patterns)}
     read = _Reader(weights, dtype)
     with Progress(sum(elements.values()) * dtype.itemsize, "writing weights", "B") as progress:
-        for file, names in split.filename_to_tensors.items():
-            shard: dict[str, Tensor] = {}
-            for name in names:
-                shard[name] = rows[name].to_hf(read(rows[name]))
-                progress.advance(shard[name].nbytes, file)
-            save_file(shard, folder / file, metadata={"format": "pt"})
-            apply_umask(folder / file)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
-    return sum(elements.values())
+        for stem, chosen in [("model", rows.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
+            split = split_state_dict_into_shards_factory(
+                {name: count for name, count in elements.items() if name in chosen},
+                get_storage_size=lambda count: count * dtype.itemsize,
+                filename_pattern=stem + "{suffix}.safetensors",
+                max_shard_size=shard_bytes,
+            )
+            for file, names in split.filename_to_tensors.items():
+                shard: dict[str, Tensor] = {}
+                for name in names:
+                    shard[name] = rows[name].to_hf(read(rows[name])).to(dtype)
+                    progress.advance(shard[name].nbytes, file)
+                save_file(shard, folder / file, metadata={"format": "pt"})
+                apply_umask(folder / file)
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                _write_json(folder / f"{stem}.safetensors.index.json", index)
+    return sum(count for name, count in elements.items() if rows[name].constant is None)
 
 
 class _Reader:
@@ -118,19 +143,32 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
         raise UserError([Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong])
 
 
-def write_configs(folder: Path, config: ModelConfig, *, dtype: torch.dtype, end_of_document_id: int, padding_id: int | None = None) -> None:
+def write_configs(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    end_of_document_id: int,
+    padding_id: int | None = None,
+    original: Original | None = None,
+) -> None:
     """Write config.json and generation_config.json.
 
     The end-of-document token is both the beginning- and the end-of-sequence token. An encoder-decoder's decoder starts with the padding
-    token if there is one.
+    token if there is one. A model that started from a Hugging Face model keeps its token ids and its generation_config.json, if any.
     """
+    adapter, number_format = registry.adapter(config), str(dtype).removeprefix("torch.")
+    if original is not None:
+        _write_json(folder / "config.json", adapter.config_json(config) | original.content | {"torch_dtype": number_format})
+        if original.generation is not None:
+            _write_json(folder / GENERATION_CONFIG, original.generation)
+        return
     ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
-    if registry.adapter(config).constants.get("is_encoder_decoder"):
+    if adapter.constants.get("is_encoder_decoder"):
         padding = end_of_document_id if padding_id is None else padding_id
         ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
-    number_format = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", registry.adapter(config).config_json(config) | ids | {"torch_dtype": number_format})
-    _write_json(folder / "generation_config.json", {"pad_token_id": end_of_document_id} | ids)
+    _write_json(folder / "config.json", adapter.config_json(config) | ids | {"torch_dtype": number_format})
+    _write_json(folder / GENERATION_CONFIG, {"pad_token_id": end_of_document_id} | ids)
 
 
 def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_positions: int) -> None:

@@ -24,6 +24,9 @@ from pipeline.progress import Progress
 
 #: Buffers that older releases of transformers saved and that are recomputed.
 UNUSED = ("*.rotary_emb.inv_freq",)
+GENERATION_CONFIG = "generation_config.json"
+#: Name of the files with the tensors that the class does not expect (Adapter.separate_weights).
+SEPARATE = "mtp"
 FORMATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -33,30 +36,54 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: it is missing or not a JSON object.
     """
-    path = folder / "config.json"
+    return _read_object(folder, "config.json", "use a folder that save_pretrained wrote, or a downloaded model repository")
+
+
+def read_generation_config(folder: Path) -> dict[str, Any] | None:
+    """Read generation_config.json; None if the folder has none.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    if not (folder / GENERATION_CONFIG).is_file():
+        return None
+    return _read_object(folder, GENERATION_CONFIG, "download it again, or remove it")
+
+
+def _read_object(folder: Path, name: str, fix: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        fix = "use a folder that save_pretrained wrote, or a downloaded model repository"
-        raise UserError.of("stage.input", folder, f"has no readable config.json: {error}", fix) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError.of("stage.input", folder, f"has no readable {name}: {error}", fix) from error
     return content
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a stock model, a single file or numbered shards.
+    """Return the safetensors files of a stock model, a single file or numbered shards, and those of separate tensors.
 
     Raises:
         UserError: there are none, or some are missing.
     """
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    return [*_files(folder, "model"), *_files(folder, SEPARATE, optional=True)]
+
+
+def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if single.is_file():
         return [single]
     if not index.is_file():
+        if optional:
+            return []
         fix = "save it again with transformers: AutoModel....from_pretrained(folder).save_pretrained(folder)"
         raise UserError.of("stage.input", folder, "contains neither model.safetensors nor model.safetensors.index.json", fix)
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ValueError("weight_map must map tensors to names of files")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError.of("stage.input", index, f"is not readable: {error!r}", "download it again") from error
     missing = [folder / name for name in names if not (folder / name).is_file()]
     if missing:
         raise UserError([Violation("stage.input", path, "is missing", "download it again") for path in missing])
@@ -70,10 +97,11 @@ class StockWeights:
         """Read the headers of the files.
 
         Raises:
-            UserError: a file is missing or not readable.
+            UserError: a file is missing or not readable, or two tensors are the same weight under names of two releases.
         """
         self.path = folder
         self._stored: dict[str, tuple[Any, str]] = {}
+        twice: list[Violation] = []
         for file in weight_files(folder):
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
@@ -83,7 +111,13 @@ class StockWeights:
                 current = name
                 for pattern, replacement in adapter.renamed:
                     current = re.sub(pattern, replacement, current)
+                if current in self._stored:
+                    other = self._stored[current][1]
+                    rule = f"contains {current} twice: as {other} and as {name}"
+                    twice.append(Violation("stage.input", folder, rule, "remove one of them from the files"))
                 self._stored[current] = opened, name
+        if twice:
+            raise UserError(twice)
 
     def names(self) -> list[str]:
         """Names of all tensors."""
@@ -101,7 +135,7 @@ class StockWeights:
         """Value of a tensor, fp32."""
         opened, stored = self._stored[name]
         value: Tensor = opened.get_tensor(stored)
-        return value.to(torch.float32)
+        return value.to(torch.float32, copy=True)  # a tensor without a copy shares the memory of the file with every other use of it
 
     def _slice(self, name: str) -> Any:
         opened, stored = self._stored[name]
@@ -109,10 +143,15 @@ class StockWeights:
 
 
 class ImportedWeights:
-    """Native weights, read from those of a stock model. Call `check` first."""
+    """Native weights, read from those of a stock model. Call `check` first.
+
+    Attributes:
+        config: the configuration, with the fields that only the weights tell.
+    """
 
     def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
         self._stock = stock
+        self.config = config = registry.adapter(config).from_weights(config, stock)
         with torch.device("meta"):
             model = registry.build(config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -127,6 +166,7 @@ class ImportedWeights:
             if other in self._found:
                 self._stored.setdefault(name, other)
         self._unused, self._zeros = (*UNUSED, *adapter.ignored_weights), adapter.zero_weights
+        self._computed = adapter.computed_weights
         self._rows_of: dict[str, list[Row]] = {name: [] for name in self._shapes}
         for row in self._rows:
             for name in row.names:
@@ -186,19 +226,27 @@ class ImportedWeights:
 
     def _unexpected(self) -> Iterator[str]:
         """Tensors that the class does not have."""
-        known = {row.hf_name for row in self._rows} | self._copies.keys() | set(self._zeros)
+        known = {row.hf_name for row in self._rows} | self._copies.keys() | set(self._zeros) | self._computed.keys()
         for name in self._stock.names():
             if name not in known and not self._is_unused(name):
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
 
     def _unequal(self) -> Iterator[str]:
-        """Tensors that must equal another one, or zero, and do not."""
+        """Tensors that must equal another one, zero or a constant, and do not."""
         for copy, name in self._copies.items():
             if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
                 yield f"{copy} differs from {name}; according to config.json they are tied"
         for name in self._zeros:
-            if name in self._found and self._stock.tensor(name).any():
+            if name in self._found and name not in self._stored and self._stock.tensor(name).any():
                 yield f"{name} is not zero, and the family has no such weight"
+        for name in self._computed.keys() & self._found:
+            expected, stored = self._computed[name](self.config), self._stock.tensor(name)
+            if expected.shape != stored.shape or not torch.allclose(expected, stored, rtol=0, atol=1e-5):
+                yield f"{name} is not what the family computes in its place"
+        for row in (row for row in self._rows if row.constant is not None):
+            value = self._stock.tensor(row.hf_name)
+            if not torch.isclose(value, torch.tensor(row.constant), rtol=2**-8):  # files have it in bf16
+                yield f"{row.hf_name} is {value:g}, and the family has {row.constant:g} there"
 
     def _is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)

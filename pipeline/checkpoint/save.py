@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
     with atomic_folder(final) if rank == 0 else nullcontext(partial_folder(final)) as folder:
         dist.barrier()
         answers: list[Any] = [None] * world_size
-        dist.all_gather_object(answers, _write(folder / native.file_name(rank), [f for f in fragments if f.owned]))
+        dist.all_gather_object(answers, _try_to_write(folder / native.file_name(rank), [f for f in fragments if f.owned]))
         failures = [answer for answer in answers if isinstance(answer, str)]
         if failures:
             raise UserError.of("run_dir", folder, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
@@ -77,23 +78,26 @@ def _check_finite(fragments: list[Fragment], step: int) -> None:
         raise UserError.of("weights after step", step, rule, fix)
 
 
-def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
+def _try_to_write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
     """Write and fsync one file. Returns its length and checksum, an empty dict without fragments, or the error message."""
-    if not fragments:
-        return {}
+    try:
+        return _write(path, fragments) if fragments else {}
+    except Exception as error:  # the other ranks wait for the answer
+        return f"could not be written: {error}"
+
+
+def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
+    """Write and fsync one file. Returns its length and checksum."""
     tensors = {native.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
     geometry = {f.piece.name: native.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
+    save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
+    apply_umask(path)
+    handle = os.open(path, os.O_RDONLY)
     try:
-        save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
-        apply_umask(path)
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        return {"bytes": path.stat().st_size, "xxh3": digest(path)}
-    except Exception as error:  # safetensors raises its own class on a full disk; the other ranks wait for the answer
-        return f"could not be written: {error}"
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return {"bytes": path.stat().st_size, "xxh3": digest(path)}
 
 
 def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
@@ -147,10 +151,10 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
     with atomic_folder(final) as folder:
         for number, group in enumerate(_groups(fragments, file_bytes)):
             kinds = list(group[0].tensors)
-            answer = _write(folder / native.file_name(number), group)
-            if isinstance(answer, str):
-                raise UserError.of("run_dir", folder, answer, "free some space or quota and run again")
-            files[native.file_name(number)] = answer
+            try:
+                files[native.file_name(number)] = _write(folder / native.file_name(number), group)
+            except (OSError, SafetensorError) as error:  # safetensors raises its own class on a full disk
+                raise UserError.of("run_dir", folder, f"could not be written: {error}", "free some space or quota and run again") from error
         native.write_index(folder, replace(index, files=files, kinds=kinds))
     return final
 

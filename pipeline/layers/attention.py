@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from pipeline.layers.linear import Linear
 from pipeline.layers.mask import Mask
 from pipeline.layers.rotary import RotaryTables, rotate
+
+#: Which rotary tables a layer uses: those of the model, those of its local layers (Gemma 3), or none (NoPE).
+Rope = Literal["global", "local", "none"]
 
 
 class Core(Protocol):
@@ -67,11 +70,13 @@ class AttentionContext:
     Attributes:
         mask: mask of self-attention.
         rotary: cosine and sine tables of rotary position embeddings, None for families without them.
+        local_rotary: the same for layers with rope="local", None for families without such layers.
         cross: mask of cross-attention.
     """
 
     mask: Mask = field(default_factory=Mask)
     rotary: RotaryTables | None = None
+    local_rotary: RotaryTables | None = None
     cross: Mask = field(default_factory=lambda: Mask(causal=False))
 
 
@@ -89,7 +94,9 @@ class Attention(nn.Module):
         output_bias: whether the output projection has a bias; as `bias` when None.
         window: as in Mask.visible.
         scale: as in Core.
+        rope: the rotary tables of this layer.
         head_norm: factory of the norms over the head_dim of queries and keys (Qwen 3), None for none.
+        width_norm: factory of the norms over all heads of the queries and of the keys together (OLMo 2), given that width; None for none.
     """
 
     def __init__(
@@ -103,17 +110,21 @@ class Attention(nn.Module):
         output_bias: bool | None = None,
         window: int | None = None,
         scale: float | None = None,
+        rope: Rope = "global",
         head_norm: Callable[[], nn.Module] | None = None,
+        width_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim, self.window, self.scale = head_dim, window, scale
+        assert head_norm is None or width_norm is None, "queries and keys have one norm"
+        self.head_dim, self.window, self.scale, self.rope = head_dim, window, scale, rope
         self.core: Core = sdpa
         self.query = Linear(hidden, heads * head_dim, bias=bias)
         self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.output = Linear(heads * head_dim, hidden, bias=bias if output_bias is None else output_bias)
-        self.query_norm = head_norm() if head_norm else None
-        self.key_norm = head_norm() if head_norm else None
+        self.norm_before_split = width_norm is not None
+        self.query_norm = width_norm(heads * head_dim) if width_norm else head_norm() if head_norm else None
+        self.key_norm = width_norm(kv_heads * head_dim) if width_norm else head_norm() if head_norm else None
 
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Compute self-attention, or cross-attention to a memory.
@@ -128,14 +139,22 @@ class Attention(nn.Module):
         """
         context = context or AttentionContext()
         source = x if memory is None else memory
-        q, k, v = self._split_heads(self.query(x)), self._split_heads(self.key(source)), self._split_heads(self.value(source))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if context.rotary is not None and memory is None:
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        q, k, v = self.query(x), self.key(source), self.value(source)
+        if self.norm_before_split:
+            q, k = self._norm(q, k)
+        q, k, v = self._split_heads(q), self._split_heads(k), self._split_heads(v)
+        if not self.norm_before_split:
+            q, k = self._norm(q, k)
+        tables = {"global": context.rotary, "local": context.local_rotary, "none": None}[self.rope]
+        if tables is not None and memory is None:
+            q, k = rotate(q, tables), rotate(k, tables)
         mask = context.mask if memory is None else context.cross
         attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale)
         return self.output(attn_output.transpose(1, 2).flatten(2))
+
+    def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the norms of queries and keys, if there are any."""
+        return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(batch, sequence, heads * head_dim) -> (batch, heads, sequence, head_dim)."""

@@ -1,13 +1,17 @@
-"""Feed-forward layers."""
+"""Feed-forward layers and their activations."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.init import Constant
 from pipeline.layers.linear import Linear
 
 #: gelu_tanh is the tanh approximation that GPT-2 was trained with (Hendrycks & Gimpel 2016), gelu the exact function.
@@ -19,12 +23,38 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(nn.Module):
-    """Feed-forward layer: down(activation(up(x)))."""
+class XIELU(nn.Module):
+    """xIELU (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010): quadratic for x > 0, with trained curvatures on both sides.
 
-    def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, activation: str = "gelu_tanh") -> None:
+    a_p x^2 + BETA x for x > 0, else a_n (e^x - 1 - x) + BETA x, with a_p = softplus(alpha_p) and a_n = BETA + softplus(alpha_n).
+    """
+
+    BETA = 0.5
+    #: Upper bound of x in the exponential, as in the authors' code.
+    EPS = -1e-6
+    #: Both curvatures are 0.8 at first.
+    INITIAL: ClassVar[dict[str, Constant]] = {
+        "alpha_p": Constant(math.log(math.expm1(0.8))),
+        "alpha_n": Constant(math.log(math.expm1(0.8 - BETA))),
+    }
+
+    def __init__(self) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to every element; any shape."""
+        positive = F.softplus(self.alpha_p) * x * x
+        negative = (self.BETA + F.softplus(self.alpha_n)) * (torch.expm1(x.clamp(max=self.EPS)) - x)
+        return torch.where(x > 0, positive, negative) + self.BETA * x
+
+
+class MLP(nn.Module):
+    """Feed-forward layer: down(activation(up(x))). The activation is a key of ACTIVATIONS, or a module with parameters."""
+
+    def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, activation: str | nn.Module = "gelu_tanh") -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.up = Linear(hidden, ffn_hidden, bias=bias)
         self.down = Linear(ffn_hidden, hidden, bias=bias)
 

@@ -21,50 +21,59 @@ class Block(nn.Module):
     """Transformer block: self-attention, in encoder-decoders cross-attention, and feed-forward, each with a residual connection.
 
     Args:
-        attention_norm, mlp_norm: applied to the input of each layer, or with `post_norm` to its sum with the residual stream.
+        attention_norm, mlp_norm: applied to the input of each layer, or with `post_norm` to its sum with the residual stream; may be None.
         attention: self-attention.
         mlp: feed-forward or MoE layer.
         post_norm: post-norm (Vaswani et al. 2017) instead of pre-norm.
         cross_norm, cross: cross-attention and its norm, None for a block without cross-attention.
         output_norm: norm of the block's output (the last block of a pre-norm encoder), None for none.
+        post_attention_norm, post_mlp_norm: applied to the output of each layer before it is added to the residual stream (OLMo 2,
+            Gemma 3), None for none.
     """
 
     def __init__(
         self,
-        attention_norm: nn.Module,
+        attention_norm: nn.Module | None,
         attention: nn.Module,
-        mlp_norm: nn.Module,
+        mlp_norm: nn.Module | None,
         mlp: nn.Module,
         *,
         post_norm: bool = False,
         cross_norm: nn.Module | None = None,
         cross: nn.Module | None = None,
         output_norm: nn.Module | None = None,
+        post_attention_norm: nn.Module | None = None,
+        post_mlp_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
+        self.attention_norm, self.attention, self.post_attention_norm = attention_norm, attention, post_attention_norm
         self.cross_norm, self.cross = cross_norm, cross
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.mlp_norm, self.mlp, self.post_mlp_norm = mlp_norm, mlp, post_mlp_norm
         self.output_norm = output_norm
         self.post_norm = post_norm
 
     def forward(self, x: Tensor, context: AttentionContext, memory: Tensor | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); memory is (batch, keys, hidden)."""
         if self.post_norm:
-            x = self.attention_norm(x + self.attention(x, None, context))
+            x = _apply(self.attention_norm, x + self.attention(x, None, context))
             if self.cross is not None and self.cross_norm is not None:
                 x = self.cross_norm(x + self.cross(x, memory, context))
-            x = self.mlp_norm(x + self._feed_forward(x, context))
+            x = _apply(self.mlp_norm, x + self._feed_forward(x, context))
         else:
-            x = x + self.attention(self.attention_norm(x), None, context)
+            x = x + _apply(self.post_attention_norm, self.attention(_apply(self.attention_norm, x), None, context))
             if self.cross is not None and self.cross_norm is not None:
                 x = x + self.cross(self.cross_norm(x), memory, context)
-            x = x + self._feed_forward(self.mlp_norm(x), context)
-        return x if self.output_norm is None else self.output_norm(x)
+            x = x + _apply(self.post_mlp_norm, self._feed_forward(_apply(self.mlp_norm, x), context))
+        return _apply(self.output_norm, x)
 
     def _feed_forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Run the feed-forward; MoE layers also take the context, since padding is not routed."""
         return self.mlp(x, context) if isinstance(self.mlp, MoE | SharedExpertMoE) else self.mlp(x)
+
+
+def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Apply a norm, if there is one."""
+    return x if norm is None else norm(x)
 
 
 class Stack(nn.Module):
@@ -79,6 +88,7 @@ class Stack(nn.Module):
         head: output head: an OutputHead, or a module with an OutputHead as its `output`.
         rotary: tables of rotary position embeddings, None for none.
         slopes: ALiBi slopes, None for none.
+        local_rotary: tables of the layers with rope="local", None for none.
         causal: whether self-attention is causal.
         tie_embeddings: whether head and embedding share one weight.
     """
@@ -92,12 +102,13 @@ class Stack(nn.Module):
         rotary: Rotary | None = None,
         slopes: AlibiSlopes | None = None,
         *,
+        local_rotary: Rotary | None = None,
         causal: bool = True,
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
         self.embed: nn.Module | None = embed
-        self.rotary, self.slopes, self.causal = rotary, slopes, causal
+        self.rotary, self.local_rotary, self.slopes, self.causal = rotary, local_rotary, slopes, causal
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = norm
         self.head: nn.Module | None = head
@@ -128,7 +139,8 @@ class Stack(nn.Module):
         positions = batch.get("positions")
         slopes = self.slopes() if self.slopes is not None else None
         mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes)
-        return AttentionContext(mask, self.rotary(positions) if self.rotary is not None else None)
+        tables, local = (rotary(positions) if rotary is not None else None for rotary in (self.rotary, self.local_rotary))
+        return AttentionContext(mask, tables, local)
 
     def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose head contains blocks
         """Apply the final norm and the head."""

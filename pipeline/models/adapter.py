@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import UserError
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import BlockRows, Row, expand, rows
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Table = tuple[Row | BlockRows, ...]
 
-__all__ = ["Adapter", "BlockRows", "KeyGroup", "Row", "refusal", "rows"]
+__all__ = ["Adapter", "BlockRows", "KeyGroup", "Row", "positive", "refusal", "rows"]
 
 
 def refusal(key: str, value: object, rule: str, fix: str = "import a model without it, or add the feature to the family") -> UserError:
     """Return the error for a key of config.json that cannot be imported."""
     return UserError.of(f"config.json {key}", value, rule, fix)
+
+
+def positive(key: str, value: object) -> int:
+    """Return the value of a key if it is a positive integer.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise refusal(key, value, "must be a positive integer", "fix config.json")
+    return value
+
+
+class StoredTensors(Protocol):
+    """The tensors of the files of a Hugging Face model, by name."""
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Value of a tensor, fp32."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +70,19 @@ class Adapter:
         constants: key of config.json -> the only value that this family supports.
         table: rows of all weights; a function of our configuration if the configuration changes the names.
         implied: field of our configuration -> the value that every model of the class has, and that config.json has no key for.
-        defaults: key of config.json -> the default of the Hugging Face class, or a function that computes it from the content. Without a
-            default, a key of `constants` may be missing and a key of `fields` may not.
+        defaults: key of config.json -> the default of the Hugging Face class, or a function that computes it from the keys that are not
+            null. Without a default, a key of `constants` may be missing and a key of `fields` may not.
         nested: keys that need functions to translate.
-        ignored_keys: further keys, which do not affect the logits.
+        ignored_keys: further keys that the class reads and that do not affect the logits.
         legacy_architectures: names of the class in earlier releases.
         copies: Hugging Face weight -> the weight of the table that it always equals; files contain either or both.
         fallbacks: Hugging Face weight -> the weight to read if files lack it, because equal tensors are saved only once.
         zero_weights: Hugging Face tensors that our model lacks; if files contain them, they must be zero.
+        computed_weights: Hugging Face tensors that our model computes -> a function that computes one from our configuration; if files
+            contain them, they must equal it.
+        from_weights: (our configuration, tensors of the files) -> the configuration, with the fields that only the tensors tell.
+        separate_weights: our configuration -> patterns (fnmatch) of tensors that the class does not expect; they are exported to files of
+            their own (mtp.safetensors), which the class does not read.
         ignored_weights: patterns (fnmatch) of tensors that files may contain and the class does not use.
         renamed: (regular expression, replacement) for weights whose names in files differ from those of the class.
     """
@@ -71,6 +100,9 @@ class Adapter:
     copies: dict[str, str] = field(default_factory=dict)
     fallbacks: dict[str, str] = field(default_factory=dict)
     zero_weights: tuple[str, ...] = ()
+    computed_weights: dict[str, Callable[[Any], Tensor]] = field(default_factory=dict)
+    from_weights: Callable[[Any, StoredTensors], Any] = lambda config, _: config
+    separate_weights: Callable[[Any], tuple[str, ...]] = lambda _: ()
     ignored_weights: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 

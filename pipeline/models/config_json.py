@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pipeline import knobs
 from pipeline.errors import UserError, Violation
+from pipeline.models import stock_keys
 from pipeline.models.adapter import Adapter, refusal
 from pipeline.models.config import ModelConfig
 
-#: Keys that do not affect the logits: origin of the file, token ids, generation, dtypes, outputs of the forward pass, heads of other tasks.
-IGNORED_KEYS = frozenset(
+#: Keys that the code of Hugging Face classes reads and that do not affect the logits: origin of the file, token ids, dtypes, kernels,
+#: cache, outputs of the forward pass, heads of other tasks. Keys that the code does not read need no entry (models/stock_keys.py).
+WITHOUT_EFFECT = frozenset(
     (
-        *("architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "torch_dtype", "dtype", "_commit_hash"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id"),
-        *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "prefix", "suppress_tokens"),
-        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "output_past", "gradient_checkpointing", "torchscript"),
-        *("max_length", "min_length", "num_beams", "early_stopping", "do_sample", "temperature", "top_k", "top_p", "length_penalty"),
-        *("repetition_penalty", "no_repeat_ngram_size", "task_specific_params", "id2label", "label2id", "num_labels", "problem_type"),
-        *("finetuning_task", "chunk_size_feed_forward", "pretraining_tp", "attn_implementation", "_attn_implementation"),
-        *("_attn_implementation_internal", "_attn_implementation_autoset", "classifier_dropout", "is_encoder_decoder"),
+        *("architectures", "model_type", "transformers_version", "name_or_path", "auto_map", "torch_dtype", "dtype", "_commit_hash"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "return_dict"),
+        *("output_attentions", "output_hidden_states", "id2label", "num_labels", "problem_type", "chunk_size_feed_forward"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "is_encoder_decoder"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
     )
 )
+#: Sizes above it are damaged, not large.
+_LARGEST = 2**31 - 1
 
 
 def read(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> ModelConfig:
     """Return our configuration of a Hugging Face model.
 
-    Dropout rates configure training, not the model: any value is accepted, and none is used.
+    Dropout rates configure training, not the model: any value is accepted, and none is used. So are keys that the Hugging Face class does
+    not read (`unread`).
 
     Args:
         adapter: adapter of the class that config.json specifies.
@@ -37,31 +41,26 @@ def read(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> ModelC
         content: content of config.json.
 
     Raises:
-        UserError: with every key that is missing, unknown, or has a value that the family does not support.
+        UserError: with every key that is missing, or has a value that the family does not support.
     """
-    violations = [*_constants(adapter, content), *_unknown(adapter, content)]
-    values: dict[str, Any] = dict(adapter.implied)
-    types = {item.name: str(item.type) for item in dataclasses.fields(schema)}
-    present: dict[str, Any] = {}
-    for key, field in adapter.fields.items():
-        try:
-            present[key] = _typed(key, _value(adapter, content, key, types.get(field, "")), types.get(field, ""))
-        except UserError as error:
-            violations.extend(error.violations)
-        else:
-            if field in types:
-                values.setdefault(field, present[key])
-    for group in adapter.nested:
+    content, violations = _without_aliases(adapter, content)
+    violations += [*_constants(adapter, content), *_unknown(adapter, content)]
+    present, wrong = _fields(adapter, schema, content)
+    violations += wrong
+    values = {field: present[key] for key, field in reversed(adapter.fields.items()) if key in present and field in _types(schema)}
+    for group in () if wrong else adapter.nested:  # they use the keys of fields
         try:
             values.update(group.read(content))
         except UserError as error:
             violations.extend(error.violations)
     if violations:
         raise UserError(violations)
+    values = {**values, **adapter.implied}
     config: ModelConfig = schema(**values)
-    violations = [*_contradictions(adapter, config, present), *knobs.range_violations(config, "model."), *config.violations()]
-    if violations:
-        raise UserError(violations)
+    violations = [*knobs.range_violations(config, "model.")] or [*config.violations()]
+    violations = violations or [*_contradictions(adapter, config, present)]
+    if violations:  # overrides of model.KEY have no effect on an import
+        raise UserError([replace(violation, fix="correct config.json, or import another model") for violation in violations])
     return config
 
 
@@ -70,23 +69,92 @@ def is_dropout(key: str) -> bool:
     return any(word in key for word in ("dropout", "pdrop", "layerdrop"))
 
 
-def _value(adapter: Adapter, content: dict[str, Any], key: str, kind: str) -> Any:
+def unread(adapter: Adapter, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that the Hugging Face class does not read, with their values: an export writes them again."""
+    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    if stock is None:
+        return {}
+    others = _known(adapter) | stock.reads | stock.aliases.keys()
+    return {key: value for key, value in content.items() if key not in others and not is_dropout(key)}
+
+
+def _known(adapter: Adapter) -> set[str]:
+    """Return the keys that the import reads or knows to have no effect."""
+    nested = {key for group in adapter.nested for key in group.keys}
+    return {*adapter.fields, *adapter.constants, *nested, *WITHOUT_EFFECT, *adapter.ignored_keys}
+
+
+def _without_aliases(adapter: Adapter, content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+    """Return config.json with the further names of keys replaced by the keys, and a violation for names of one key that contradict."""
+    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    # A family may name a key by its alias; its own table knows best.
+    aliases = {alias: key for alias, key in (stock.aliases if stock else {}).items() if alias not in _known(adapter)}
+    plain = {key: value for key, value in content.items() if key not in aliases}
+    violations: list[Violation] = []
+    for alias, key in aliases.items():
+        if content.get(alias) is None:
+            continue
+        if plain.get(key) is None:
+            plain[key] = content[alias]
+        elif plain[key] != content[alias]:
+            rule = f"is another name of {key}={plain[key]}, and they differ"
+            violations += refusal(alias, content[alias], rule, "remove one of them from config.json").violations
+    return plain, violations
+
+
+def _types(schema: type[Any]) -> dict[str, str]:
+    return {item.name: str(item.type) for item in dataclasses.fields(schema)}
+
+
+def _fields(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+    """Return the values of the keys that are fields, with defaults, and the violations of their types and ranges."""
+    present: dict[str, Any] = {}
+    violations: list[Violation] = []
+    for key in sorted(adapter.fields, key=lambda key: _is_computed(adapter, content, key)):
+        if violations and _is_computed(adapter, content, key):
+            break  # computed from keys that may be wrong
+        try:
+            present[key] = _typed(key, _value(adapter, schema, content, key), adapter.fields[key], schema)
+        except UserError as error:
+            violations.extend(error.violations)
+    return present, violations
+
+
+def _is_computed(adapter: Adapter, content: dict[str, Any], key: str) -> bool:
+    return content.get(key) is None and callable(adapter.defaults.get(key))
+
+
+def _value(adapter: Adapter, schema: type[Any], content: dict[str, Any], key: str) -> Any:
     """Return the value of a key, or the default of the Hugging Face class. A null counts as a value only if our field may be None."""
-    if key in content and (content[key] is not None or "None" in kind):
+    if key in content and (content[key] is not None or "None" in _types(schema).get(adapter.fields[key], "")):
         return content[key]
-    if key not in adapter.defaults:
-        raise refusal(key, content.get(key), f"is missing, and {adapter.architecture} requires it", f"set {key} in config.json")
-    default = adapter.defaults[key]
-    return default(content) if callable(default) else default
+    default = adapter.defaults.get(key)
+    if callable(default):
+        return default({name: value for name, value in content.items() if value is not None or name == key})
+    if key in content or key not in adapter.defaults:
+        rule = "is null" if key in content else "is missing"
+        raise refusal(key, content.get(key), f"{rule}, and {adapter.architecture} requires it", f"set {key} in config.json")
+    return default
 
 
-def _typed(key: str, value: Any, kind: str) -> Any:
-    """Return the value converted to the type of its field."""
-    if kind.startswith("float") and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    expected = {"int": int, "float": float, "bool": bool, "str": str}.get(kind.removesuffix(" | None"))
+def _typed(key: str, value: Any, field: str, schema: type[Any]) -> Any:
+    """Return the value converted to the type of its field, and verify the type and the range.
+
+    A property of the configuration has no field; its value is compared with the one of config.json (`_contradictions`).
+    """
+    kind = _types(schema).get(field, "").removesuffix(" | None")
+    if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    expected = {"int": int, "float": float, "bool": bool, "str": str}.get(kind)
     if value is not None and expected and (not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)):
         raise refusal(key, value, f"must be of type {expected.__name__}", "fix config.json")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise refusal(key, value, "must be finite", "fix config.json")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise refusal(key, value, f"must be at most {_LARGEST}", "fix config.json")
+    for item in dataclasses.fields(schema):
+        if item.name == field and not item.metadata["knob"].accepts(value):
+            raise refusal(key, value, f"must be {item.metadata['knob'].rule()}", "fix config.json")
     return value
 
 
@@ -100,12 +168,19 @@ def _constants(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]
 
 
 def _unknown(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]:
-    """Yield violations of unknown keys. A null means that the feature is not used."""
-    nested = {key for group in adapter.nested for key in group.keys}
-    known = adapter.fields.keys() | adapter.constants.keys() | adapter.defaults.keys() | nested | IGNORED_KEYS | set(adapter.ignored_keys)
-    for key in sorted(content.keys() - known):
-        if content[key] is not None and not is_dropout(key):
-            yield from refusal(key, content[key], f"is not a key of {adapter.architecture} that the import supports").violations
+    """Yield violations of keys that the Hugging Face class reads and the import does not. Most code reads null as absence."""
+    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    release = content.get("transformers_version")
+    for key in sorted(content.keys() - _known(adapter)):
+        value = content[key]
+        if is_dropout(key):
+            continue
+        if stock is None or not stock.covers(release):
+            if value is not None:
+                rule = f"may be read by {adapter.architecture} of transformers {release}, whose code is not known here"
+                yield from refusal(key, value, rule, f"pip install 'transformers>={release}', whose source is then searched").violations
+        elif key in stock.reads and (value is not None or key in stock.defaulted):
+            yield from refusal(key, value, f"is read by {adapter.architecture}, and the import does not support it").violations
 
 
 def _contradictions(adapter: Adapter, config: ModelConfig, present: dict[str, Any]) -> Iterator[Violation]:

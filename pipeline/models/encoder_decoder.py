@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import KeyGroup, refusal
+from pipeline.models.adapter import KeyGroup, positive
 from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 
 
@@ -26,11 +26,7 @@ def layer_counts(encoder_key: str, decoder_key: str, *, default: int, decoder_as
         second = content.get(decoder_key)
         if second is None:
             second = first if decoder_as_encoder else default
-        for key, value in ((encoder_key, first), (decoder_key, second)):
-            if not isinstance(value, int) or value < 1:
-                raise refusal(key, value, "must be an integer of at least 1", f"set {key} in config.json")
-        assert isinstance(first, int)
-        assert isinstance(second, int)
-        return {"layers": first + second, "encoder_layers": None if first == second else first}
+        blocks = positive(encoder_key, first), positive(decoder_key, second)
+        return {"layers": sum(blocks), "encoder_layers": None if blocks[0] == blocks[1] else blocks[0]}
 
     return KeyGroup((encoder_key, decoder_key), write, read)

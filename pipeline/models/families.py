@@ -5,32 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.models.apertus.config import ApertusConfig
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.roberta.config import RobertaConfig
+from pipeline.models.smollm3.config import SmolLM3Config
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
 
 #: family -> its configuration dataclass
 FAMILIES: dict[str, type[Any]] = {
+    "apertus": ApertusConfig,
     "bert": BertConfig,
     "bloom": BloomConfig,
     "deepseek_v3": DeepseekV3Config,
+    "gemma3": Gemma3Config,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
+    "olmo2": Olmo2Config,
     "opt": OPTConfig,
     "roberta": RobertaConfig,
+    "smollm3": SmolLM3Config,
     "t5": T5Config,
     "transformer": TransformerConfig,
 }

@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 #: role -> mesh axis -> the dim that is sharded over its ranks.
 #: column and row are the parallel linear layers of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), vocab is a matrix
 #: with a row for each token. The bias of a row-parallel layer is added after the all-reduce: replicate. partial is replicated too, but used
-#: on sharded activations: the gradients of the tensor ranks have to be summed. Experts are stacks (experts, output, input) of such layers.
+#: on sharded activations: the gradients of the tensor ranks have to be summed. A norm over a width that is sharded is column. Experts are
+#: stacks (experts, output, input) of such layers.
 SPLITS: dict[str, dict[str, int]] = {
     "column": {"tensor": 0},
     "row": {"tensor": 1},

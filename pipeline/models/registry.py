@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.errors import UserError, Violation
+from pipeline.layers.init import Init
 from pipeline.layers.stack import Stack
 from pipeline.models.adapter import Adapter, Row, refusal
 from pipeline.models.config import ModelConfig
@@ -41,8 +42,8 @@ def everywhere(config: ModelConfig) -> tuple[str, ...]:
     return getattr(_part(config, "plan"), "EVERYWHERE", ())
 
 
-def initial_std(config: ModelConfig, name: str) -> float | None:
-    """Return the standard deviation of the normal initialization of weight `name`; None for constants (norms: ones, biases: zeros)."""
+def initial_std(config: ModelConfig, name: str) -> Init:
+    """Return the standard deviation of the initial values of weight `name`, or another Init (layers/init.py)."""
     return _part(config, "model").initial_std(config, name)
 
 
@@ -81,8 +82,8 @@ def stock_rows(config: ModelConfig) -> tuple[list[Row], dict[str, str]]:
     """
     table, tied = adapter(config), aliases(config)
     all_rows = list(table.rows(config))
-    hf_names = {row.names: row.hf_name for row in all_rows}
-    duplicates = {row.hf_name: hf_names[(tied[row.names[0]],)] for row in all_rows if row.names[0] in tied}
+    hf_names = {row.names: row.hf_name for row in all_rows if row.names}
+    duplicates = {row.hf_name: hf_names[(tied[row.names[0]],)] for row in all_rows if row.names and row.names[0] in tied}
     stored = [row for row in all_rows if row.hf_name not in duplicates]
     stored_names = {row.hf_name for row in stored}
     return stored, {**{copy: name for copy, name in table.copies.items() if copy not in stored_names}, **duplicates}
@@ -98,10 +99,12 @@ def find_adapter(content: Mapping[str, Any]) -> tuple[str, Adapter]:
         UserError: no family supports its class.
     """
     candidates = [(family, candidate) for family in FAMILIES for candidate in adapters(family)]
-    architecture = (content.get("architectures") or [None])[0]
+    names = content.get("architectures")
+    if names is not None and not (isinstance(names, list) and names and isinstance(names[0], str)):
+        raise refusal("architectures", names, "must be a list with the name of a class", 'set it, such as ["LlamaForCausalLM"]')
+    architecture = names[0] if names else None
     for family, candidate in candidates:
-        names = (candidate.architecture, *candidate.legacy_architectures)
-        if candidate.model_type == content.get("model_type") and architecture in names:
+        if candidate.model_type == content.get("model_type") and architecture in (candidate.architecture, *candidate.legacy_architectures):
             return family, candidate
     classes = ", ".join(candidate.architecture for _, candidate in candidates)
     key, value = ("architectures", architecture) if architecture else ("model_type", content.get("model_type"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from pipeline.models.adapter import KeyGroup, refusal
+from pipeline.models.adapter import KeyGroup, positive, refusal
 from pipeline.models.rope import KEYS
 
 _TO_HF = {"none": "default"}
@@ -28,11 +29,11 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         UserError: an unsupported kind of scaling, or an unsupported key of it.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    parameters = {name: value for name, value in (content.get(key) or {}).items() if value is not None}
+    parameters = {name: value for name, value in as_object(key, content.get(key)).items() if value is not None}
     legacy = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", legacy)
-    theta = parameters.pop("rope_theta", content.get("rope_theta") or 10000.0)
-    kind = _FROM_HF.get(rope_type, rope_type)
+    theta = parameters.pop("rope_theta", 10000.0 if content.get("rope_theta") is None else content["rope_theta"])
+    kind = _FROM_HF.get(rope_type, rope_type) if isinstance(rope_type, str) else None
     if kind not in KEYS:
         known = ", ".join(_TO_HF.get(name, name) for name in KEYS)
         raise refusal(f"{key}.rope_type", rope_type, f"is not supported by this family; supported are {known}")
@@ -44,9 +45,26 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         parameters.setdefault("original_max_position_embeddings", content.get("max_position_embeddings"))
     for name in parameters.keys() - KEYS[kind].keys():
         raise refusal(f"{key}.{name}", parameters[name], f"is not a key of rope_type={rope_type}")
-    fields = {KEYS[kind][name]: value for name, value in parameters.items()}
-    typed = {name: int(value) if name == "rope_original_positions" else float(value) for name, value in fields.items()}
-    return {"rope_theta": float(theta), "rope_scaling": kind, **typed}
+    values = {KEYS[kind][name]: number(f"{key}.{name}", value) for name, value in parameters.items()}
+    if "rope_original_positions" in values:
+        values["rope_original_positions"] = positive(
+            f"{key}.original_max_position_embeddings", parameters["original_max_position_embeddings"]
+        )
+    return {"rope_theta": number("rope_theta", theta), "rope_scaling": kind, **values}
+
+
+def as_object(key: str, value: object) -> dict[str, Any]:
+    """Return a value as dict, if it is an object; empty for null."""
+    if value is not None and not isinstance(value, dict):
+        raise refusal(key, value, "must be an object", "fix config.json")
+    return value or {}
+
+
+def number(key: str, value: object) -> float:
+    """Return a value as float, if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise refusal(key, value, "must be a finite number", "fix config.json")
+    return float(value)
 
 
 def _read_unscaled(content: dict[str, Any]) -> dict[str, Any]:

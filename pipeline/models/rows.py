@@ -34,6 +34,8 @@ class Row:
             of each weight, then the second of each, and so on; empty if the weights are concatenated.
         groups: that number, set by `for_config`.
         expert: the Hugging Face tensor is this slice of dim 0 of our weight, a stack of experts.
+        added_dim: the Hugging Face tensor has a further dim 0 of size 1.
+        constant: the Hugging Face tensor is this number, in every model of the class; we have no such weight, and `names` is empty.
     """
 
     hf_name: str
@@ -42,6 +44,8 @@ class Row:
     interleaved: str = ""
     groups: int = 1
     expert: int | None = None
+    added_dim: bool = False
+    constant: float | None = None
 
     def for_config(self, config: Any) -> Row:
         """Return the row with `groups` of a configuration."""
@@ -64,10 +68,13 @@ class Row:
 
     def to_hf(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the Hugging Face tensor, from our weights in the order of `names`."""
+        if self.constant is not None:
+            return torch.tensor(self.constant)
         parts = [weight if self.expert is None else weight[self.expert] for weight in weights]
         if self.groups > 1:
             parts = [torch.stack([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 2)]
         fused = parts[0] if len(parts) == 1 else torch.cat(parts)
+        fused = fused[None] if self.added_dim else fused
         return fused.t().contiguous() if self.transposed else fused.contiguous()
 
     def from_hf(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -77,7 +84,7 @@ class Row:
             tensor: the Hugging Face tensor, of the shape that `shape` returns.
             shapes: shapes of our weights; for an expert's row, the returned tensors are slices of them along dim 0.
         """
-        fused = tensor.t() if self.transposed else tensor
+        fused = tensor.t() if self.transposed else tensor[0] if self.added_dim else tensor
         if self.groups > 1:
             grouped = fused.unflatten(0, (self.groups, len(shapes), -1))
             return [grouped[:, part].flatten(0, 1) for part in range(len(shapes))]
@@ -85,9 +92,11 @@ class Row:
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the Hugging Face tensor, from the shapes of our weights."""
+        if self.constant is not None:
+            return ()
         parts = self._parts(shapes)
         fused = (sum(part[0] for part in parts), *parts[0][1:])
-        return fused[::-1] if self.transposed else fused
+        return fused[::-1] if self.transposed else (1, *fused) if self.added_dim else fused
 
     def elements(self, shapes: Sequence[Shape]) -> int:
         """Return the number of elements of the Hugging Face tensor."""

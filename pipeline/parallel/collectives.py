@@ -155,7 +155,7 @@ def scatter_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_reduce_with_grad(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over ranks that each compute a separate loss from the sum; gradients are averaged over these ranks later."""
+    """Sum over ranks that each compute their own result from the sum, so that the gradients of the ranks are summed too."""
     return _conjugate_pair(tensor, group, all_reduce, all_reduce)
 
 

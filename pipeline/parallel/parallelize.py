@@ -15,7 +15,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.flex import automatic, flex
-from pipeline.layers.init import initial_tensor
+from pipeline.layers.init import Init, initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, tensor
@@ -114,7 +114,7 @@ def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> 
         stage.reset_buffers()
 
 
-def init_piece(piece: Piece, std: float | None, seed: int) -> Tensor:
+def init_piece(piece: Piece, std: Init, seed: int) -> Tensor:
     """Return the initial value of a piece, fp32 on the CPU. For stacked experts, only the matrices of the piece are drawn."""
     if len(piece.full_shape) < 3:
         return piece.narrow(initial_tensor(piece.name, piece.full_shape, std, seed))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,6 +40,22 @@ class RowParallelLinear(nn.Module):
         """(batch, sequence, input / ranks) -> (batch, sequence, output)."""
         y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
+
+
+class ParallelRMSNorm(nn.Module):
+    """RMSNorm over a width that is sharded over the ranks: the mean square is that of the full width (OLMo 2's queries and keys)."""
+
+    def __init__(self, norm: nn.RMSNorm, width: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self.weight, self.eps, self.width, self.group = norm.weight, norm.eps, width, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width / ranks) -> (..., width / ranks)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Every rank's output depends on the sum, so the gradients of the ranks are summed too.
+        squares = collectives.all_reduce_with_grad(wide.square().sum(dim=-1, keepdim=True), self.group)
+        assert self.eps is not None
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * self.weight).to(x.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -115,6 +132,8 @@ def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, s
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):
                 setattr(module, name, VocabParallelHead(child, pieces[child.weight], group, enter))
+            if isinstance(child, nn.RMSNorm) and role(plan, f"{prefix}.{name}.weight".lstrip(".")) == "column":
+                setattr(module, name, ParallelRMSNorm(child, pieces[child.weight].full_shape[0], group))
         if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave(output))  # noqa: ARG005 - hook's signature

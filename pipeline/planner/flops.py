@@ -6,6 +6,7 @@ import torch
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.mla import LatentAttention
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -15,6 +16,8 @@ PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200"
 
 #: Embedding tables: lookups, not matrix products.
 LOOKED_UP = ("embed.tokens.", "embed.positions.", "embed.segments.")
+#: Weights that are applied once per sequence, not per token: BERT's pooler and next-sentence head.
+ONCE = ("head.sentence.",)
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> float:
@@ -22,20 +25,29 @@ def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: in
 
     6 FLOPs per weight of a matrix product (including the output head, excluding the embedding lookup; of an MoE layer, only the experts
     that a token is routed to), and 12 * layers * hidden * sequence for the attention products, not halved for causality. In a layer with
-    sliding-window attention, the window replaces the sequence length. Recomputation is not counted. For an encoder-decoder, the result is
-    per encoder token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
+    sliding-window attention, the window replaces the sequence length; where values are narrower than queries and keys, both widths count.
+    An MTP module counts as a layer with an output head. Recomputation is not counted. For an encoder-decoder, the result is per encoder
+    token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
     """
     with torch.device("meta"):
         full = registry.build(model)
     if isinstance(full, EncoderDecoder):
         return _encoder_decoder_flops_per_token(full, model, sequence_length, sequence_length if decoder_length is None else decoder_length)
-    weights = sum(p.numel() for name, p in full.named_parameters() if p.dim() == 2 and not name.startswith(LOOKED_UP))
+    matrices = {name: p.numel() for name, p in full.named_parameters() if p.dim() == 2 and not name.startswith(LOOKED_UP)}
+    weights = sum(size / max(1, sequence_length) if name.startswith(ONCE) else size for name, size in matrices.items())
     weights += sum(int(p.numel() * m.router.top_k / len(p)) for m in moe_layers(full) for p in m.experts.parameters())
-    if model.tie_embeddings:
-        weights += full.get_parameter("embed.tokens.weight").numel()
-    windows = [layer.window for layer in full.modules() if isinstance(layer, Attention) and layer.window is not None]
-    lengths = model.layers * sequence_length - sum(max(0, sequence_length - window) for window in windows)
-    return 6.0 * weights + 12.0 * lengths * model.heads * model.head_dim
+    output = full.get_parameter("embed.tokens.weight").numel()
+    weights += output * (getattr(model, "mtp_depth", 0) + bool(model.tie_embeddings))
+    return 6.0 * weights + 6.0 * sum(_score_width(layer, model, sequence_length) for layer in full.modules())
+
+
+def _score_width(layer: torch.nn.Module, model: ModelConfig, sequence_length: int) -> int:
+    """Return keys x heads x (width of queries and keys + width of values) of an attention layer, 0 for another module."""
+    if isinstance(layer, LatentAttention):
+        return sequence_length * model.heads * (model.head_dim + layer.v_head_dim)
+    if isinstance(layer, Attention):
+        return min(sequence_length, layer.window or sequence_length) * model.heads * 2 * model.head_dim
+    return 0
 
 
 def _encoder_decoder_flops_per_token(full: EncoderDecoder, model: ModelConfig, source: int, target: int) -> float:

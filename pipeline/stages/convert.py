@@ -7,17 +7,18 @@ from pathlib import Path
 
 from pipeline import artifact
 from pipeline.checkpoint import huggingface_export, reader
+from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.native import INDEX
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
-from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.data.tokenize.tokenizer import TextEncoder, load
 from pipeline.errors import UserError, collect_errors
 from pipeline.files import atomic_folder, digest
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.stages.convert_import import import_model
+from pipeline.stages.convert_import import FOLDER, import_model
 
 log = logging.getLogger("pipeline")
 
@@ -69,13 +70,32 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
         named = checkpoint.config.get("data", {}).get("decoder_start")
         padding = tokenizer.first_of([named] if named else DECODER_STARTS)
-        huggingface_export.write_configs(folder, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding)
+        original = imported_original(Path(config.run_dir) / FOLDER, tokenizer_folder)
+        huggingface_export.write_configs(
+            folder, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding, original=original
+        )
         huggingface_export.copy_tokenizer(
             tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
         )
         files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
         artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def imported_original(folder: Path, tokenizer_folder: Path) -> Original | None:
+    """Return what the export keeps of an imported model; None if the run has none, or has trained it with another vocabulary."""
+    if not (folder / "config.json").is_file():
+        return None
+    if (folder / "tokenizer.json").is_file() and _vocabulary(folder) != _vocabulary(tokenizer_folder):
+        log.warning("convert: token ids and generation_config.json of the imported model are not exported: the tokenizer is another one")
+        return None
+    return huggingface_export.read_original(folder)
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Return token -> id."""
+    found: dict[str, int] = load(folder).get_vocab(with_added_tokens=True)
+    return found
 
 
 def _check_output(output: Path) -> None:

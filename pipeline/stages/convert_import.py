@@ -10,10 +10,11 @@ from typing import Any
 
 from pipeline import artifact
 from pipeline.checkpoint import huggingface_import, native, save
-from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES
-from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
+from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES, VOCABULARIES
+from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, ImportedWeights, StockWeights
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
+from pipeline.data.tokenize import tokenizer_import
 from pipeline.errors import UserError, collect_errors
 from pipeline.files import atomic_folder, digest
 from pipeline.models import config_json, registry
@@ -38,18 +39,26 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     """
     content = huggingface_import.read_config(source)
     family, adapter = registry.find_adapter(content)
-    model, files = collect_errors(
+    model, files, _ = collect_errors(
         lambda: config_json.read(adapter, FAMILIES[family], content),
         lambda: huggingface_import.weight_files(source),
+        lambda: huggingface_import.read_generation_config(source),
     )
     run_dir = Path(config.run_dir)
-    overrides = " ".join(model_option.overrides(model))
     settings = {"stage.input": {file.name: digest(file) for file in (source / "config.json", *files)}}
-    if artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings):
-        log.info("convert: %s is already imported, nothing to do; continue with stage=pretrain %s", source, overrides)
+    complete = artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings)
+    if complete:
+        log.info("convert: %s is already imported, nothing to do; continue with stage=pretrain %s", source, complete.totals["model"])
         return
     weights = ImportedWeights(StockWeights(source, adapter), model)
     _, unused = collect_errors(lambda: _check_run(run_dir), weights.check)
+    adjusted, model = model, weights.config
+    for field in dataclasses.fields(model):
+        if getattr(model, field.name) != getattr(adjusted, field.name):
+            log.info("convert: model.%s=%s, according to the weights", field.name, getattr(model, field.name))
+    ignored = config_json.unread(adapter, content)
+    if ignored:
+        log.info("convert: %s does not read %s; an export keeps them", adapter.architecture, ", ".join(sorted(ignored)))
     if unused:
         log.warning("convert: the model does not use %s; skipped", ", ".join(unused))
     dropout_keys = sorted(key for key in content if config_json.is_dropout(key) and content[key])
@@ -58,10 +67,11 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
             "convert: %s is ignored: dropout is not supported in training", ", ".join(f"{key}={content[key]}" for key in dropout_keys)
         )
 
+    overrides = " ".join(model_option.overrides(model))
     saved_config = {**dataclasses.asdict(config), "model": dataclasses.asdict(model)}
     index = native.Index(native.TrainState(), saved_config)
     path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
-    _copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})
+    copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})
     log.info("convert: wrote %s (%s); continue with stage=pretrain run_dir=%s %s", path, adapter.architecture, run_dir, overrides)
 
 
@@ -72,11 +82,26 @@ def _check_run(run_dir: Path) -> None:
         raise UserError.of("run_dir", run_dir, f"already contains a run: {found[-1].name}", "choose another run_dir")
 
 
-def _copy_originals(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
-    """Copy config.json and the tokenizer of the imported model, which pretraining and a later export read."""
+def copy_originals(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
+    """Copy config.json, generation_config.json and the tokenizer of the imported model, which pretraining and a later export read."""
     with atomic_folder(folder) as new:
-        for name in ("config.json", *TOKENIZER_FILES):
+        for name in ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES):
             if (source / name).is_file():
                 shutil.copyfile(source / name, new / name)
+        if not (new / "tokenizer.json").is_file():
+            _convert_tokenizer(source, new)
         files = {file.name: artifact.entry(file) for file in sorted(new.iterdir())}
         artifact.write(new, artifact.Manifest("convert", settings, files, totals))
+
+
+def _convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write tokenizer.json from a vocabulary in another format, if transformers can; its files are in the folder in any case."""
+    found = ", ".join(name for name in VOCABULARIES if (source / name).is_file())
+    if not found:
+        log.warning("convert: %s has no tokenizer; set tokenizer.path to one with the same ids", source)
+        return
+    try:
+        tokenizer_import.from_folder(source).save(str(folder / "tokenizer.json"))
+        log.info("convert: wrote %s/tokenizer.json from %s", FOLDER, found)
+    except UserError as error:
+        log.warning("convert: copied %s, but not as tokenizer.json, which the other stages need; %s", found, error)

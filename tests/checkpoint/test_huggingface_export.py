@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MarianMTModel
 
 from pipeline.checkpoint import huggingface_export
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
@@ -18,6 +18,7 @@ from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.transformer.config import TransformerConfig
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
 from tools.audit.initial_weights import initialize
 
@@ -113,16 +114,16 @@ def test_logits_of_padded_sequences_are_those_of_the_stock_class(name, tmp_path,
 
 
 def test_mtp_modules_are_exported_and_imported(tmp_path, tokenizer_folder):
-    """They follow the last layer; transformers ignores them with a warning. Released files also contain copies of embedding and head."""
+    """They follow the last layer, in a file that transformers does not read. Released files also contain copies of embedding and head."""
     config = replace(DEEPSEEK, mtp_depth=2)
     model = random_model(config)
     export(tmp_path, model, config, tokenizer_folder)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
+    file = tmp_path / "mtp.safetensors"
+    weights, main = load_file(file), load_file(tmp_path / "model.safetensors")
     assert "model.layers.4.eh_proj.weight" in weights
     for layer in (3, 4):
-        weights[f"model.layers.{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-        weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+        weights[f"model.layers.{layer}.embed_tokens.weight"] = main["model.embed_tokens.weight"].clone()
+        weights[f"model.layers.{layer}.shared_head.head.weight"] = main["lm_head.weight"].clone()
     save_file(weights, file, {"format": "pt"})
     content = read_config(tmp_path)
     family, adapter = registry.find_adapter(content)
@@ -131,9 +132,24 @@ def test_mtp_modules_are_exported_and_imported(tmp_path, tokenizer_folder):
     expected = InMemory(model)
     assert sorted(found.names()) == sorted(expected.names())
     assert all(torch.equal(found.tensor(name), expected.tensor(name)) for name in expected.names())
-    stock, tokens = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), torch.arange(12)[None]
+    stock, tokens = load(tmp_path), torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), stock(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_bias_of_the_logits_is_exported(tmp_path):
+    """MarianMTModel has it as a buffer with a further dim."""
+    config = TransformerConfig(layers=2, hidden=32, heads=4, ffn_hidden=48, vocab_size=60, max_positions=40, output_bias=True)
+    model = random_model(config)
+    huggingface_export.write_weights(tmp_path, InMemory(model), config, dtype=torch.float32, shard_bytes=10**9)
+    huggingface_export.write_configs(tmp_path, config, dtype=torch.float32, end_of_document_id=0)
+    stock = MarianMTModel.from_pretrained(tmp_path)
+    assert torch.equal(stock.final_logits_bias[0], model.head.bias)
+    content = read_config(tmp_path)
+    family, adapter = registry.find_adapter(content)
+    found = ImportedWeights(StockWeights(tmp_path, adapter), config_json.read(adapter, FAMILIES[family], content))
+    assert found.config == config
+    assert torch.equal(found.tensor("head.bias"), model.head.bias)
 
 
 def test_banded_attention_cannot_be_exported():

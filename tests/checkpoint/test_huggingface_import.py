@@ -1,20 +1,40 @@
 """Import (stage=convert with stage.input): a run that starts from a Hugging Face folder."""
 
+import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
+from pipeline.checkpoint import native, save
+from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config, read_generation_config, weight_files
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
+from pipeline.stages import convert, convert_import
 from tests.helpers import pipeline
+from tests.models.real_configs import CONFIGS, shrunk
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 64}
 
@@ -25,6 +45,10 @@ def save_llama(folder: Path, **more) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, **more))
     model.save_pretrained(folder, max_shard_size="40KB")
     return model
+
+
+KEPT = {"bos_token_id": 3, "eos_token_id": [1, 2], "pad_token_id": 4, "unsloth_version": "2024.9"}
+GENERATION = {**KEPT, "do_sample": True, "temperature": 0.6, "stop_strings": ["END"]}
 
 
 def save_gpt(folder: Path) -> GPT2LMHeadModel:
@@ -55,6 +79,8 @@ def run(tmp_path_factory, tokenizer) -> tuple[Path, Path, LlamaForCausalLM, list
     source, run_dir = tmp_path_factory.mktemp("stock"), tmp_path_factory.mktemp("run") / "imported-run"
     stock = save_llama(source)
     shutil.copyfile(tokenizer / "tokenizer.json", source / "tokenizer.json")
+    edit_config(source, **KEPT)
+    (source / "generation_config.json").write_text(json.dumps(GENERATION))
     output = pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}", "stage.shard_gigabytes=0.00003")
     overrides = output.partition("continue with stage=pretrain ")[2].split("\n")[0].split()
     return source, run_dir, stock, overrides[1:]
@@ -77,6 +103,23 @@ def test_the_export_is_the_imported_model(run, tokenizer):
     again = LlamaForCausalLM.from_pretrained(run_dir / "hf").state_dict()
     assert again.keys() == stock.state_dict().keys()
     assert all(torch.equal(again[name], value) for name, value in stock.state_dict().items())
+    assert read_config(run_dir / "hf").items() >= KEPT.items()
+    assert json.loads((run_dir / "hf" / "generation_config.json").read_text()) == GENERATION
+
+
+def test_another_vocabulary_has_its_own_ids(run, tmp_path):
+    """What the imported model says about ids applies only to its own tokenizer."""
+    _, run_dir, _, _ = run
+    imported_folder, other = run_dir / "imported", tmp_path / "other"
+    original = convert.imported_original(imported_folder, imported_folder)
+    assert original is not None
+    assert original.content.items() >= KEPT.items()
+    other.mkdir()
+    tokenizer = Tokenizer.from_file(str(imported_folder / "tokenizer.json"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(other / "tokenizer.json"))
+    assert convert.imported_original(imported_folder, other) is None
+    assert convert.imported_original(tmp_path, other) is None
 
 
 @pytest.mark.world
@@ -119,11 +162,12 @@ def test_a_second_import(run, tmp_path):
 def test_unsupported_features_are_reported_before_anything_is_written(tmp_path):
     folder = tmp_path / "stock"
     save_llama(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    edit_config(folder, hidden_act="relu", mystery=3)
+    edit_config(folder, hidden_act="relu", is_causal=False, mystery=3)
     output = pipeline("stage=convert", f"stage.input={folder}", f"run_dir={tmp_path / 'run'}", expect=2)
     assert "3 problems" in output
     assert "config.json hidden_act=relu" in output
-    assert "config.json mystery=3" in output
+    assert "config.json is_causal=False" in output
+    assert "mystery" not in output
     assert "dynamic" in output
     assert not (tmp_path / "run").exists()
 
@@ -161,6 +205,22 @@ def test_tied_heads_may_be_in_the_file_and_must_be_equal(tmp_path):
         imported(tmp_path)
 
 
+def test_the_constants_of_an_activation_must_be_those_of_the_family(tmp_path):
+    """Released files have xIELU's beta and eps in bf16."""
+    stock = ApertusForCausalLM(ApertusConfig(**SIZES, num_attention_heads=4, pad_token_id=None)).bfloat16()
+    stock.save_pretrained(tmp_path)
+    imported(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.act_fn.beta"
+    weights = load_file(file)
+    save_file({**weights, name: weights[name] + 0.25}, file)
+    with pytest.raises(UserError, match=rf"{name} is 0.75, and the family has 0.5 there"):
+        imported(tmp_path)
+    del weights[name]
+    save_file(weights, file)
+    with pytest.raises(UserError, match=rf"{name} \[\] is missing"):
+        imported(tmp_path)
+
+
 @pytest.mark.parametrize(
     "kind, prefix, sizes",
     [
@@ -180,6 +240,109 @@ def test_files_of_the_inner_model(tmp_path, kind, prefix, sizes):
     found = imported(tmp_path)
     assert found.names() == list(expected)
     assert all(torch.equal(found.tensor(name), value) for name, value in expected.items())
+
+
+def test_two_sources_of_one_weight(tmp_path):
+    save_gpt(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "wte.weight": torch.zeros(300, 32)}, file)
+    with pytest.raises(UserError, match=r"contains transformer\.wte\.weight twice: as \S*wte\.weight and as \S*wte\.weight"):
+        imported(tmp_path)
+
+
+def test_equal_tensors_that_a_file_holds_once(tmp_path):
+    """An untied T5 of transformers 5 has one tensor for embedding and head; our checkpoint has two."""
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    T5ForConditionalGeneration(T5Config(**sizes, tie_word_embeddings=False)).save_pretrained(tmp_path / "hf")
+    weights = imported(tmp_path / "hf")
+    assert not weights.config.tie_embeddings
+    config = {"model": dataclasses.asdict(weights.config)}
+    path = save.save_full(tmp_path / "run", native.Index(native.TrainState(), config), weights.fragments(), 10**9)
+    checkpoint = Checkpoint(path)
+    assert torch.equal(checkpoint.tensor("head.weight"), checkpoint.tensor("embed.tokens.weight"))
+
+
+def test_multi_token_prediction_that_the_files_lack(tmp_path):
+    """transformers saves no MTP modules, and num_nextn_predict_layers=1 nevertheless."""
+    small = {key: value for key, value in shrunk(CONFIGS["deepseek-v3-bf16"]).items() if key != "auto_map"}
+    DeepseekV3ForCausalLM(DeepseekV3Config(**small)).save_pretrained(tmp_path)
+    assert read_config(tmp_path)["num_nextn_predict_layers"] == 1
+    assert imported(tmp_path).config.mtp_depth == 0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
+def test_a_broken_index(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match=r"index\.json: is not readable"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000])
+def test_broken_configurations(tmp_path, content):
+    for name, read in (("config.json", read_config), ("generation_config.json", read_generation_config)):
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        with pytest.raises(UserError, match=f"has no readable {name}"):
+            read(tmp_path)
+    assert read_generation_config(tmp_path / "other") is None
+
+
+def byte_level(folder: Path) -> list[int]:
+    """GPT-2's files."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    tokenizer.model.save(str(folder))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return tokenizer.encode(TEXT).ids
+
+
+def word_piece(folder: Path) -> list[int]:
+    """BERT's file."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "brown", "fox", "##es", ".", "jump"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    return [words.index(word) for word in ("the", "quick", "brown", "fox", "##es", "jump", ".")]
+
+
+def pieces(folder: Path) -> list[int]:
+    """T5's file."""
+    options = {"vocab_size": 40, "hard_vocab_limit": False, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "minloglevel": 2}
+    with open(folder / "spiece.model", "wb") as file:
+        SentencePieceTrainer.train(sentence_iterator=iter([TEXT] * 20), model_writer=file, **options)
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    return SentencePieceProcessor(model_file=str(folder / "spiece.model")).encode(TEXT)
+
+
+TEXT = "the quick brown foxes jump."
+
+
+@pytest.mark.parametrize("write", [byte_level, word_piece, pieces])
+def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path, write):
+    source, folder = tmp_path / "source", tmp_path / "imported"
+    source.mkdir()
+    ids = write(source)
+    convert_import.copy_originals(folder, source, {}, {})
+    assert {path.name for path in source.iterdir()} < {path.name for path in folder.iterdir()}
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids == ids
+
+
+@pytest.mark.parametrize("broken", ["no transformers", "no conversion"])
+def test_a_tokenizer_that_cannot_be_converted_is_kept(tmp_path, broken, monkeypatch, caplog):
+    source, folder = tmp_path / "source", tmp_path / "imported"
+    source.mkdir()
+    for name in ("source.spm", "target.spm", "vocab.json"):
+        (source / name).write_text("damaged")
+    if broken == "no transformers":
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        (source / "config.json").write_text(json.dumps({"model_type": "marian"}))
+    convert_import.copy_originals(folder, source, {}, {})
+    assert {path.name for path in folder.iterdir()} >= {path.name for path in source.iterdir()}
+    assert not (folder / "tokenizer.json").exists()
+    assert "copied vocab.json, source.spm, target.spm, but not as tokenizer.json" in caplog.text
+    assert "pip install transformers" in caplog.text
 
 
 def test_causal_masks_saved_by_older_releases_are_ignored(tmp_path):

@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 
+from pipeline.models.apertus.config import ApertusConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.opt.config import OPTConfig
+from pipeline.models.smollm3.config import SmolLM3Config
 
 DEEPSEEK = DeepseekV3Config(
     layers=3,
@@ -32,7 +36,23 @@ DEEPSEEK = DeepseekV3Config(
     vocab_size=300,
     max_positions=40,
 )
+SMALL = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
 CONFIGS = {
+    "apertus": ApertusConfig(**SMALL, rope_theta=1e4, rope_factor=4.0, rope_original_positions=16),
+    "gemma3": Gemma3Config(  # local layers with another rotary base, and linear scaling in the global layer only
+        **{**SMALL, "layers": 3},
+        head_width=16,
+        window=8,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=24,
+        rope_theta=1e3,
+        rope_local_theta=1e2,
+        rope_scaling="linear",
+        rope_factor=4.0,
+    ),
+    "olmo2": Olmo2Config(**SMALL, head_width=16),
+    "qwen2.5": LlamaConfig(**SMALL, qkv_bias=True),
+    "smollm3": SmolLM3Config(**{**SMALL, "layers": 3}, no_rope_layer_interval=2),
     "deepseek": DEEPSEEK,
     "deepseek-yarn": replace(
         DEEPSEEK,

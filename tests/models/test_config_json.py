@@ -57,14 +57,16 @@ def test_missing_keys_have_the_stock_class_values(adapter):
 
 
 def unlike(value: object) -> object:
-    """Return another value of the same type."""
+    """Return another value of the same type; a number for a feature that is off when null."""
+    if value is None:
+        return 30.0
     return (not value) if isinstance(value, bool) else f"other-{value}" if isinstance(value, str) else value + 1
 
 
 def constants() -> Iterator:
     for _, adapter in ADAPTERS:
         for key, value in adapter.constants.items():
-            if not config_json.is_dropout(key) and key not in config_json.IGNORED_KEYS:
+            if not config_json.is_dropout(key):
                 yield pytest.param(adapter, key, value, id=f"{adapter.architecture}-{key}")
 
 
@@ -76,12 +78,13 @@ def test_an_unsupported_feature_is_reported(adapter, key, value):
 
 
 @pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
-def test_unknown_keys_and_values_of_a_wrong_type_are_refused_together(adapter):
+def test_unsupported_keys_and_values_of_a_wrong_type_are_refused_together(adapter):
     key = next(iter(adapter.fields))
-    text = refused({**stock(adapter), key: "many", "alibi_bias_max": 8, "unset_feature": None})
+    text = refused({**stock(adapter), key: "many", "per_layer_config": {"0": {}}, "layer_types": None, "unread_key": 8})
     assert f"config.json {key}=many: must be of type int" in text
-    assert "config.json alibi_bias_max=8: is not a key" in text
-    assert "unset_feature" not in text
+    assert "config.json per_layer_config={'0': {}}: is read by" in text
+    assert "layer_types" not in text
+    assert "unread_key" not in text
 
 
 @pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
@@ -98,7 +101,7 @@ ROPE = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters"),
     ({"num_attention_heads": 5}, "model.heads=5: must divide model.hidden=4096"),
     ({"num_key_value_heads": 7}, "model.kv_heads=7: must divide model.heads=32"),
-    ({"num_hidden_layers": 0}, "model.layers=0: must be at least 1"),
+    ({"num_hidden_layers": 0}, "config.json num_hidden_layers=0: must be at least 1"),
 ]
 
 
@@ -111,6 +114,61 @@ def test_current_and_legacy_rope_keys():
     legacy = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert legacy == read({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
     assert (legacy.rope_theta, legacy.rope_scaling, legacy.rope_factor) == (5e5, "linear", 2.0)
+
+
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 4}
+SMOL = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 4}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    "content, interval",
+    [
+        (GEMMA, 6),
+        ({**GEMMA, "sliding_window_pattern": 3}, 3),
+        ({**GEMMA, "layer_types": [LOCAL, GLOBAL] * 2}, 2),  # the list takes precedence over the default of 6
+        ({**GEMMA, "layer_types": [GLOBAL] * 4}, 1),
+        ({**GEMMA, "layer_types": [LOCAL] * 4, "sliding_window_pattern": 9}, 9),
+        ({**GEMMA, "layer_types": [LOCAL] * 4, "sliding_window_pattern": 2}, 5),
+        (SMOL, 4),
+        ({**SMOL, "no_rope_layer_interval": 3}, 3),
+        ({**SMOL, "no_rope_layers": [1, 0, 1, 0]}, 2),
+        ({**SMOL, "no_rope_layers": [1, 1, 1, 1]}, 5),
+    ],
+)
+def test_layers_at_an_interval(content, interval):
+    config = read(content)
+    assert (config.sliding_window_pattern if config.family == "gemma3" else config.no_rope_layer_interval) == interval
+    assert read(registry.adapter(config).config_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({**GEMMA, "layer_types": [GLOBAL, LOCAL, LOCAL, LOCAL]}, "does not have full_attention at a fixed interval"),
+        ({**GEMMA, "layer_types": ["chunked_attention"] * 4}, "must be a list of sliding_attention and full_attention"),
+        ({**GEMMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the kind of layer"),
+        ({**GEMMA, "rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 2.0}}}, "only default is"),
+        ({**SMOL, "no_rope_layers": [0, 1, 1, 0]}, "does not have 0 at a fixed interval"),
+        ({**SMOL, "no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 0}, "must be an integer of at least 1"),
+        ({**SMOL, "use_sliding_window": True}, "use_sliding_window=True"),
+    ],
+)
+def test_other_layouts_of_layers_are_refused(content, message):
+    assert message in refused(content)
+
+
+def test_rotary_bases_of_gemma_in_current_and_legacy_keys():
+    current = {LOCAL: {"rope_type": "default", "rope_theta": 2e4}, GLOBAL: {"rope_type": "linear", "rope_theta": 3e6, "factor": 8.0}}
+    legacy = {"rope_theta": 3e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert read({**GEMMA, "rope_parameters": current}) == read({**GEMMA, **legacy})
+    assert (read({**GEMMA, **legacy}).rope_theta, read({**GEMMA, **legacy}).rope_local_theta) == (3e6, 2e4)
+
+
+def test_null_and_missing_kv_heads_differ_where_the_class_does():
+    """Qwen's classes have 32 without the key, and the number of heads if it is null."""
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 64}
+    assert (read(qwen).kv_heads, read({**qwen, "num_key_value_heads": None}).kv_heads) == (32, 64)
 
 
 def test_a_class_is_found_by_its_legacy_name():

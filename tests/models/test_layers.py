@@ -10,22 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from pipeline.layers.attention import Attention
+from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.init import initial_tensor
+from pipeline.layers.mlp import XIELU
+from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
 from pipeline.layers.stack import Stack
 from pipeline.models import plan, registry
+from pipeline.models.apertus.config import ApertusConfig
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.opt.config import OPTConfig
+from pipeline.models.smollm3.config import SmolLM3Config
 from tools.audit.initial_weights import initialize
 
 GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
 LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)
+SMALL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 48, "vocab_size": 96, "max_positions": 24}
 CONFIGS = {
+    "apertus": ApertusConfig(**SMALL, rope_original_positions=12),
+    "gemma3": Gemma3Config(**SMALL, head_width=12, window=9, sliding_window_pattern=2),
+    "olmo2": Olmo2Config(**SMALL),
+    "smollm3": SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "bloom": BloomConfig(layers=3, hidden=32, heads=4, vocab_size=96, max_positions=24),
     "gpt": GPT,
     "gpt-banded": GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24, banded_window=5),
@@ -214,14 +225,68 @@ def test_initial_weights_follow_the_recipe(config):
     residual = config.init_std / math.sqrt(2 * config.layers)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
-            assert (parameter == (0 if name.endswith("bias") else 1)).all()
+            zero = name.endswith("bias") or config.family == "gemma3"  # whose norms multiply by 1 + weight
+            assert (parameter == (0 if zero else 1)).all()
             continue
-        scaled = config.family != "gpt1" and name.endswith(("attention.output.weight", "mlp.down.weight"))
+        if "activation" in name:
+            curvature = torch.nn.functional.softplus(parameter) + (0.5 if name.endswith("alpha_n") else 0)
+            assert curvature.tolist() == pytest.approx([0.8])
+            continue
+        scaled = config.family not in ("gpt1", "olmo2") and name.endswith(("attention.output.weight", "mlp.down.weight"))
         expected = residual if scaled else config.init_std
         if config.family == "gpt" and "positions" in name:
             expected = config.init_std / 2
         assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
         assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
+
+
+def test_a_norm_with_an_offset_is_the_norm_with_that_weight():
+    x, weight = torch.randn(2, 3, 8), torch.randn(8)
+    norm = OffsetRMSNorm(8, eps=1e-6)
+    norm.load_state_dict({"weight": weight - 1})
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    norm.bfloat16()
+    with torch.no_grad():
+        norm.weight.mul_(0.01)
+    x = torch.randn(64, 8).bfloat16()
+    expected = torch.nn.functional.rms_norm(x.float(), (8,), 1 + norm.weight.float(), 1e-6).bfloat16()
+    assert torch.equal(norm(x), expected), "rounded once; in bf16, 1 + weight would be rounded too"
+    rounded = torch.nn.functional.rms_norm(x, (8,), 1 + norm.weight, 1e-6)
+    assert not torch.equal(rounded, expected), "the difference would show"
+
+
+def test_xielu_is_the_integral_of_its_slope():
+    """The slope is linear for x > 0 and exponential below; between EPS and 0 it is undefined, as in the authors' code."""
+    activation = XIELU()
+    with torch.no_grad():
+        activation.alpha_p.fill_(0.3)
+        activation.alpha_n.fill_(-0.7)
+    x = torch.linspace(-4, 4, 4000, dtype=torch.float64).requires_grad_()
+    curvature = torch.nn.functional.softplus(torch.tensor([0.3, -0.7], dtype=torch.float64)) + torch.tensor([0.0, 0.5])
+    slope = torch.where(x > 0, 2 * curvature[0] * x, curvature[1] * torch.expm1(x)) + 0.5
+    (found,) = torch.autograd.grad(activation.double()(x).sum(), x)
+    torch.testing.assert_close(found, slope, rtol=1e-5, atol=2e-6)
+    assert float(activation(torch.zeros(1, dtype=torch.float64))) == pytest.approx(0, abs=1e-5)
+
+
+def test_each_layer_uses_the_rotary_tables_of_its_kind():
+    """Scores of a layer without positions, and of local layers, do not depend on the tables of the global layers."""
+    torch.manual_seed(0)
+    x, shift = torch.randn(1, 6, 16), torch.arange(6)[None] * 3
+    tables, local = Rotary(4, 32, 100.0), Rotary(4, 32, 10.0)
+    for rope, reads in (("global", {"rotary"}), ("local", {"local_rotary"}), ("none", set())):
+        layer = Attention(16, 4, 4, 4, bias=False, rope=rope)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        outputs = {
+            changed: layer(x, context=AttentionContext(rotary=first, local_rotary=second))
+            for changed, first, second in (
+                ("nothing", tables(), local()),
+                ("rotary", tables(shift), local()),
+                ("local_rotary", tables(), local(shift)),
+            )
+        }
+        assert {name for name in ("rotary", "local_rotary") if not torch.equal(outputs[name], outputs["nothing"])} == reads
 
 
 def test_an_initial_weight_depends_on_seed_and_name_only():

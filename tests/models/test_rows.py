@@ -52,6 +52,12 @@ def test_experts_are_slices():
     assert torch.equal(row.from_hf(stack[1].t(), [(2, 3, 4)])[0], stack[1])
 
 
+def test_a_constant_has_no_weight_of_ours():
+    row = Row("h.{i}.act.beta", (), constant=0.5).for_block(1, 1)
+    assert (row.hf_name, row.shape([]), row.elements([])) == ("h.1.act.beta", (), 1)
+    assert row.to_hf([]).item() == 0.5
+
+
 def test_a_table_is_expanded_in_order():
     table = (
         *rows("first", "embed"),

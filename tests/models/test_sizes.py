@@ -11,7 +11,10 @@ from hydra import compose, initialize_config_dir
 from pipeline.config.compose import register, to_run_config
 from pipeline.config.paths import CONF_DIR
 from pipeline.models import families, plan, registry
+from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.llama.config import LlamaConfig
@@ -24,6 +27,16 @@ from pipeline.planner.flops import flops_per_token
 #: Parameter counts of the released weights (from their model cards and files).
 RELEASED = {
     "deepseek-v3": 682_636_487_424,  # see test_the_released_deepseek
+    # without the buffers of xIELU
+    "apertus-8b": 8_053_338_176,
+    "apertus-70b": 70_599_864_480,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    # without the image encoder and its projection
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
+    "smollm3-3b": 3_075_098_624,
     # with both heads, as transformers counts them
     "bert-base-uncased": 110_106_428,
     "bert-base-cased": 108_932_934,
@@ -53,6 +66,13 @@ RELEASED = {
     "llama3.1-405b": 405_853_388_800,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
@@ -64,6 +84,10 @@ RELEASED = {
     "mistral-nemo-12b": 12_247_782_400,
     "mixtral-8x22b": 140_620_634_112,
     "mixtral-8x7b": 46_702_792_704,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
     "opt-125m": 125_239_296,
     "opt-350m": 331_196_416,
     "opt-1.3b": 1_315_758_080,
@@ -72,6 +96,10 @@ RELEASED = {
     "opt-13b": 12_853_473_280,
     "roberta-base": 124_697_433,
     "roberta-large": 355_412_057,
+    "xlm-roberta-base": 278_295_186,
+    "xlm-roberta-large": 560_142_482,
+    "camembert-base": 110_655_493,
+    "camembert-large": 336_695_557,
     "opt-30b": 29_974_540_288,
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
@@ -100,7 +128,10 @@ ROUNDED = {
     "opt-175b": 175.0e9,
 }
 SMALL = {
+    "apertus-tiny",
     "deepseek-tiny",
+    "gemma3-tiny",
+    "smollm3-tiny",
     "bert-tiny",
     "bloom-tiny",
     "gpt-demo",
@@ -110,7 +141,9 @@ SMALL = {
     "llama-tiny",
     "mistral-tiny",
     "mixtral-tiny",
+    "olmo2-tiny",
     "opt-tiny",
+    "qwen2.5-tiny",
     "qwen3-tiny",
     "roberta-tiny",
     "t5-tiny",
@@ -159,8 +192,9 @@ def test_the_released_deepseek(model_config):
 
 #: Options that add or remove weights, besides tied embeddings.
 CHOICES: dict[str, list[dict[str, Any]]] = {
+    "roberta": [{}, {"model_type": "xlm-roberta"}, {"model_type": "camembert"}],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
-    "llama": [{}, {"attention_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
+    "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }
 
@@ -195,6 +229,23 @@ def test_flops_count_matrices_and_attended_positions():
     banded, dense = (flops_per_token(GPTConfig(**sizes, banded_window=window), 100) for window in (30, None))
     assert dense - banded == 12 * 32 * (100 - 30), "one of three layers is banded"
     assert flops_per_token(GPTConfig(**sizes, banded_window=200), 100) == dense
+    gemma = Gemma3Config(**sizes, kv_heads=4, head_width=8, window=30, sliding_window_pattern=3)
+    every = replace(gemma, sliding_window_pattern=1)
+    assert flops_per_token(every, 100) - flops_per_token(gemma, 100) == 2 * 12 * 32 * (100 - 30), "two of three layers are local"
+    weights = sum(p.numel() for p in build_on_meta(every).parameters() if p.dim() == 2)  # the embedding is also the head
+    assert flops_per_token(every, 100) == 6 * weights + 12 * 3 * 32 * 100
+
+
+def test_flops_of_latent_attention_and_of_what_is_done_once_per_sequence():
+    """Of published sizes: values of 128 dims beside queries and keys of 192; BERT's pooler sees one token of a sequence."""
+    deepseek = DeepseekV3Config(mtp_depth=0)
+    scores = flops_per_token(deepseek, 4096) - flops_per_token(deepseek, 1)
+    assert scores == 6 * 61 * 128 * (192 + 128) * (4096 - 1)
+    deeper = flops_per_token(replace(deepseek, mtp_depth=1), 4096) - flops_per_token(deepseek, 4096)
+    assert deeper > 6 * (deepseek.vocab_size * deepseek.hidden + 128 * (192 + 128) * 4096), "the head and the attention of the MTP module"
+    bert = BertConfig()
+    pooled = flops_per_token(bert, 512) - flops_per_token(replace(bert, next_sentence=False), 512)
+    assert pooled == pytest.approx(6 * (768 * 768 + 2 * 768) / 512)
 
 
 def test_incomplete_or_ambiguous_plan_is_an_error():
@@ -214,7 +265,9 @@ def test_incomplete_or_ambiguous_plan_is_an_error():
         (LlamaConfig(hidden=100, heads=3, kv_heads=2), ["model.heads", "model.kv_heads"]),
         (LlamaConfig(hidden=36, heads=4, kv_heads=4), ["model.heads"]),  # rotary embeddings need an even head_dim
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),
+        (LlamaConfig(attention_bias=True, qkv_bias=True), ["model.qkv_bias"]),
         (MistralConfig(max_positions=4095), ["model.window"]),
+        (Gemma3Config(hidden=1150, max_positions=500), ["model.window", "model.heads"]),
         (MistralConfig(max_positions=4095, window=None), []),
         (MistralConfig(heads=8, kv_heads=3, head_width=7), ["model.head_width", "model.kv_heads"]),
         (OPTConfig(hidden=100, heads=3), ["model.heads"]),

@@ -8,7 +8,7 @@ from tests.helpers import pipeline
 
 pytestmark = pytest.mark.slow
 
-MODELS = ("gpt1-tiny", "opt-tiny", "bloom-tiny", "mistral-tiny", "mixtral-tiny", "deepseek-tiny")
+MODELS = ("gpt1-tiny", "opt-tiny", "bloom-tiny", "mistral-tiny", "gemma3-tiny", "apertus-tiny", "mixtral-tiny", "deepseek-tiny")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -97,6 +97,18 @@ MODELS = {
     "mistral": Model(
         ("model=mistral-tiny", "model.kv_heads=2", "model.window=11", "model.ffn_hidden=48", *DECODER), packed, own_loss=False
     ),
+    "apertus": Model(("model=apertus-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed, own_loss=False),
+    "gemma3": Model(
+        (
+            *("model=gemma3-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=11", "model.rope_local_theta=100"),
+            *("model.ffn_hidden=48", *DECODER),
+        ),
+        packed,
+        own_loss=False,
+    ),
+    "olmo2": Model(("model=olmo2-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed, own_loss=False),
+    "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed, own_loss=False),
+    "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed, own_loss=False),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",), steps=4),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",), steps=4),
     # Best-fit packing pads; padding is not a target of a causal model either.
@@ -154,6 +166,14 @@ LAYOUTS = {
     ],
     "bloom": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
     "mistral": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
+    # Weights that are used on each rank's own heads or hidden units.
+    "apertus": ["tensor=2 pipeline=2 zero_stage=1"],
+    # Two rotary bases on every stage, and norms after the layers; with the ring, windows in some layers only.
+    "gemma3": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
+    # The norm over the heads of all tensor ranks, with a split backward pass, and recomputed with weights that ZeRO 3 gathers.
+    "olmo2": ["tensor=2 pipeline=2 zero_stage=0 schedule=zbv", "tensor=2 zero_stage=3 training.activation_checkpointing=full"],
+    "qwen2.5": ["tensor=2 pipeline=2 zero_stage=1"],
+    "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
     "bert": [
         "zero_stage=0",
         "zero_stage=1 tensor=2 pipeline=2",

@@ -30,6 +30,10 @@ LATENT = {
 
 #: family -> variant -> fields of its configuration
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "apertus": {
+        "default": {"rope_factor": 4.0, "rope_original_positions": 16, "rope_theta": 1e4},
+        "unscaled": {"kv_heads": 2, "head_width": 16, "tie_embeddings": True, "rope_scaling": "none"},
+    },
     "bert": {"sentence pairs": {}, "masked": {"next_sentence": False}, "untied": {"next_sentence": False, "tie_embeddings": False}},
     "bloom": {
         "tied": {},
@@ -48,6 +52,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_mscale_all": 1.0,
         },
     },
+    "gemma3": {
+        "window": {"layers": 4, "kv_heads": 2, "head_width": 16, "window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+        "linear": {
+            "layers": 3,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_width": 32,
+            "window": 8,
+            "sliding_window_pattern": 3,
+            "rope_theta": 1e3,
+            "rope_local_theta": 1e2,
+            "rope_scaling": "linear",
+            "rope_factor": 8.0,
+            "tie_embeddings": False,
+        },
+        "local": {"window": 5, "head_width": 12},  # fewer layers than an interval
+    },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
     "llama": {
@@ -58,6 +79,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "linear": {**ROPE_SCALED, "rope_scaling": "linear"},
         "llama3": {**ROPE_SCALED, "rope_scaling": "llama3", "rope_original_positions": 16},
         "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
+        "qwen2.5": {"kv_heads": 2, "qkv_bias": True},
         "qwen3": {"kv_heads": 2, "head_width": 16, "query_key_norm": True},
     },
     "mistral": {
@@ -68,8 +90,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "two of four": {"kv_heads": 2, "experts": 4},
         "window": {"kv_heads": 2, "experts": 3, "top_k": 1, "window": 6, "tie_embeddings": True},
     },
+    "olmo2": {
+        "plain": {},
+        "grouped": {"layers": 3, "kv_heads": 2, "head_width": 16, "tie_embeddings": True},
+        "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
+    },
     "opt": {"pre-norm": {}, "post-norm": {"pre_norm": False, "embed_width": 32}},
-    "roberta": {"tied": {}, "untied": {"tie_embeddings": False}},
+    "roberta": {
+        "tied": {},
+        "untied": {"tie_embeddings": False},
+        "xlm-r": {"model_type": "xlm-roberta"},
+        "camembert": {"model_type": "camembert", "tie_embeddings": False},
+    },
+    "smollm3": {
+        "every second": {"layers": 4, "kv_heads": 2, "no_rope_layer_interval": 2},
+        "every third": {"layers": 4, "no_rope_layer_interval": 3, "head_width": 16, "tie_embeddings": False},
+        "none": {"kv_heads": 2},
+    },
     "t5": {
         "tied": {"layers": 4, "head_width": 12},
         "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False, "init_std": 0.3},

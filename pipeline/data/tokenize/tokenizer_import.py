@@ -56,6 +56,24 @@ def read(source: Path, config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
+def from_folder(folder: Path) -> Tokenizer:
+    """Convert the vocabulary of a Hugging Face model without tokenizer.json, such as vocab.json and merges.txt, vocab.txt or spiece.model.
+
+    Raises:
+        UserError: transformers is not installed, or cannot convert it.
+    """
+    try:
+        from transformers import AutoTokenizer
+
+        found = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+        if not isinstance(found, Tokenizer):
+            raise ValueError("its class has no tokenizer.json")
+    except Exception as error:  # the libraries raise no more specific type
+        fix = "pip install transformers sentencepiece and import again, or set tokenizer.path to a tokenizer with the same ids"
+        raise UserError.of("tokenizer", folder, f"cannot be converted: {error}", fix) from error
+    return found
+
+
 Reference = Callable[[str], list[int]]
 """The original library's encoding: text -> token ids."""
 

@@ -26,6 +26,7 @@ CONSTANTS = {
     "attention_probs_dropout_prob": 0.0,
     "position_embedding_type": "absolute",
     "is_decoder": False,
+    "add_cross_attention": False,
 }
 DEFAULTS = {
     "vocab_size": 30522,
@@ -38,11 +39,6 @@ DEFAULTS = {
     "initializer_range": 0.02,
     "tie_word_embeddings": True,
 }
-#: Keys of Google's files about the pooler, the same in every model.
-IGNORED_KEYS = (
-    *("directionality", "add_cross_attention"),
-    *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")),
-)
 
 
 def encoder(prefix: str) -> Table:
@@ -99,7 +95,6 @@ def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
         table=_table,
         implied={"next_sentence": next_sentence},
         defaults={**DEFAULTS, "max_position_embeddings": 512},
-        ignored_keys=IGNORED_KEYS,
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         ignored_weights=("bert.embeddings.position_ids", *(() if next_sentence else ("bert.pooler.*", "cls.seq_relationship.*"))),
         renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, rows
+from pipeline.models.adapter import Adapter, KeyGroup, positive, refusal, rows
 from pipeline.models.bloom.config import BloomConfig
 
 _BOTH = ("weight", "bias")
@@ -19,8 +19,22 @@ def _write(config: BloomConfig) -> dict[str, Any]:
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    found = {field: [content[name] for name in reversed(names) if content.get(name) is not None] for field, names in _SIZES.items()}
-    return {field: values[0] if values else _DEFAULTS[field] for field, values in found.items()}
+    return {field: _size(content, names, _DEFAULTS[field]) for field, names in _SIZES.items()}
+
+
+def _size(content: dict[str, Any], names: tuple[str, ...], default: int) -> int:
+    """Return the size that a key contains, under any of its names."""
+    found = {name: content[name] for name in names if content.get(name) is not None}
+    if len(set(map(str, found.values()))) > 1:
+        raise refusal(*next(iter(found.items())), f"contradicts {found}, other names of it", "remove one of them from config.json")
+    return positive(*next(iter(found.items()))) if found else default
+
+
+def _read_exact(content: dict[str, Any]) -> dict[str, Any]:
+    """Verify that the class multiplies whole matrices; the slow variant that sums slices of them leaves out the bias."""
+    if content.get("slow_but_exact") and content.get("pretraining_tp", 1) != 1:
+        raise refusal("slow_but_exact", content["slow_but_exact"], "is not supported with a pretraining_tp other than 1", "set it to false")
+    return {}
 
 
 ADAPTER = Adapter(
@@ -58,12 +72,10 @@ ADAPTER = Adapter(
         *rows("lm_head", "head"),
     ),
     renamed=((r"^(word_embeddings|word_embeddings_layernorm|h|ln_f)\.", r"transformer.\1."),),
-    nested=(KeyGroup(tuple(name for names in _SIZES.values() for name in names), _write, _read),),
+    nested=(
+        KeyGroup(tuple(name for names in _SIZES.values() for name in names), _write, _read),
+        KeyGroup(("slow_but_exact", "pretraining_tp"), lambda _: {}, _read_exact),
+    ),
     # The class has no maximum length; BigScience's files contain it as seq_length.
     defaults={"vocab_size": 250880, "seq_length": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    # Settings of BigScience's training code.
-    ignored_keys=(
-        *("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32", "bias_dropout_fusion"),
-        *("masked_softmax_fusion", "offset_alibi", "n_inner"),
-    ),
 )

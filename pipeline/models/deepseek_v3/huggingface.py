@@ -1,14 +1,16 @@
-"""DeepSeek-V3 <-> transformers' DeepseekV3ForCausalLM. MTP modules follow the last layer, as in the released files.
+"""DeepSeek-V3 <-> transformers' DeepseekV3ForCausalLM. MTP modules follow the last layer, as in the released files of 61 layers.
 
 The released files contain copies of the embedding and the head for each MTP module; these are ignored on import and not exported.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, BlockRows, Row, rows
+from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, StoredTensors, refusal, rows
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.rope_json import ROPE
 
@@ -60,6 +62,55 @@ def _moe(module: str) -> tuple[Row, ...]:
         *(Row(f"{hf}.experts.{{e}}.{name}_proj.weight", (f"{module}.mlp.routed.experts.{name}",)) for name in ("gate", "up", "down")),
         *_gated_mlp(f"{hf}.shared_experts", f"{module}.mlp.shared"),
     )
+
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 129280,
+    "max_position_embeddings": 4096,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": lambda content: content.get("num_key_value_heads", 128) or content.get("num_attention_heads", 128),
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+
+
+def _read_widths(content: dict[str, Any]) -> dict[str, Any]:
+    """Verify widths that the class derives from others, and that a file can override."""
+    rotated, others = (content.get(key, DEFAULTS[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    for key, expected in (("head_dim", rotated), ("qk_head_dim", rotated + others)):
+        if content.get(key, expected) != expected:
+            raise refusal(key, content[key], f"must be {expected}, given the other keys", f"remove {key} from config.json")
+    return {}
+
+
+def _unexpected_modules(config: DeepseekV3Config) -> tuple[str, ...]:
+    """The class expects MTP modules as layer 61 only, where the released model has one."""
+    return tuple(f"model.layers.{index}.*" for index, _ in _mtp_modules(config) if index != 61)
+
+
+def _without_missing_modules(config: DeepseekV3Config, stored: StoredTensors) -> DeepseekV3Config:
+    """The class saves no MTP modules, whatever num_nextn_predict_layers is; files have all of them or none."""
+    numbers = {int(name.split(".")[2]) for name in stored.names() if re.match(r"model\.layers\.\d+\.", name)}
+    return config if any(number >= config.layers for number in numbers) else replace(config, mtp_depth=0)
 
 
 def _table(config: DeepseekV3Config) -> tuple[Row | BlockRows, ...]:
@@ -124,36 +175,11 @@ ADAPTER = Adapter(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
-    nested=(ROPE,),
-    defaults={
-        "vocab_size": 129280,
-        "max_position_embeddings": 4096,
-        "hidden_size": 7168,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 3,
-        "intermediate_size": 18432,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 1,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-    },
-    # training settings, and widths derived from other keys
-    ignored_keys=("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "output_router_logits"),
+    nested=(ROPE, KeyGroup(("head_dim", "qk_head_dim"), lambda _: {}, _read_widths)),
+    defaults=DEFAULTS,
+    ignored_keys=("output_router_logits",),  # for the loss
     ignored_weights=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+    from_weights=_without_missing_modules,
+    separate_weights=_unexpected_modules,
     table=_table,
 )

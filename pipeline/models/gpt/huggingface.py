@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, rows
+from pipeline.models.adapter import Adapter, KeyGroup, rows
 
 _BOTH = ("weight", "bias")
 
@@ -12,7 +12,6 @@ ADAPTER = Adapter(
     fields={
         "vocab_size": "vocab_size",
         "n_positions": "max_positions",
-        "n_ctx": "max_positions",
         "n_embd": "hidden",
         "n_layer": "layers",
         "n_head": "heads",
@@ -33,7 +32,6 @@ ADAPTER = Adapter(
     defaults={
         "vocab_size": 50257,
         "n_positions": 1024,
-        "n_ctx": lambda content: content.get("n_positions", 1024),
         "n_embd": 768,
         "n_layer": 12,
         "n_head": 12,
@@ -42,8 +40,9 @@ ADAPTER = Adapter(
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
-    # summary_* configure a multiple-choice head; reorder_and_upcast_attn affects only half precision
-    ignored_keys=(*("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), "reorder_and_upcast_attn"),
+    # Other readers require n_ctx; the class does not read it.
+    nested=(KeyGroup(("n_ctx",), lambda config: {"n_ctx": config.max_positions}, lambda _: {}),),
+    ignored_keys=("reorder_and_upcast_attn",),  # affects only half precision
     ignored_weights=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     renamed=((r"^(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
     table=(

@@ -51,9 +51,4 @@ ADAPTER = Adapter(
     },
     ignored_weights=("transformer.h.*.attn.bias",),
     renamed=((r"^(tokens_embed|positions_embed|h)\.", r"transformer.\1."),),
-    # Heads of other tasks, and sizes that other keys contain too.
-    ignored_keys=(
-        *("n_ctx", "n_special", "predict_special_tokens"),
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-    ),
 )

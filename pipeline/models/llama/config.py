@@ -1,4 +1,4 @@
-"""Configuration of Llama and Qwen 3."""
+"""Configuration of Llama, Qwen 2.5 and Qwen 3."""
 
 from __future__ import annotations
 
@@ -6,39 +6,22 @@ from dataclasses import dataclass
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
-from pipeline.models import rope
-from pipeline.models.rules import rotary_heads_violations
+from pipeline.models.decoder_sizes import RotaryDecoderConfig
 
 
 @dataclass
-class LlamaConfig(rope.RopeConfig):
-    """RMSNorm, SwiGLU, rotary position embeddings, grouped-query attention; optionally RMSNorm of queries and keys (Qwen 3)."""
+class LlamaConfig(RotaryDecoderConfig):
+    """RMSNorm, SwiGLU, rotary position embeddings, grouped-query attention; optionally the biases of Qwen 2.5 or the norms of Qwen 3."""
 
     family: str = knob("llama", "model family", choices=("llama",))
-    layers: int = knob(32, "decoder blocks", at_least=1, at_most=2000)
-    hidden: int = knob(4096, "width of the residual stream", at_least=1)
-    heads: int = knob(32, "query heads", at_least=1)
-    kv_heads: int = knob(32, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
-    head_width: int | None = knob(None, "width of a head; hidden/heads when null", at_least=2)
-    ffn_hidden: int = knob(11008, "intermediate width of the feed-forward", at_least=1)
-    vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
-    max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
-    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     query_key_norm: bool = knob(False, "RMSNorm over each head of queries and keys (Qwen 3)")
-    attention_bias: bool = knob(False, "biases in the attention projections")
-    init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
-    tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.head_width or self.hidden // self.heads
-
-    @property
-    def objective(self) -> str:
-        """Training objective: next-token prediction."""
-        return "causal"
+    attention_bias: bool = knob(False, "biases in all attention projections")
+    qkv_bias: bool = knob(False, "biases in the projections of queries, keys and values only (Qwen 2 and 2.5)")
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width), *rope.violations(self)]
+        found = super().violations()
+        if self.qkv_bias and self.attention_bias:
+            rule = "adds biases to the query, key and value projections, which model.attention_bias=true has already"
+            found.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))
+        return found

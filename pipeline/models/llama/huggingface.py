@@ -1,15 +1,16 @@
-"""Llama <-> transformers' LlamaForCausalLM; with query_key_norm, Qwen3ForCausalLM."""
+"""Llama <-> transformers' LlamaForCausalLM; with qkv_bias Qwen2ForCausalLM, with query_key_norm Qwen3ForCausalLM."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, rows
+from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, positive, refusal, rows
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.rope_json import ROPE
 
-#: without query_key_norm and attention_bias
+#: without norms of queries and keys, and without biases
 TABLE = (
     *rows("model.embed_tokens", "embed.tokens"),
     *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
@@ -24,25 +25,44 @@ TABLE = (
     *rows("model.norm", "norm"),
     *rows("lm_head", "head"),
 )
-_NORMS = (
+NORMS = (
     *rows("model.layers.{i}.self_attn.q_norm", "blocks.{i}.attention.query_norm"),
     *rows("model.layers.{i}.self_attn.k_norm", "blocks.{i}.attention.key_norm"),
 )
-_BIASES = tuple(
+_QKV_BIASES = tuple(
     Row(f"model.layers.{{i}}.self_attn.{hf}_proj.bias", (f"blocks.{{i}}.attention.{name}.bias",))
-    for hf, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output"))
+    for hf, name in (("q", "query"), ("k", "key"), ("v", "value"))
 )
+_BIASES = (*_QKV_BIASES, *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output", leaves=("bias",)))
 
 
 def _table(config: LlamaConfig) -> tuple[Row | BlockRows, ...]:
-    return (*TABLE, *(_NORMS if config.query_key_norm else ()), *(_BIASES if config.attention_bias else ()))
+    biases = _BIASES if config.attention_bias else _QKV_BIASES if config.qkv_bias else ()
+    return (*TABLE, *(NORMS if config.query_key_norm else ()), *biases)
+
+
+def kv_heads(missing: int, heads: int) -> Callable[[dict[str, Any]], int]:
+    """Return the default of num_key_value_heads: `missing` without the key, the number of heads (by default `heads`) if it is null."""
+    return lambda content: content.get("num_attention_heads", heads) if "num_key_value_heads" in content else missing
 
 
 def _read_head_dim(content: dict[str, Any]) -> dict[str, Any]:
     """Return head_width, None if it is hidden / heads."""
-    derived = content.get("hidden_size", 4096) / content.get("num_attention_heads", 32)
-    return {"head_width": None if content.get("head_dim") in (None, derived) else content["head_dim"]}
+    width, derived = content.get("head_dim"), content.get("hidden_size", 4096) / content.get("num_attention_heads", 32)
+    return {"head_width": None if width in (None, derived) else positive("head_dim", width)}
 
+
+def _read_layer_types(content: dict[str, Any]) -> dict[str, Any]:
+    """Verify that every layer has full attention."""
+    kinds = content.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {"full_attention"}):
+        raise refusal("layer_types", kinds, "is not supported by this family; only full_attention is supported")
+    return {}
+
+
+FULL_ATTENTION = KeyGroup(("layer_types",), lambda _: {}, _read_layer_types)
+#: For classes whose default padding token may be a text token, or outside the vocabulary; padding does not affect the logits.
+NO_PADDING = KeyGroup(keys=("pad_token_id",), write=lambda config: {"pad_token_id": None}, read=lambda content: {})  # noqa: ARG005
 
 HEAD_DIM = KeyGroup(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
 
@@ -77,7 +97,7 @@ ADAPTER = Adapter(
         "tie_word_embeddings": False,
     },
     nested=(ROPE, HEAD_DIM),
-    implied={"query_key_norm": False},
+    implied={"query_key_norm": False, "qkv_bias": False},
     table=_table,
 )
 QWEN3 = replace(
@@ -85,10 +105,26 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     constants={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
-    defaults={**ADAPTER.defaults, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
-    # sliding windows are off (use_sliding_window), whatever the other keys are; head_dim is 128 if the key is missing
-    nested=(ROPE, replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content}))),
-    ignored_keys=("sliding_window", "max_window_layers", "layer_types"),
-    implied={"query_key_norm": True},
+    defaults={
+        **ADAPTER.defaults,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": kv_heads(32, 32),
+    },
+    # head_dim is 128 if the key is missing
+    nested=(ROPE, replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content})), FULL_ATTENTION),
+    ignored_keys=("sliding_window", "max_window_layers"),  # off, since use_sliding_window is false
+    implied={"query_key_norm": True, "qkv_bias": False},
 )
-ADAPTERS = (ADAPTER, QWEN3)
+#: Qwen 2 and 2.5; without a key head_dim, it is hidden / heads
+QWEN2 = replace(
+    QWEN3,
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fields={key: field for key, field in ADAPTER.fields.items() if key != "attention_bias"},
+    defaults={key: default for key, default in QWEN3.defaults.items() if key != "attention_bias"},
+    nested=(ROPE, HEAD_DIM, FULL_ATTENTION),
+    implied={"query_key_norm": False, "qkv_bias": True, "attention_bias": False},
+)
+ADAPTERS = (ADAPTER, QWEN2, QWEN3)

@@ -1,4 +1,4 @@
-"""Llama 1 (Touvron et al. 2023), 2 and 3; Qwen 3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388)."""
+"""Llama 1 (Touvron et al. 2023), 2 and 3; Qwen 2.5 (Qwen Team 2024, https://arxiv.org/abs/2412.15115) and 3 (2025, https://arxiv.org/abs/2505.09388)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ def build(config: LlamaConfig) -> Stack:
         return Block(
             attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
             attention=Attention(
-                config.hidden, config.heads, config.kv_heads, config.head_dim, bias=config.attention_bias, head_norm=head_norm
+                config.hidden,
+                config.heads,
+                config.kv_heads,
+                config.head_dim,
+                bias=config.attention_bias or config.qkv_bias,
+                output_bias=config.attention_bias,
+                head_norm=head_norm,
             ),
             mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
             mlp=GatedMLP(config.hidden, config.ffn_hidden, bias=False),

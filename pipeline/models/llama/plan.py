@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: without query_key_norm and attention_bias
+#: without norms of queries and keys, and without biases
 DENSE: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "blocks.*.attention_norm.weight": "replicate",

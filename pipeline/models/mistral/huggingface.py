@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter
+from typing import Any
+
+from pipeline.models.adapter import Adapter, KeyGroup, positive
 from pipeline.models.llama import huggingface as llama
 from pipeline.models.rope_json import UNSCALED
+
+#: default of max_position_embeddings in Mistral's and Mixtral's classes
+MAX_POSITIONS = 4096 * 32
+
+
+def window(*, default: int | None) -> KeyGroup:
+    """Return the key of the sliding window; a window that no sequence exceeds is full attention."""
+
+    def read(content: dict[str, Any]) -> dict[str, Any]:
+        width = content.get("sliding_window", default)
+        positions = content.get("max_position_embeddings", MAX_POSITIONS)
+        return {"window": None if width is None or positive("sliding_window", width) > positions else width}
+
+    return KeyGroup(("sliding_window",), lambda config: {"sliding_window": config.window}, read)
+
 
 ADAPTER = Adapter(
     architecture="MistralForCausalLM",
@@ -17,7 +34,6 @@ ADAPTER = Adapter(
         "num_attention_heads": "heads",
         "num_key_value_heads": "kv_heads",
         "intermediate_size": "ffn_hidden",
-        "sliding_window": "window",
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
@@ -26,16 +42,15 @@ ADAPTER = Adapter(
     table=llama.TABLE,
     defaults={
         "vocab_size": 32000,
-        "max_position_embeddings": 4096 * 32,
+        "max_position_embeddings": MAX_POSITIONS,
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": lambda content: content.get("num_key_value_heads", 8) or content.get("num_attention_heads", 32),
         "intermediate_size": 14336,
-        "sliding_window": 4096,
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
-    nested=(UNSCALED, llama.HEAD_DIM),
+    nested=(UNSCALED, llama.HEAD_DIM, window(default=4096)),
 )

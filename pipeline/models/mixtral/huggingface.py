@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.models.adapter import Adapter, BlockRows, Row, rows
+from pipeline.models.mistral.huggingface import MAX_POSITIONS, window
 from pipeline.models.rope_json import UNSCALED
 
 ADAPTER = Adapter(
@@ -21,7 +22,6 @@ ADAPTER = Adapter(
         "intermediate_size": "ffn_hidden",
         "num_local_experts": "experts",
         "num_experts_per_tok": "top_k",
-        "sliding_window": "window",
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
@@ -29,21 +29,20 @@ ADAPTER = Adapter(
     constants={"hidden_act": "silu", "attention_dropout": 0.0},
     defaults={
         "vocab_size": 32000,
-        "max_position_embeddings": 4096 * 32,
+        "max_position_embeddings": MAX_POSITIONS,
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": lambda content: content.get("num_key_value_heads", 8) or content.get("num_attention_heads", 32),
         "head_dim": lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32),
         "intermediate_size": 14336,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "sliding_window": None,
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
-    nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})),),
+    nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})), window(default=None)),
     # training settings; balance_loss has a different formula (layers/router.py)
     ignored_keys=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
     table=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, Table, rows
+from pipeline.models.adapter import Adapter, KeyGroup, Table, positive, rows
 from pipeline.models.opt.config import OPTConfig
 
 _BOTH = ("weight", "bias")
@@ -36,8 +36,9 @@ def _write_width(config: OPTConfig) -> dict[str, Any]:
 
 def _read_width(content: dict[str, Any]) -> dict[str, Any]:
     """Return embed_width; the Hugging Face class writes the key also if it equals hidden_size."""
-    width = content.get("word_embed_proj_dim")
-    return {"embed_width": None if width == content.get("hidden_size", 768) else width}
+    hidden = content.get("hidden_size", 768)
+    width = content.get("word_embed_proj_dim", hidden)
+    return {"embed_width": None if width in (None, hidden) else positive("word_embed_proj_dim", width)}
 
 
 ADAPTER = Adapter(

@@ -1,4 +1,4 @@
-"""Configuration of RoBERTa."""
+"""Configuration of RoBERTa, XLM-R and CamemBERT."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pipeline.errors import Violation
 from pipeline.knobs import knob
 from pipeline.models.bert.config import BertConfig
 
+#: model_type of config.json; the classes compute the same function of weights with the same names.
+MODEL_TYPES = ("roberta", "xlm-roberta", "camembert")
 #: Padding token id of the Hugging Face class; position 0 is in row PADDING + 1 of its position embedding.
 PADDING = 1
 
@@ -17,6 +19,7 @@ class RobertaConfig(BertConfig):
     """BERT's encoder (Liu et al. 2019, https://arxiv.org/abs/1907.11692) with one segment, without next-sentence prediction."""
 
     family: str = knob("roberta", "model family", choices=("roberta",))
+    model_type: str = knob("roberta", "Hugging Face type and class of the export: RoBERTa, XLM-R or CamemBERT", choices=MODEL_TYPES)
     vocab_size: int = knob(50265, "number of token embeddings", unit="tokens", at_least=1)
     segments: int = knob(1, "number of segment embeddings", at_least=1)
     next_sentence: bool = knob(False, "must stay false: RoBERTa has no next-sentence prediction")

@@ -1,11 +1,11 @@
-"""RoBERTa <-> transformers' RobertaForMaskedLM."""
+"""RoBERTa <-> transformers' RobertaForMaskedLM; by model_type, XLMRobertaForMaskedLM or CamembertForMaskedLM."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pipeline.models.adapter import Adapter, KeyGroup, refusal, rows
-from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, IGNORED_KEYS, encoder, output
+from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, encoder, output
 from pipeline.models.roberta.config import PADDING
 
 _BOTH = ("weight", "bias")
@@ -19,27 +19,35 @@ def _positions(content: dict[str, Any]) -> dict[str, Any]:
     return {"max_positions": count - PADDING - 1}
 
 
-ADAPTER = Adapter(
-    architecture="RobertaForMaskedLM",
-    model_type="roberta",
-    fields=FIELDS,
-    constants={**CONSTANTS, "pad_token_id": PADDING},
-    table=lambda config: (
-        *encoder("roberta"),
-        *rows("lm_head.dense", "head.dense", leaves=_BOTH),
-        *rows("lm_head.layer_norm", "head.norm", leaves=_BOTH),
-        *output("lm_head", "lm_head.decoder", config),
-    ),
-    implied={"next_sentence": False},
-    defaults={**DEFAULTS, "vocab_size": 50265},
-    nested=(
-        KeyGroup(
-            keys=("max_position_embeddings",),
-            write=lambda config: {"max_position_embeddings": config.max_positions + config.position_offset},
-            read=_positions,
+def _adapter(architecture: str, model_type: str, vocab_size: int) -> Adapter:
+    """Return the adapter of a class; its default vocabulary has `vocab_size` tokens."""
+    return Adapter(
+        architecture=architecture,
+        model_type=model_type,
+        fields=FIELDS,
+        constants={**CONSTANTS, "pad_token_id": PADDING},
+        table=lambda config: (
+            *encoder("roberta"),
+            *rows("lm_head.dense", "head.dense", leaves=_BOTH),
+            *rows("lm_head.layer_norm", "head.norm", leaves=_BOTH),
+            *output("lm_head", "lm_head.decoder", config),
         ),
-    ),
-    ignored_keys=IGNORED_KEYS,
-    copies={"lm_head.decoder.bias": "lm_head.bias"},
-    ignored_weights=("roberta.embeddings.position_ids", "roberta.pooler.*"),
+        implied={"next_sentence": False, "model_type": model_type},
+        defaults={**DEFAULTS, "vocab_size": vocab_size},
+        nested=(
+            KeyGroup(
+                keys=("max_position_embeddings",),
+                write=lambda config: {"max_position_embeddings": config.max_positions + config.position_offset},
+                read=_positions,
+            ),
+        ),
+        copies={"lm_head.decoder.bias": "lm_head.bias"},
+        ignored_weights=("roberta.embeddings.position_ids", "roberta.pooler.*"),
+    )
+
+
+ADAPTERS = (
+    _adapter("RobertaForMaskedLM", "roberta", 50265),
+    _adapter("XLMRobertaForMaskedLM", "xlm-roberta", 30522),
+    _adapter("CamembertForMaskedLM", "camembert", 30522),
 )

@@ -17,6 +17,10 @@ def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
     found = content.get("feed_forward_proj", _PLAIN)
     if found not in (_PLAIN, _GATED):
         raise refusal("feed_forward_proj", found, f"is not supported by this family; only {_PLAIN} and {_GATED} are supported")
+    derived = {"dense_act_fn": "gelu_new" if found == _GATED else _PLAIN, "is_gated_act": found == _GATED}
+    for key, expected in derived.items():  # the class derives them, and a file can override them
+        if content.get(key, expected) != expected:
+            raise refusal(key, content[key], f"contradicts feed_forward_proj={found}, which means {expected}", f"remove {key}")
     return {"gated": found == _GATED}
 
 
@@ -25,8 +29,15 @@ def _write_tie(config: T5Config) -> dict[str, Any]:
 
 
 def _read_tie(content: dict[str, Any]) -> dict[str, Any]:
-    """Newer releases set tie_word_embeddings even for untied models; scale_decoder_outputs is reliable."""
-    return {"tie_embeddings": content.get("scale_decoder_outputs", content.get("tie_word_embeddings", True))}
+    """Newer releases set tie_word_embeddings even for untied models; scale_decoder_outputs is reliable.
+
+    The class takes a tie_word_embeddings of null for true.
+    """
+    if "scale_decoder_outputs" not in content:
+        return {"tie_embeddings": content.get("tie_word_embeddings") is not False}
+    if not isinstance(content["scale_decoder_outputs"], bool):
+        raise refusal("scale_decoder_outputs", content["scale_decoder_outputs"], "must be of type bool", "fix config.json")
+    return {"tie_embeddings": content["scale_decoder_outputs"]}
 
 
 def _attention(part: str, layer: int, hf: str, name: str) -> tuple[Row, ...]:
@@ -104,10 +115,14 @@ ADAPTER = Adapter(
     },
     nested=(
         layer_counts("num_layers", "num_decoder_layers", default=6, decoder_as_encoder=True),
-        KeyGroup(("feed_forward_proj",), lambda config: {"feed_forward_proj": _GATED if config.gated else _PLAIN}, _read_feed_forward),
+        KeyGroup(
+            ("feed_forward_proj", "dense_act_fn", "is_gated_act"),
+            lambda config: {"feed_forward_proj": _GATED if config.gated else _PLAIN},
+            _read_feed_forward,
+        ),
         KeyGroup(("tie_word_embeddings", "scale_decoder_outputs"), _write_tie, _read_tie),
     ),
-    ignored_keys=("dense_act_fn", "is_gated_act", "is_decoder"),  # written by newer releases, derived from other keys
+    ignored_keys=("is_decoder",),  # the class sets it for each part
     legacy_architectures=("T5WithLMHeadModel",),
     copies={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
     fallbacks={"lm_head.weight": "shared.weight"},

@@ -26,6 +26,7 @@ class TransformerConfig(EncoderDecoderSizes):
     init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
     activation: str = knob("relu", "activation of the feed-forward; silu in many OPUS-MT models", choices=("relu", "gelu", "silu"))
     label_smoothing: float = knob(0.1, "probability mass of the target that is spread over the vocabulary", at_least=0, at_most=0.999)
+    output_bias: bool = knob(False, "bias of the output head, as in OPUS-MT models")
     tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 
     @property

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, Row, refusal, rows
+from torch import Tensor
+
+from pipeline.layers.positions import SinusoidalPositions
+from pipeline.models.adapter import Adapter, KeyGroup, Row, StoredTensors, refusal, rows
 from pipeline.models.encoder_decoder import layer_counts
 from pipeline.models.transformer.config import TransformerConfig
 
@@ -40,9 +44,19 @@ def _write_activation(config: TransformerConfig) -> dict[str, Any]:
 def _read_activation(content: dict[str, Any]) -> dict[str, Any]:
     activation = content.get("activation_function", "gelu")
     known = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
-    if activation not in known:
+    if not isinstance(activation, str) or activation not in known:
         raise refusal("activation_function", activation, f"must be one of {', '.join(known)}")
     return {"activation": known[activation]}
+
+
+def _with_output_bias(config: TransformerConfig, stored: StoredTensors) -> TransformerConfig:
+    """Every file has a bias of the logits; it is all zeros in a model that was trained without."""
+    return replace(config, output_bias="final_logits_bias" in stored.names() and bool(stored.tensor("final_logits_bias").any()))
+
+
+def _positions(config: TransformerConfig) -> Tensor:
+    """Return the sinusoidal position embeddings, (positions, hidden)."""
+    return SinusoidalPositions(config.max_positions, config.hidden).table
 
 
 ADAPTER = Adapter(
@@ -85,11 +99,12 @@ ADAPTER = Adapter(
         layer_counts("encoder_layers", "decoder_layers", default=12),
         KeyGroup(("activation_function",), _write_activation, _read_activation),
     ),
-    ignored_keys=("init_std", "is_decoder", "num_hidden_layers"),
+    ignored_keys=("init_std",),
     copies={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
     zero_weights=("final_logits_bias",),
-    ignored_weights=("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),  # sinusoidal, computed
-    table=(
+    computed_weights={f"model.{part}.embed_positions.weight": _positions for part in ("encoder", "decoder")},
+    from_weights=_with_output_bias,
+    table=lambda config: (
         *rows("model.shared", "embed.tokens"),
         *_attention("encoder", "self_attn", "attention"),
         *_feed_forward("encoder"),
@@ -97,5 +112,6 @@ ADAPTER = Adapter(
         *_attention("decoder", "encoder_attn", "cross"),
         *_feed_forward("decoder"),
         *rows("lm_head", "head"),
+        *((Row("final_logits_bias", ("head.bias",), added_dim=True),) if config.output_bias else ()),
     ),
 )

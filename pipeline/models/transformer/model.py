@@ -39,7 +39,7 @@ def build(config: TransformerConfig) -> EncoderDecoder:
         encoder=[block() for _ in range(config.encoder_blocks)],
         decoder=[block(decoder=True) for _ in range(config.decoder_blocks)],
         norm=None,
-        head=OutputHead(config.vocab_size, config.hidden, label_smoothing=config.label_smoothing),
+        head=OutputHead(config.vocab_size, config.hidden, bias=config.output_bias, label_smoothing=config.label_smoothing),
         tie_embeddings=config.tie_embeddings,
     )
 

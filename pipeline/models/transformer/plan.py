@@ -13,5 +13,5 @@ PLAN: dict[str, str] = {
     "blocks.*.mlp.up.*": "column",
     "blocks.*.mlp.down.weight": "row",
     "blocks.*.mlp.down.bias": "replicate",
-    "head.weight": "vocab",
+    "head.*": "vocab",
 }

@@ -1,0 +1,1 @@
+"""Apertus (Swiss AI Initiative 2025)."""

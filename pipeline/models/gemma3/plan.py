@@ -1,0 +1,14 @@
+"""Parallel plan of Gemma 3 (roles: pipeline/models/plan.py)."""
+
+from __future__ import annotations
+
+from pipeline.models.llama import plan as llama
+
+PLAN: dict[str, str] = {
+    **llama.DENSE,
+    # replicated, but applied to each rank's own heads
+    "blocks.*.attention.query_norm.weight": "partial",
+    "blocks.*.attention.key_norm.weight": "partial",
+    "blocks.*.post_attention_norm.weight": "replicate",
+    "blocks.*.post_mlp_norm.weight": "replicate",
+}

@@ -1,0 +1,1 @@
+"""SmolLM3 (Hugging Face 2025)."""

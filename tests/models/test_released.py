@@ -1,0 +1,92 @@
+"""A config.json with the keys and sizes of a released model is read as the size in conf/model."""
+
+import json
+
+import pytest
+
+from pipeline.config import model_option
+from pipeline.models import config_json, registry
+from pipeline.models.families import FAMILIES
+
+RELEASED = {
+    "qwen2.5-7b": """
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act":
+        "silu", "attention_dropout": 0.0, "max_window_layers": 28, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window":
+        131072, "use_mrope": false, "tie_word_embeddings": false, "use_sliding_window": false, "hidden_size": 3584, "num_hidden_layers":
+        28, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+        "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "transformers_version": "4.50.0", "use_cache": true,
+        "initializer_range": 0.02}
+    """,
+    "olmo2-7b": """
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": false, "eos_token_id": 100257, "hidden_act":
+        "silu", "attention_dropout": 0.0, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 500000,
+        "tie_word_embeddings": false, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "intermediate_size": 11008, "vocab_size": 100352, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0", "use_cache": true, "initializer_range": 0.02}
+    """,
+    "smollm3-3b": """
+        {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": false, "mlp_bias": false, "hidden_act":
+        "silu", "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128012, "pad_token_id": 128004, "pretraining_tp": 2,
+        "max_window_layers": 28, "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention",
+        "full_attention", "full_attention", "full_attention"], "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0, 1,
+        1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0], "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "rope_theta": 5000000.0, "sliding_window": null, "use_sliding_window": false, "hidden_size": 2048, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 11008, "vocab_size": 128256, "max_position_embeddings":
+        65536, "torch_dtype": "bfloat16", "transformers_version": "4.50.0", "use_cache": true, "initializer_range": 0.02}
+    """,
+    "gemma3-1b": """
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": false, "attention_dropout": 0.0,
+        "attn_logit_softcapping": null, "bos_token_id": 2, "eos_token_id": [1, 106], "final_logit_softcapping": null, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0, "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0", "use_cache": true, "initializer_range": 0.02, "cache_implementation": "hybrid",
+        "sliding_window_pattern": 6, "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "intermediate_size": 6912, "vocab_size": 262144, "max_position_embeddings": 32768}
+    """,
+    "gemma3-270m": """
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": false, "attention_dropout": 0.0,
+        "attn_logit_softcapping": null, "bos_token_id": 2, "eos_token_id": [1, 106], "final_logit_softcapping": null, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0, "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0", "use_cache": true, "initializer_range": 0.02, "_sliding_window_pattern": 6,
+        "use_bidirectional_attention": false, "hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "intermediate_size": 2048, "vocab_size": 262144, "max_position_embeddings": 32768, "layer_types":
+        ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention",
+        "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention",
+        "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+    """,
+    "apertus-8b": """
+        {"architectures": ["ApertusForCausalLM"], "model_type": "apertus", "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "hidden_act": "xielu", "hidden_dropout": 0.0, "mlp_bias": false,
+        "post_norm": false, "qk_norm": true, "rms_norm_eps": 1e-05, "rope_theta": 12000000, "tie_word_embeddings": false, "hidden_size":
+        4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 21504, "vocab_size":
+        131072, "max_position_embeddings": 65536, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3", "type": "llama3"}, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0", "use_cache": true, "initializer_range": 0.02}
+    """,
+    "xlm-roberta-large": """
+        {"architectures": ["XLMRobertaForMaskedLM"], "model_type": "xlm-roberta", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 250002, "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+        "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "initializer_range": 0.02, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514, "output_past": true, "pad_token_id": 1, "position_embedding_type": "absolute",
+        "transformers_version": "4.17.0", "type_vocab_size": 1, "use_cache": true}
+    """,
+    "camembert-base": """
+        {"architectures": ["CamembertForMaskedLM"], "model_type": "camembert", "hidden_size": 768, "intermediate_size": 3072,
+        "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 32005, "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+        "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "initializer_range": 0.02, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514, "output_past": true, "pad_token_id": 1, "position_embedding_type": "absolute",
+        "transformers_version": "4.17.0", "type_vocab_size": 1, "use_cache": true}
+    """,
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_config_json_is_the_shipped_size(name):
+    content = json.loads(RELEASED[name])
+    family, adapter = registry.find_adapter(content)
+    assert model_option.overrides(config_json.read(adapter, FAMILIES[family], content)) == [f"model={name}"]
