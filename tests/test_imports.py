@@ -22,7 +22,7 @@ LEVELS = [
     {"config"},
     {"models"},
     {"layers"},
-    {"artifact", "errors", "files", "knobs", "progress"},
+    {"artifact", "errors", "files", "knobs", "progress", "signals"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
