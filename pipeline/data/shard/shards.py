@@ -67,7 +67,7 @@ def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: R
     text_bytes = sum(size for _, size in languages.values())
     fields = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
     files = {plan.name: artifact.entry(folder / plan.name, **fields)}
-    if dedup.save_signatures:
+    if dedup.save_signatures and rows:
         name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
         table = np.array(rows, dtype=rows[0].dtype)
         files[name] = signatures.write(folder / name, table["exact"], table["minhash"], dedup)
