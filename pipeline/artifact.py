@@ -64,11 +64,15 @@ def read(folder: Path, *, key: str, stage: str) -> Manifest:
         stage: the stage that must have written the folder.
 
     Raises:
-        UserError: the folder is missing or incomplete, or was written by another stage.
+        UserError: the folder is missing or incomplete, or was written by another stage or program.
     """
     if not (folder / MANIFEST).is_file():
         raise UserError.of(key, folder, f"contains no complete output of stage={stage}", f"run stage={stage} with {key}={folder} first")
-    manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    try:
+        manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        rule = f"contains a {MANIFEST} that no stage wrote, or that is damaged: {error}"
+        raise UserError.of(key, folder, rule, f"set {key} to another folder, or remove this one") from error
     if manifest.stage != stage:
         raise UserError.of(
             key, folder, f"was written by stage={manifest.stage}, not by stage={stage}", f"set {key} to a folder written by stage={stage}"
@@ -85,20 +89,37 @@ def find_complete(folder: Path, *, key: str, stage: str, settings: dict[str, Any
     if not (folder / MANIFEST).is_file():
         return None
     manifest = read(folder, key=key, stage=stage)
+    check_settings(manifest.settings, settings, f"{folder} was created with", f"set {key} to another folder, or remove this one")
+    return manifest
+
+
+SHOWN_DIFFERENCES = 20
+"""Maximum number of settings that check_settings lists."""
+
+
+def check_settings(recorded: dict[str, Any], settings: dict[str, Any], made_with: str, fix: str) -> None:
+    """Compare settings with those that a folder was written with.
+
+    Args:
+        recorded: settings read from the folder.
+        settings: settings of this run.
+        made_with: precedes the recorded setting in the message.
+        fix: advice in the message.
+
+    Raises:
+        UserError: they differ; lists the differences.
+    """
     settings = json.loads(json.dumps(settings))
     differences = [
-        Violation(
-            name,
-            settings.get(name),
-            f"{folder} was created with {name}={manifest.settings.get(name)}",
-            f"set {key} to another folder, or remove this one",
-        )
-        for name in sorted(settings.keys() | manifest.settings.keys())
-        if settings.get(name) != manifest.settings.get(name)
+        Violation(name, settings.get(name), f"{made_with} {name}={recorded.get(name)}", fix)
+        for name in sorted(settings.keys() | recorded.keys())
+        if settings.get(name) != recorded.get(name)
     ]
+    if len(differences) > SHOWN_DIFFERENCES:
+        more = Violation("...", "...", f"{len(differences) - SHOWN_DIFFERENCES + 1} further settings differ", fix)
+        differences = [*differences[: SHOWN_DIFFERENCES - 1], more]
     if differences:
         raise UserError(differences)
-    return manifest
 
 
 def open_verified(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:
@@ -124,4 +145,4 @@ def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = Non
 
 def _fix(folder: Path, manifest: Manifest) -> str:
     """Return the advice for a damaged file."""
-    return f"remove {folder / MANIFEST} and run stage={manifest.stage} again"
+    return f"remove {folder} and run stage={manifest.stage} again"

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,12 @@ from typing import IO, Any
 import xxhash
 
 from pipeline.errors import UserError
+
+
+def kind(info: os.stat_result) -> str:
+    """What a path is, for messages: "a FIFO", "a socket", "a device", "a folder" or "a file"."""
+    kinds = {stat.S_IFIFO: "a FIFO (named pipe)", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(info.st_mode), "a device")
 
 
 @contextmanager

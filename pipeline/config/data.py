@@ -115,7 +115,10 @@ class DataConfig:
     documents_per_member: int = knob(
         1, "documents per tar member of a text shard; values above 1 save space for short documents", at_least=1
     )
-    quarantine_limit: float = knob(0.01, "maximum fraction of unreadable documents; above it the stage fails", at_least=0, at_most=1)
+    quarantine_limit: float = knob(
+        0.01, "maximum fraction of the input that cannot be read; above it the stage fails", at_least=0, at_most=1
+    )
+    save_dropped: bool = knob(False, "write every dropped document with the step, the reason and its text to dropped.jsonl.zst")
     blend: dict[str, CorpusConfig] = knob(
         {}, "corpus name -> corpus to sample from; empty reads each window of data.tokens once per epoch", item=CorpusConfig
     )

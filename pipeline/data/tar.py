@@ -91,6 +91,10 @@ class Member:
     size: int
 
 
+class NoEndError(DamageError):
+    """The archive ends after a complete member, without the end-of-archive marker: it is complete, or truncated at that place."""
+
+
 class Archive:
     """Reads the files of a USTAR, PAX or GNU archive sequentially, with bounded memory.
 
@@ -108,9 +112,10 @@ class Archive:
 
         Raises:
             DamageError: the archive is damaged or truncated.
+            NoEndError: the end-of-archive marker is missing.
         """
         extended: dict[str, str] = {}  # fields of extended headers, which describe the next member
-        while (header := self._exactly(BLOCK)).strip(b"\0"):
+        while (header := self._header()).strip(b"\0"):
             try:
                 info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
                 if info.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
@@ -153,6 +158,15 @@ class Archive:
             fields[key] = value
             raw = raw[length:]
         return fields
+
+    def _header(self) -> bytes:
+        data = self._handle.read(BLOCK)
+        self._position += len(data)
+        if not data:
+            raise NoEndError(self._position, "the archive has no end marker")
+        if len(data) < BLOCK:
+            raise DamageError(self._position, "the archive is truncated")
+        return data
 
     def _exactly(self, size: int) -> bytes:
         data = self._handle.read(size)

@@ -12,8 +12,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,51 @@ log = logging.getLogger("pipeline")
 
 
 class Unfinished:
-    """Completion records of finished parts. They are valid only for the settings that they were written with.
+    """Completion records of finished parts, and the settings that they were written with.
 
     Args:
         folder: the output folder.
         settings: all settings that determine the output, as in the manifest.
+        resume: further settings that must not change until the run is finished, because finished parts depend on them.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], resume: dict[str, Any] | None = None) -> None:
         self.output = folder
         self.folder = folder / ".unfinished"
         self.settings = json.loads(json.dumps(settings))
+        self._recorded = {**self.settings, **(resume or {})}
 
-    def take_over(self) -> None:
-        """Keep the parts of an interrupted run if its settings match, else remove them. The caller holds the exclusive lock."""
-        for partial in self.output.glob(".*.partial"):
-            partial.unlink()
-        if self.note("settings") != self.settings:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.write("settings", self.settings)
+    def take_over(self, key: str, outputs: Sequence[str]) -> None:
+        """Continue the interrupted run of these settings, or begin a run. Nothing of another run is removed. The caller holds the lock.
+
+        Args:
+            key: configuration key of the folder.
+            outputs: glob patterns of the files that the stage writes.
+
+        Raises:
+            UserError: the folder holds the unfinished run of other settings, or files that a run would overwrite.
+        """
+        if (self.output / artifact.MANIFEST).is_file():
+            return  # another job has completed the folder since this one looked
+        if self.note("settings") is not None:
+            self.check_settings(key)
+            for partial in self.output.glob(".*.[0-9]*.partial"):  # of atomic_file
+                partial.unlink()
+            return
+        if existing := sorted(path.name for pattern in outputs for path in self.output.glob(pattern)):
+            rule = f"contains files of another run or program: {', '.join(existing[:5])}{', ...' if len(existing) > 5 else ''}"
+            raise UserError.of(key, self.output, rule, f"set {key} to another folder, or move these files away")
+        shutil.rmtree(self.folder, ignore_errors=True)  # what remains of records whose removal was interrupted
+        self.write("settings", self._recorded)
+
+    def check_settings(self, key: str) -> None:
+        """Compare the settings with those of the unfinished run in the folder.
+
+        Raises:
+            UserError: they differ; lists every difference.
+        """
+        fix = f"run it with those settings to continue, set {key} to another folder, or remove {self.output} to discard the unfinished run"
+        artifact.check_settings(self.note("settings") or {}, self._recorded, f"{self.output} holds an unfinished run with", fix)
 
     def note(self, name: str) -> Any:
         """Return the completion record of a part, None if the part is not finished."""
@@ -68,6 +95,9 @@ def work(
     made_as: tuple[str, str],
     settings: dict[str, Any],
     summary: Callable[[dict[str, Any]], str],
+    outputs: Sequence[str],
+    *,
+    resume: dict[str, Any] | None = None,
     array: str | None = None,
 ) -> Iterator[Unfinished | None]:
     """Guard the work of a stage on its output folder: one job at a time, only missing parts, nothing when the folder is complete.
@@ -76,23 +106,32 @@ def work(
         made_as: the configuration key of the folder, and the stage in its manifest.
         settings: all settings that determine the output.
         summary: formats the totals of a finished folder for the log.
+        outputs: glob patterns of the files that the stage writes into the folder.
+        resume: further settings that must not change until the run is finished.
         array: the job array whose tasks share the work.
 
     Yields:
         The completion records; None when the folder is complete.
 
     Raises:
-        UserError: the folder was written with other settings, or another job is writing it.
+        UserError: the folder was written with other settings, holds files of another run, or another job is writing it.
     """
-    unfinished, (key, stage) = Unfinished(folder, settings), made_as
+    unfinished, (key, stage) = Unfinished(folder, settings, resume), made_as
     done = artifact.find_complete(folder, key=key, stage=stage, settings=settings) if comm.rank == 0 else None
     if done:
         log.info("%s=%s is complete, nothing to do (%s)", key, folder, summary(done.totals))
     if comm.bcast(done is not None):
         yield None
         return
-    with claimed(folder, key, array, unfinished.take_over) if comm.rank == 0 else nullcontext():
-        comm.barrier()
+    prepare = partial(unfinished.take_over, key, outputs)
+    with claimed(folder, key, array, prepare) if comm.rank == 0 else nullcontext():
+        if comm.rank == 0:
+            done = artifact.find_complete(folder, key=key, stage=stage, settings=settings)
+            if not done:
+                unfinished.check_settings(key)  # a further task of an array joins without preparing the folder
+        if comm.bcast(done is not None):
+            yield None
+            return
         yield unfinished
 
 
@@ -187,10 +226,3 @@ def _locked(path: Path, kind: int) -> int | None:
         except FileNotFoundError:
             pass
         os.close(handle)  # its owner removed the file in the meantime: lock the new one
-
-
-def remove_stale(folder: Path, pattern: str, names: set[str]) -> None:
-    """Remove the shards of an earlier run that are not in the new manifest, so that a glob does not match them."""
-    for path in folder.glob(pattern):
-        if path.name not in names:
-            path.unlink()

@@ -15,7 +15,7 @@ from pipeline.data import mpi
 from pipeline.data.mpi import Comm
 from pipeline.data.tokenize import megatron, parquet_tokens, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import remove_stale, work
+from pipeline.data.unfinished import work
 from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
 from pipeline.launch.ranks import Ranks
@@ -36,12 +36,14 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     else:
         output = Path(stage.output or f"{config.data.tokens}-{stage.to}")
         with mpi.world(ranks, output) as comm:
-            _export(Path(config.data.tokens), output, stage.to, comm)
+            _export(config, output, stage.to, comm)
 
 
-def _export(folder: Path, output: Path, to: str, comm: Comm) -> None:
+def _export(config: RunConfig, output: Path, to: str, comm: Comm) -> None:
     """Export token shards: one indexed dataset per split and corpus, or one Parquet file per shard."""
+    folder = Path(config.data.tokens)
     manifest = comm.bcast(artifact.read(folder, key="data.tokens", stage="tokenize") if comm.rank == 0 else None)
+    text = comm.bcast(_text_shards(Path(config.data.shards), manifest) if comm.rank == 0 and to == "parquet" else None)
     shards = {name: entry for name, entry in sorted(manifest.files.items()) if "split" in entry}
     groups: dict[str, list[str]] = {}
     for name, entry in shards.items():
@@ -52,14 +54,27 @@ def _export(folder: Path, output: Path, to: str, comm: Comm) -> None:
         artifact.verify_files(folder, manifest, groups[part])
         if to == "megatron":
             return megatron.write(folder, manifest, groups[part], output / part)
-        return parquet_tokens.write(folder, manifest, groups[part][0], output / f"{part}.parquet")
+        return parquet_tokens.write(folder, manifest, groups[part][0], output / f"{part}.parquet", text)
 
     settings = {"data.tokens": artifact.fingerprint(manifest), "stage.to": to}
     sizes = {part: sum(shards[name]["bytes"] for name in names) for part, names in groups.items()}
     copied = ("vocab_size", "end_of_document", "tokenizer", "dtype", *tokens.SPLITS, "corpora")
-    _convert_parts(
-        comm, output, ("stage.output", "convert_tokens"), settings, sizes, convert, lambda _: {key: manifest.totals[key] for key in copied}
-    )
+    made_as, resume = ("stage.output", "convert_tokens"), {"ids of data.shards": text is not None}
+    _convert_parts(comm, output, made_as, settings, sizes, convert, lambda _: {key: manifest.totals[key] for key in copied}, resume)
+
+
+def _text_shards(folder: Path, tokens_manifest: Manifest) -> parquet_tokens.Shards | None:
+    """The text shards that the token shards were made from, with the ids of the documents; None with a warning if data.shards differs."""
+    try:
+        text = artifact.read(folder, key="data.shards", stage="shard")
+    except UserError:
+        found = "is not a complete folder of text shards"
+    else:
+        if artifact.fingerprint(text) == tokens_manifest.settings.get("data.shards"):
+            return folder, text
+        found = "is not the folder from which the token shards were made"
+    log.warning("convert_tokens: the column id of the Parquet files is empty, because data.shards=%s %s", folder, found)
+    return None
 
 
 def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
@@ -136,6 +151,7 @@ def _convert_parts(
     sizes: dict[str, int],
     convert: Callable[[str], Files],
     totals: Callable[[Files], dict[str, Any]],
+    resume: dict[str, Any] | None = None,
 ) -> None:
     """Convert the missing parts, distributed over the ranks, and write the manifest.
 
@@ -145,15 +161,10 @@ def _convert_parts(
         sizes: part -> size, for load balancing.
         convert: writes a part and returns the manifest entries of its files.
         totals: computes the totals of the manifest from all files.
+        resume: further settings that must not change until the conversion is finished.
     """
-    if comm.rank == 0 and folder.exists() and any(folder.iterdir()) and not {path.name for path in folder.iterdir()} & _STAGE_FILES:
-        raise UserError.of(
-            key_and_stage[0],
-            folder,
-            "contains files that stage=convert_tokens did not write",
-            f"set {key_and_stage[0]} to another folder, or remove this one",
-        )
-    with work(comm, folder, key_and_stage, settings, lambda _: "converted") as unfinished:
+    outputs = ["*-?????.tar", "*.parquet", "*.bin", "*.idx"]
+    with work(comm, folder, key_and_stage, settings, lambda _: "converted", outputs, resume=resume) as unfinished:
         if not unfinished:
             return
         mine = [part for part in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(part) is None]
@@ -164,12 +175,6 @@ def _convert_parts(
         comm.barrier()
         if comm.rank == 0:
             files = {name: entry for part in sizes for name, entry in unfinished.note(part).items()}
-            for pattern in ("*-?????.tar", "*.parquet", "*.bin", "*.idx"):
-                remove_stale(folder, pattern, set(files))
             artifact.write(folder, Manifest(key_and_stage[1], settings, files, totals(files)))
             unfinished.clear()
             log.info("convert_tokens: wrote %s (%s files)", folder, len(files))
-
-
-_STAGE_FILES = {artifact.MANIFEST, ".unfinished", ".lock"}
-"""A folder that a stage has written, or is writing, contains at least one of these files."""

@@ -13,12 +13,14 @@ from pipeline.config.schema import RunConfig
 from pipeline.data import mpi
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.mpi import Comm
-from pipeline.data.read import sources
+from pipeline.data.read import fingerprint, sources
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
-from pipeline.data.read.sources import Part
+from pipeline.data.read.sources import Source
+from pipeline.data.shard import shards
 from pipeline.data.shard.job import Job
 from pipeline.data.unfinished import Unfinished, claimed, work
 from pipeline.errors import UserError
+from pipeline.files import digest
 from pipeline.launch.ranks import ArrayTask, Ranks, array_task
 
 log = logging.getLogger("pipeline")
@@ -30,9 +32,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
         # Rank 0 lists the input and broadcasts it, which keeps metadata requests off the parallel file system.
-        parts, bad, settings = comm.bcast(_list_input(config) if comm.rank == 0 else None)
+        found, bad, settings = comm.bcast(_list_input(config) if comm.rank == 0 else None)
+        settings |= {"data.input": fingerprint.content(comm, found)}
+        parts = sources.parts(found, sources.part_bytes(found, config.data.part_megabytes))
+        resume = {"data.part_megabytes": config.data.part_megabytes, **fingerprint.versions(found)}
         cleaner = Cleaner(config.clean)
-        with work(comm, folder, ("data.shards", "shard"), settings, _summary, array.job if array else None) as unfinished:
+        made_as, job_array = ("data.shards", "shard"), array.job if array else None
+        with work(comm, folder, made_as, settings, _summary, shards.OUTPUTS, resume=resume, array=job_array) as unfinished:
             if not unfinished:
                 return
             job = Job(config, comm, parts, unfinished)
@@ -62,25 +68,31 @@ def _claim_final_passes(job: Job, unfinished: Unfinished, comm: Comm) -> Iterato
         yield comm.bcast(ours)
 
 
-def _list_input(config: RunConfig) -> tuple[list[Part], list[Bad], dict[str, Any]]:
-    """Return the parts of the input, the unreadable inputs, and all settings that determine the shards."""
+def _list_input(config: RunConfig) -> tuple[list[Source], list[Bad], dict[str, Any]]:
+    """Return the input files, the unreadable inputs, and all settings that determine the shards, except the content of the files."""
     data = config.data
     found, bad = sources.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in config.dedup.against]
-    fields = ("seed", "part_megabytes", "shard_megabytes", "validation_fraction", "documents_per_member")
+    fields = ("seed", "shard_megabytes", "validation_fraction", "documents_per_member", "save_dropped")
     return (
-        sources.parts(found, sources.part_bytes(found, data.part_megabytes)),
+        found,
         bad,
         {
-            "data.input": sources.fingerprint(found),
             **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
             **{f"data.{name}": getattr(data, name) for name in fields},
             "clean.steps": list(config.clean.steps),
             **{key: value for step in config.clean.steps for key, _, value in knobs.walk(getattr(config.clean, step), f"clean.{step}.")},
             **{key: value for key, _, value in knobs.walk(config.dedup, "dedup.")},
             "dedup.against": against,
+            **({"clean.contamination.files": _digests(config.clean.contamination.files)} if "contamination" in config.clean.steps else {}),
         },
     )
+
+
+def _digests(names: list[str]) -> list[str]:
+    """Name and checksum of files; without a checksum for one that is missing, which the cleaner refuses."""
+    paths = [Path(name).expanduser() for name in names]
+    return [f"{path.name} {digest(path) if path.is_file() else ''}" for path in paths]
 
 
 def _summary(totals: dict[str, Any]) -> str:
@@ -102,3 +114,5 @@ def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
             yield f"{totals[f'{what}_documents']:,} {words}"
     if totals["exact_duplicates"] or totals["near_duplicates"]:
         yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped"
+    if totals["repeated_documents"]:
+        yield f"{totals['repeated_documents']:,} documents dropped because all of their lines are repeated"

@@ -15,7 +15,7 @@ from pipeline.data import mpi
 from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.tokenize import engines, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import Unfinished, remove_stale, work
+from pipeline.data.unfinished import Unfinished, work
 from pipeline.errors import UserError, collect_errors
 from pipeline.launch.ranks import Ranks
 
@@ -32,7 +32,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             _encoder(*tokenizer)
         text, settings = comm.bcast(_read_inputs(shards, *tokenizer) if comm.rank == 0 else None)
         encoder = _encoder(*tokenizer)
-        with work(comm, folder, ("data.tokens", "tokenize"), settings, _summary) as unfinished:
+        with work(comm, folder, ("data.tokens", "tokenize"), settings, _summary, ["*-?????.tar"]) as unfinished:
             if not unfinished:
                 return
             sizes = {name: entry["text_bytes"] for name, entry in text.files.items() if "split" in entry}
@@ -66,7 +66,6 @@ def _read_inputs(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[M
 
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:
     """Write the manifest after all shards are complete."""
-    remove_stale(folder, "*-?????.tar", set(files))
     totals = {
         "vocab_size": encoder.vocab_size,
         "end_of_document": encoder.end_of_document,

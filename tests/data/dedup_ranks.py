@@ -20,6 +20,7 @@ from mpi4py import MPI
 from pipeline.config.data import DedupConfig
 from pipeline.data import mpi
 from pipeline.data.dedup import duplicates, exact, minhash, paragraphs, signatures
+from pipeline.data.dedup.clusters import Clusters, Kind
 from pipeline.data.words import Words
 
 
@@ -46,7 +47,23 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     repeated = np.split(paragraphs.find_repeated(comm, mine, lines, offsets), offsets[1:-1])
     shortened = [paragraphs.without(text, flags, settings.paragraph_characters) for text, flags in zip(own, repeated, strict=bool(own))]
     all_shortened = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
-    return {**dataclasses.asdict(clusters), "drop": clusters.drop.tolist(), "shortened": [all_shortened[n] for n in range(len(texts))]}
+    if comm.rank == 0:
+        check_origin(clusters, texts)
+    return {
+        **dataclasses.asdict(clusters),
+        "origin": None,
+        "drop": clusters.drop.tolist(),
+        "shortened": [all_shortened[n] for n in range(len(texts))],
+    }
+
+
+def check_origin(clusters: Clusters, texts: list[str]) -> None:
+    """Every dropped document names the one that is kept: an exact copy names a document of the same text."""
+    assert len(clusters.origin) == len(clusters.drop)
+    assert int((clusters.origin["kind"] == Kind.EXACT).sum()) == clusters.exact
+    for number, (kept, kind) in zip(clusters.drop.tolist(), clusters.origin.tolist(), strict=True):
+        assert kept < 0 or kind != Kind.EXACT or texts[kept] == texts[number]
+        assert kept not in clusters.drop or kind == Kind.EXACT
 
 
 def check_exchange(comm: mpi.Comm) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
+from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import megatron
 from pipeline.data.tokenize.tokens import ids, lengths
 from tests.helpers import pipeline, same_files
@@ -88,15 +89,19 @@ def test_round_trip(tokens, tokenizer, indexed, tmp_path, ranks):
     assert "nothing to do" in convert(tmp_path / "back", "shards", *settings)
 
 
-def test_parquet_on_any_number_of_ranks(tokens, tmp_path):
+def test_parquet_on_any_number_of_ranks(shards, tokens, tmp_path):
     for ranks in (0, 2):
-        convert(tokens, "parquet", f"stage.output={tmp_path}/{ranks}", ranks=ranks)
+        convert(tokens, "parquet", f"stage.output={tmp_path}/{ranks}", f"data.shards={shards}", ranks=ranks)
     assert same_files(tmp_path / "0", tmp_path / "2")
     tables = [pq.read_table(path) for path in sorted((tmp_path / "0").glob("train-*.parquet"))]
     rows = [row for table in tables for row in table["tokens"].to_pylist()]
     assert rows == documents(tokens, "train")
     assert [size for table in tables for size in table["length"].to_pylist()] == [len(row) for row in rows]
     assert {corpus for table in tables for corpus in table["corpus"].to_pylist()} == {"default"}
+    expected = [about["id"] for path in sorted(shards.glob("train-*.tar")) for _, about in text_shards.documents(path)]
+    assert [name for table in tables for name in table["id"].to_pylist()] == expected
+    assert "column id of the Parquet files is empty" in convert(tokens, "parquet", f"stage.output={tmp_path}/none", f"data.shards={tokens}")
+    assert pq.read_table(tmp_path / "none" / "train-00000.parquet")["id"].null_count == len(tables[0])
     assert "nothing to do" in convert(tokens, "parquet", f"stage.output={tmp_path}/0")
     assert "was created with stage.to=parquet" in convert(tokens, "megatron", f"stage.output={tmp_path}/0", expect=2)
 
@@ -105,7 +110,7 @@ def test_a_rerun_converts_only_missing_parts_and_keeps_foreign_files(tokens, ind
     folder = tmp_path / "indexed"
     folder.mkdir()
     (folder / "mine.bin").write_text("mine")
-    assert "did not write" in convert(tokens, "megatron", f"stage.output={folder}", expect=2)
+    assert "files of another run or program: mine.bin" in convert(tokens, "megatron", f"stage.output={folder}", expect=2)
     assert (folder / "mine.bin").read_text() == "mine"
     damaged = tmp_path / "tokens"
     damaged.mkdir()

@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "null row": ("x.parquet", parquet_of([{"text": "good"}, {"text": None}, {"text": "good"}]), 2, [("row 1", "null instead of text")]),
     "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "invalid UTF-8")]),
     "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 3, [("byte 3586", "the archive is truncated")]),
-    "tar without end": ("x.tar", TAR[: 4 * 1024], 4, [("byte 4096", "the archive is truncated")]),
+    "tar without end": ("x.tar", TAR[: 4 * 1024], 4, [("byte 4096", "the archive has no end marker")]),
     "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1, [("byte 1024", "invalid tar header")]),
     "cut tar.gz": ("x.tar.gz", gzip.compress(TAR)[:-20], 3, [("byte ", "ends within its gzip data")]),
     "broken record beside text": ("x.tar", tar_of({"1.txt": b"t", "1.json": b"{"}), 0, [("member 1.txt", "has a .json that is not JSON")]),
@@ -133,6 +133,38 @@ def test_a_fault_is_reported_and_the_other_documents_are_read(tmp_path, case):
         assert reason in report.reason
 
 
+MANY = b"".join(json_line(os.urandom(9000).hex()).encode() for _ in range(40))
+MEMBERS_OF_MANY = [gzip.compress(line) for line in MANY.splitlines(keepends=True)]
+MANY_ROWS = parquet_of([{"text": os.urandom(9000).hex()} for _ in range(40)], row_group_size=4, compression="none")
+GZIP_OF_MANY = gzip.compress(MANY)
+#: case -> (name, content, the stored bytes that are lost, as a share of the file)
+LOSSES: dict[str, tuple[str, bytes, float]] = {
+    "bad line": ("x.jsonl", b"{\n" + MANY, 0),
+    "cut gzip": ("x.jsonl.gz", GZIP_OF_MANY[: len(GZIP_OF_MANY) // 3], 1),
+    "damaged gzip": ("x.jsonl.gz", b"".join([*MEMBERS_OF_MANY[:10], b"rubbish", *MEMBERS_OF_MANY[10:]]), 0.75),
+    "cut Parquet": ("x.parquet", MANY_ROWS[: len(MANY_ROWS) // 2], 1),
+    "damaged Parquet": ("x.parquet", bytes(len(MANY_ROWS) // 2) + MANY_ROWS[len(MANY_ROWS) // 2 :], 0.6),  # 6 of 10 row groups
+    "other schema": ("x.parquet", parquet_of([{"body": "x"}] * 9), 1),
+    "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 1),
+    "tar without end": ("x.tar", TAR[: 4 * 1024], 0),
+    "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1 - 1024 / len(TAR)),
+    "cut WARC": ("x.warc", warc_record(PAGE) * 2 + warc_record(PAGE)[:-900], 1),
+    "no WARC": ("x.warc", GOOD, 1),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_damage_is_weighed_by_the_bytes_that_are_lost(tmp_path, case):
+    name, content, share = LOSSES[case]
+    (tmp_path / name).write_bytes(content)
+    source = sources.Source(str(tmp_path / name), name, len(content))
+    for part_bytes in (1 << 30, 100_000):  # the sum over the parts of a file is the same
+        spans = [span for part in sources.parts([source], part_bytes) for span in part.spans]
+        bad = [found for found in all_of(spans) if isinstance(found, Bad)]
+        assert bad
+        assert sum(found.lost_bytes for found in bad) == pytest.approx(share * len(content), abs=0.02 * len(content))
+
+
 @pytest.mark.parametrize("content", [b"", b"<html><body><p>good", b"<b><i>good</b></i></html></div>", b"\xff\0<p>good", b"<!DOCTYPE"])
 def test_broken_html_is_read_like_in_a_browser(tmp_path, content):
     (tmp_path / "x.html").write_bytes(content or b" ")
@@ -150,7 +182,7 @@ def test_one_invalid_byte_does_not_change_the_encoding_of_a_page(tmp_path):
 
 def test_a_file_that_disappears_is_reported(tmp_path):
     span = sources.Span(sources.Source(str(tmp_path / "x.jsonl"), "x.jsonl", 5))
-    assert list(reader.read(span, ReadOptions())) == [Bad("x.jsonl", "", "cannot be read: No such file or directory")]
+    assert list(reader.read(span, ReadOptions())) == [Bad("x.jsonl", "", "cannot be read: No such file or directory", 5)]
 
 
 def test_unreadable_folder_entries_are_reported(tmp_path):
@@ -164,6 +196,7 @@ def test_unreadable_folder_entries_are_reported(tmp_path):
     Path(os.fsdecode(os.fsencode(folder) + b"/gr\xfcn.txt")).write_text("Latin-1 name")
     with socket.socket(socket.AF_UNIX) as pipe:
         pipe.bind(os.path.relpath(folder / "socket.txt"))
+    os.mkfifo(folder / "pipe.txt")
     (tmp_path / "nothing").mkdir()
     documents, bad = read(folder, tmp_path / "nothing")
     assert {document.source: document.text for document in documents} == {
@@ -173,7 +206,8 @@ def test_unreadable_folder_entries_are_reported(tmp_path):
     json.dumps([document.id for document in documents]).encode()
     assert {(report.source, report.reason.partition(":")[0]) for report in bad} == {
         ("broken.txt", "is a broken link"),
-        ("socket.txt", "is not a regular file"),
+        ("socket.txt", "is a socket, not a file"),
+        ("pipe.txt", "is a FIFO (named pipe), not a file"),
         (str(tmp_path / "nothing"), f"contains no file with suffix {', '.join(suffixes.SEARCHED)}"),
     }
 
@@ -189,12 +223,12 @@ def test_a_file_without_read_permission_is_reported(tmp_path):
 
 
 def test_the_stage_quarantines_unreadable_input(tmp_path):
-    (tmp_path / "good.jsonl").write_bytes(GOOD * 200)
+    (tmp_path / "good.jsonl").write_bytes(GOOD * 500)
     (tmp_path / "bad one.jsonl.gz").write_bytes(gzip.compress(GOOD * 3)[:-1])
     printed = pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
     assert "1 unreadable documents" in printed
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 203
+    assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 503
 
 
 def test_all_missing_inputs_are_named_at_once(tmp_path):
@@ -202,11 +236,13 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_text("x")
     (tmp_path / "notes.md").write_text("x")
-    inputs = ["nowhere.jsonl", "*.parquet", "notes.md", "a", "b"]
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    inputs = ["nowhere.jsonl", "*.parquet", "notes.md", "a", "b", "pipe.jsonl"]
     given = ",".join(str(tmp_path / name) for name in inputs)
     arguments = [f"data.input=[{given}]", f"data.corpora={{web:[{tmp_path}/missing]}}", f"data.shards={tmp_path}/s"]
     printed = pipeline("stage=shard", *arguments, expect=2)
-    assert "5 problems" in printed
+    assert "6 problems" in printed
+    assert "pipe.jsonl: is a FIFO (named pipe), not a file" in printed
     assert "nowhere.jsonl: no such file" in printed
     assert "*.parquet: no such file, folder or match" in printed
     assert "notes.md: does not have the suffix .jsonl" in printed

@@ -1,7 +1,9 @@
 """Text shards from documents, at the command line."""
 
+import gzip
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import webdataset
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +37,12 @@ def json_line(text: str, **more: object) -> str:
 
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def line_offsets(path: Path) -> list[int]:
+    """The offset of every line of a file, in bytes."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [sum(map(len, lines[:number])) for number in range(len(lines))]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +104,12 @@ def test_the_report_accounts_for_every_document(library, cleaned):
     assert by_name["repair"]["examples"]["encoding or entities repaired"][0]["after"].startswith("Märchen.")
     assert {(cluster["kind"], cluster["documents"]) for cluster in duplicates["clusters"]} == {("exact", 3), ("near", 3)}
     assert report["output"]["languages"]["en"][0] == len(samples(cleaned)) == sum(report["output"]["lengths"].values())
+    for corpus, (documents, _) in report["input"]["corpora"].items():
+        assert documents == report["kept"][corpus][0] + sum(count for count, _ in report["lost"][corpus].values())
+    assert by_name["repair"]["removed"] == {"encoding or entities repaired": 6}
     page = (cleaned / "report.html").read_text(encoding="utf-8")
-    assert "MÃ¤rchen" in page
+    assert "<del>MÃ¤rchen</del><ins>Märchen</ins>" in page
+    assert "of 210 documents kept" in page
     assert "http" not in page, "the page must not load anything"
 
 
@@ -288,6 +301,50 @@ def test_few_bad_documents_are_quarantined_and_many_end_the_job(tmp_path):
     assert "2 unreadable documents" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
 
 
+def test_a_truncated_file_weighs_as_the_bytes_that_are_lost(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(1000)))
+    with gzip.open(tmp_path / "y.jsonl.gz", "wt") as handle:
+        handle.writelines(json_line(words(n, 9)) for n in range(1000))
+    whole = (tmp_path / "y.jsonl.gz").read_bytes()
+    (tmp_path / "y.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s")
+    size = (tmp_path / "x.jsonl").stat().st_size + len(whole) // 2
+    refused = pipeline(*settings, expect=2)
+    assert f"about {len(whole) // 2:,} of {size:,} bytes, in damaged files, could not be read: y.jsonl.gz byte" in refused
+    assert "1 unreadable documents" in pipeline(*settings, "data.quarantine_limit=0.2")
+
+
+def test_the_division_into_parts_changes_nothing(library, tmp_path):
+    """Which of equal documents and lines is kept, which near duplicates are found, and all bytes of shards and report."""
+    for megabytes in (0.01, 0.05, 100):
+        parts = (f"data.part_megabytes={megabytes}", "dedup.paragraphs=true", "dedup.paragraph_characters=30")
+        pipeline("stage=shard", LIBRARY[2], LIBRARY[3], *parts, f"data.input=[{library}]", f"data.shards={tmp_path}/{megabytes}")
+    assert same_files(tmp_path / "0.01", tmp_path / "0.05")
+    assert same_files(tmp_path / "0.01", tmp_path / "100")
+    kept = {sample["txt"]: sample["json"]["source"] for sample in samples(tmp_path / "100")}
+    assert {kept[prose(n)] for n in range(0, 60, 10)} == {"part 0.jsonl"}, "of equal documents, the first is kept"
+
+
+def test_a_changed_input_file_is_noticed_on_resume_and_a_copied_one_is_not(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    text = "".join(json_line(words(n, 9)) for n in range(50)) + "{}\n"
+    for name in ("x.jsonl", "y.jsonl"):
+        (folder / name).write_text(text)
+    settings = ("stage=shard", *RAW, f"data.shards={tmp_path}/s")
+    assert "data.quarantine_limit" in pipeline(*settings, f"data.input=[{folder}]", expect=2)
+    (folder / "y.jsonl").write_text(text.replace("Wald", "Feld", 1))
+    refused = pipeline(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1", expect=2)
+    assert "data.input/y.jsonl=" in refused
+    assert "data.input/x.jsonl=" not in refused
+    shutil.rmtree(tmp_path / "s")
+    pipeline(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1")
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert "nothing to do" in pipeline(*settings, f"data.input=[{tmp_path}/copy]")
+    (tmp_path / "copy" / "x.jsonl").write_text(text.replace("Wald", "Feld", 1))
+    assert "was created with data.input=2 files" in pipeline(*settings, f"data.input=[{tmp_path}/copy]", expect=2)
+
+
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
     """As under a launcher with a mismatched PMI: every process would see a world of one rank."""
     (tmp_path / "x.txt").write_text("x")
@@ -345,6 +402,41 @@ def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
 
 
+def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
+    folder = tmp_path / "s"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    with open(tmp_path / "printed", "w") as output:
+        process = warm.start("-m", "pipeline", *settings, environment=environment(), output=output.fileno())
+        wait_for(folder, ".unfinished/part-*.json", process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    printed = (tmp_path / "printed").read_text()
+    assert printed.endswith("interrupted; run the same command again to continue\n")
+    assert "Traceback" not in printed
+    pipeline(*settings)
+    assert same_files(cleaned, folder)
+
+
+def test_dropped_documents_are_saved_with_the_reason_and_can_be_read_again(library, cleaned, tmp_path):
+    settings = (*LIBRARY, "data.save_dropped=true")
+    for ranks in (0, 2):
+        pipeline(*settings, f"data.input=[{library}]", f"data.shards={tmp_path}/{ranks}", ranks=ranks)
+    assert same_files(tmp_path / "0", tmp_path / "2")
+    with zstandard.open(tmp_path / "0" / "dropped.jsonl.zst", "rt", encoding="utf-8") as handle:
+        dropped = [json.loads(line) for line in handle]
+    kept = {sample["json"]["id"]: sample["txt"] for sample in samples(cleaned)}
+    read = {f"{path.name}:{offset}" for path in library.iterdir() for offset in line_offsets(path)}
+    assert sorted([*kept, *(entry["id"] for entry in dropped)]) == sorted(read), "every document is kept or listed"
+    assert {"step": "length", "reason": "too short", "text": "too short"}.items() <= next(e for e in dropped if len(e["text"]) < 20).items()
+    assert sum(entry["step"] == "dedup" for entry in dropped) == 18
+    for entry in dropped:
+        kind, _, of = entry["reason"].partition(" duplicate of ")
+        if of:
+            assert (kept[of] == entry["text"]) == (kind == "exact")
+    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/0/dropped.jsonl.zst]", f"data.shards={tmp_path}/again")
+    assert sorted(sample["txt"] for sample in samples(tmp_path / "again")) == sorted(entry["text"] for entry in dropped)
+
+
 @pytest.mark.slow
 def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     folder = tmp_path / "killed"
@@ -393,11 +485,28 @@ def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, t
     assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
 
 
-def test_shards_of_an_earlier_run_are_removed(tmp_path):
-    write_corpus(tmp_path / "c")
+def test_files_of_another_program_are_neither_overwritten_nor_removed(library, tmp_path):
     folder = tmp_path / "s"
-    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}", "data.shard_megabytes=0.05")
-    assert len(list(folder.glob("*.tar"))) > 2
-    (folder / "manifest.json").unlink()
-    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/c]", f"data.shards={folder}")
-    assert sorted(path.name for path in folder.glob("*.tar")) == ["train-00000.tar", "validation-00000.tar"]
+    folder.mkdir()
+    mine = [folder / name for name in ("train-00000.tar", "train-00007.tar", "report.html")]
+    for path in mine:
+        path.write_text("mine")
+    printed = pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
+    assert f"data.shards={folder}: contains files of another run or program: report.html, train-00000.tar, train-00007.tar" in printed
+    assert sorted(folder.iterdir()) == sorted(mine)
+    assert {path.read_text() for path in mine} == {"mine"}
+    (folder / "manifest.json").write_text('{"name": "of another program"}')
+    assert "manifest.json that no stage wrote" in pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
+
+
+def test_an_unfinished_run_is_not_discarded_by_other_settings(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(50)) + "{}\n")
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s")
+    assert "data.quarantine_limit" in pipeline(*settings, expect=2)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/.unfinished/*")}
+    refused = pipeline(*settings, "data.seed=3", "data.quarantine_limit=1", expect=2)
+    assert f"data.seed=3: {tmp_path}/s holds an unfinished run with data.seed=0" in refused
+    assert "1 problem" in refused
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/.unfinished/*")} == before
+    pipeline(*settings, "data.quarantine_limit=1")
+    assert len(samples(tmp_path / "s")) == 50

@@ -11,7 +11,7 @@ import xxhash
 from pipeline.config.cleaning import CleanConfig
 from pipeline.data.clean import language, origin, personal, quality, repetition, text
 from pipeline.data.clean.batch import Batch, Step, Verdict
-from pipeline.data.read.documents import utf8_length
+from pipeline.data.read.documents import Document, utf8_length
 
 _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "allow": origin.allow,
@@ -28,6 +28,9 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "contamination": origin.contamination,
 }
 
+Dropped = Callable[[Document, str, str, str], None]
+"""Receives a dropped document: (document, step, reason, its text before that step)."""
+
 EXAMPLES = 5
 """Examples per reason: the documents whose identity has the lowest hash, independent of the number of ranks."""
 
@@ -42,6 +45,7 @@ class StepCounts:
         documents, bytes: input of the step.
         dropped: reason -> [documents, bytes].
         changed: reason -> documents.
+        removed: reason -> bytes by which the changes have made the documents shorter; negative if longer.
         examples: reason -> [[hash, identity, excerpt before, excerpt after or None], ...], lowest hash first.
     """
 
@@ -49,6 +53,7 @@ class StepCounts:
     bytes: int = 0
     dropped: dict[str, list[int]] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
+    removed: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     def add(self, other: StepCounts) -> None:
@@ -60,6 +65,8 @@ class StepCounts:
             self.dropped[reason] = [total[0] + documents, total[1] + size]
         for reason, documents in other.changed.items():
             self.changed[reason] = self.changed.get(reason, 0) + documents
+        for reason, size in other.removed.items():
+            self.removed[reason] = self.removed.get(reason, 0) + size
         for reason, examples in other.examples.items():
             self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
 
@@ -86,8 +93,8 @@ class Cleaner:
     def __init__(self, config: CleanConfig) -> None:
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
 
-    def clean(self, batch: Batch, counts: dict[str, StepCounts]) -> Batch:
-        """Apply all steps to a batch; their counts are added to `counts` (step -> counts)."""
+    def clean(self, batch: Batch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> Batch:
+        """Apply all steps to a batch; their counts are added to `counts` (step -> counts), and dropped documents are given to `dropped`."""
         sizes = list(map(utf8_length, batch.texts))
         for name, step in self._steps:
             step_counts = counts.setdefault(name, StepCounts())
@@ -97,11 +104,14 @@ class Cleaner:
             for verdict in verdicts:
                 step_counts.example(verdict, batch.documents[verdict.document].id, batch.texts[verdict.document])
                 if verdict.text is None:
+                    dropped(batch.documents[verdict.document], name, verdict.reason, batch.texts[verdict.document])
                     documents, size = step_counts.dropped.get(verdict.reason, (0, 0))
                     step_counts.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
                 else:
                     step_counts.changed[verdict.reason] = step_counts.changed.get(verdict.reason, 0) + 1
-                    sizes[verdict.document] = utf8_length(verdict.text)
+                    before, sizes[verdict.document] = sizes[verdict.document], utf8_length(verdict.text)
+                    removed = before - sizes[verdict.document]
+                    step_counts.removed[verdict.reason] = step_counts.removed.get(verdict.reason, 0) + removed
             batch = batch.apply(verdicts)
         return batch
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,23 @@ class Cluster:
     edges: list[tuple[int, int, float]]
 
 
+class Kind(IntEnum):
+    """Why a document is a duplicate."""
+
+    NEAR = 0
+    EXACT = 1
+    URL = 2
+
+    @property
+    def reason(self) -> str:
+        """The reason in words."""
+        return ("near duplicate", "exact duplicate", "same URL")[self]
+
+
+ORIGIN = np.dtype([("kept", "<i8"), ("kind", "u1")])
+"""The document that is kept in the cluster of a dropped one, negative if it belongs to a corpus in dedup.against; and the Kind."""
+
+
 @dataclass(frozen=True)
 class Clusters:
     """The duplicates of a corpus. Identical on all ranks and for any number of ranks.
@@ -45,6 +63,7 @@ class Clusters:
         near: number of near duplicates.
         clusters: the largest clusters, for the report.
         sizes: cluster size in documents -> number of clusters.
+        origin: (n,) ORIGIN of every document in `drop`; only on rank 0, empty on the others.
     """
 
     drop: np.ndarray
@@ -52,6 +71,7 @@ class Clusters:
     near: int
     clusters: list[Cluster]
     sizes: dict[int, int]
+    origin: np.ndarray = field(default_factory=lambda: np.empty(0, ORIGIN))
 
 
 NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
@@ -59,21 +79,25 @@ NOTHING = Clusters(np.empty(0, np.int64), 0, 0, [], {})
 
 
 def to_json(found: Clusters) -> dict[str, Any]:
-    """All fields except `drop`, as JSON."""
-    return {**dataclasses.asdict(replace(found, drop=found.drop[:0])), "drop": None, "sizes": list(found.sizes.items())}
+    """All fields except `drop` and `origin`, as JSON."""
+    plain = dataclasses.asdict(replace(found, drop=found.drop[:0], origin=found.origin[:0]))
+    return {**plain, "drop": None, "origin": None, "sizes": list(found.sizes.items())}
 
 
-def from_json(encoded: dict[str, Any], drop: np.ndarray) -> Clusters:
-    """Restore Clusters from the result of `to_json` and `drop`."""
+def from_json(encoded: dict[str, Any], drop: np.ndarray, origin: np.ndarray) -> Clusters:
+    """Restore Clusters from the result of `to_json`, `drop` and `origin`."""
     listed = [Cluster(**cluster) for cluster in encoded["clusters"]]
-    return Clusters(**{**encoded, "drop": drop, "clusters": listed, "sizes": dict(encoded["sizes"])})
+    return Clusters(**{**encoded, "drop": drop, "origin": origin, "clusters": listed, "sizes": dict(encoded["sizes"])})
 
 
 def joined(first: Clusters, second: Clusters) -> Clusters:
     """Combine two successive searches, the second one over the documents that the first one kept."""
     sizes = {size: first.sizes.get(size, 0) + second.sizes.get(size, 0) for size in sorted(first.sizes.keys() | second.sizes.keys())}
     listed = sorted([*first.clusters, *second.clusters], key=lambda cluster: -cluster.size)[:LISTED]
-    return Clusters(np.union1d(first.drop, second.drop), first.exact + second.exact, first.near + second.near, listed, sizes)
+    drop, origin = (np.concatenate([getattr(found, name) for found in (first, second)]) for name in ("drop", "origin"))
+    order = np.argsort(drop)
+    origin = origin[order] if len(origin) else origin
+    return Clusters(drop[order], first.exact + second.exact, first.near + second.near, listed, sizes, origin)
 
 
 def components(left: np.ndarray, right: np.ndarray, count: int) -> np.ndarray:
@@ -123,8 +147,16 @@ def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
     order = np.lexsort((numbers, -scores, labels))  # sorted by cluster, best document first
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     sizes = np.diff(starts, append=len(order))
-    drop = np.sort(np.delete(numbers[order], starts))
-    drop = drop[drop >= 0]
+    best = np.repeat(numbers[order[starts]], sizes)
+    dropped = np.setdiff1d(np.arange(len(order)), starts)
+    dropped = dropped[np.argsort(numbers[order[dropped]])]
+    dropped = dropped[numbers[order[dropped]] >= 0]
+    drop = numbers[order[dropped]]
+    origin = np.zeros(len(drop), dtype=ORIGIN)
+    origin["kept"] = best[dropped]
+    copy = edges[edges["exact"]]  # of a document that may itself be a near duplicate of the best one
+    places = np.searchsorted(drop, copy["right"])
+    origin["kept"][places], origin["kind"][places] = copy["left"], Kind.EXACT
     copies = int(np.count_nonzero(edges["exact"]))
 
     by_cluster = np.argsort(labels[left], kind="stable")
@@ -133,7 +165,7 @@ def resolve(edges: np.ndarray, scores: np.ndarray) -> Clusters:
     largest = np.argsort(-sizes, kind="stable")[:LISTED].tolist()
     listed = [_described(numbers[order[starts[i] : starts[i] + sizes[i]]], edges[edge_bounds[i] : edge_bounds[i + 1]]) for i in largest]
     histogram = dict(zip(*(values.tolist() for values in np.unique(sizes, return_counts=True)), strict=True))
-    return Clusters(drop, copies, len(drop) - copies, listed, histogram)
+    return Clusters(drop, copies, len(drop) - copies, listed, histogram, origin)
 
 
 def _described(members: np.ndarray, edges: np.ndarray) -> Cluster:

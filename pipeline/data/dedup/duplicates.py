@@ -176,8 +176,8 @@ def _resolved(comm: Comm, edges: np.ndarray, numbers: np.ndarray, score: np.ndar
         scores[answers[:, 0]] = answers[:, 1]
         found = clusters.resolve(edges, scores)
     drop = broadcast(comm, found.drop if found else requested[:0])
-    summary = comm.bcast(replace(found, drop=drop[:0]) if found else None)
-    return replace(summary, drop=drop)
+    summary = comm.bcast(replace(found, drop=drop[:0], origin=found.origin[:0]) if found else None)
+    return replace(summary, drop=drop, origin=found.origin if found else summary.origin)
 
 
 def _on_root(comm: Comm, rows: np.ndarray) -> np.ndarray:

@@ -44,11 +44,14 @@ class Bad:
         source: name of the input file, as in a document's identity.
         position: position in the file: "line 7", "byte 1234", "row 17", "member 3.txt"; empty when the entire file is bad.
         reason: the fault, phrased to follow the position.
+        lost_bytes: stored bytes of the file that cannot be read because of damage; 0 if only this record is lost. The length of a file
+            that ends early is unknown, and it is taken to be half of the original: it has lost as many bytes as it has.
     """
 
     source: str
     position: str
     reason: str
+    lost_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,17 @@ import glob
 import itertools
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import files
 from pipeline.data.read.streams import is_remote
+
+_VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "modified")
+"""Fields of fsspec's file information that change when a file is written; every protocol has its own."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Entry:
         name: path relative to the input that contains it, JSON-safe.
         real: path with all symbolic links resolved.
         size: size as stored, in bytes.
+        version: changes when the file is written: its modification time, or the ETag or modification time of a remote file.
         problem: why it cannot be read; empty if it can.
         folder: whether it is a folder; folders are returned only with a problem.
     """
@@ -32,6 +38,7 @@ class Entry:
     name: str
     real: str
     size: int = 0
+    version: str = ""
     problem: str = ""
     folder: bool = False
 
@@ -73,6 +80,8 @@ def _local(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         if not os.access(path, os.R_OK):
             raise InputPathError("cannot be read", "fix its permissions")
         yield _file(path, path.parent)
+    elif path.exists() and not path.is_dir():
+        raise InputPathError(f"is {files.kind(path.stat())}, not a file", "write its content to a file, and name that file")
     elif path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
             raise InputPathError("cannot be read", "fix its permissions")
@@ -91,14 +100,14 @@ def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
     """Yield every file below a folder. Symbolic links to folders are followed; each real folder is visited once."""
     seen: set[str] = set()
     refused: list[OSError] = []
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refused.append):
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refused.append):
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not _matches(name, exclude))
-        yield from (_file(Path(parent, name), root, real) for name in sorted(files) if not _matches(name, exclude))
+        yield from (_file(Path(parent, name), root, real) for name in sorted(names) if not _matches(name, exclude))
     for error in refused:
         where = str(error.filename)
         yield Entry(where, printable(os.path.relpath(where, root)), where, problem=f"cannot be listed: {error.strerror}", folder=True)
@@ -117,8 +126,11 @@ def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
     except OSError as error:
         return Entry(location, name, real, problem=f"is a broken link: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
-        return Entry(location, name, real, problem="is not a regular file")
-    return Entry(location, name, real, info.st_size, "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it")
+        return Entry(location, name, real, problem=f"is {files.kind(info)}, not a file")
+    problem = "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it"
+    seconds, nanoseconds = divmod(info.st_mtime_ns, 10**9)
+    version = f"modified {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d} UTC"
+    return Entry(location, name, real, info.st_size, version, problem)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -143,7 +155,8 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         name = path.removeprefix(root).lstrip("/")
         if found[path]["type"] == "file" and (path == given_path or not any(_matches(part, exclude) for part in name.split("/"))):
             url = system.unstrip_protocol(path)
-            yield Entry(url, printable(name), url, found[path]["size"] or 0)
+            version = next((f"{key} {found[path][key]}" for key in _VERSION_KEYS if found[path].get(key)), "")
+            yield Entry(url, printable(name), url, found[path]["size"] or 0, version)
 
 
 def _listed(system: Any, path: str) -> tuple[str, dict[str, Any]]:

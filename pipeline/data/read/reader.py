@@ -30,6 +30,9 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         elif span.covers_file:
             yield Bad(span.source.label, "", "contains no document")
     except DamageError as error:
-        yield Bad(span.source.label, f"byte {error.position}", f"is damaged or truncated: {error}")
+        source = span.source
+        plain = not suffixes.split_compression(source.name)[1] and error.position < source.size
+        read_bytes = error.position if plain else error.stored
+        yield Bad(source.label, f"byte {error.position}", f"is damaged or truncated: {error}", source.size - read_bytes)
     except OSError as error:
-        yield Bad(span.source.label, "", f"cannot be read: {error.strerror or error}")
+        yield Bad(span.source.label, "", f"cannot be read: {error.strerror or error}", span.size)

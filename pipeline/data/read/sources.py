@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
@@ -28,12 +26,14 @@ class Source:
             location of the corpus.
         size: size as stored, in bytes.
         corpus: name of its corpus.
+        version: changes when the file is written; see file_search.Entry.
     """
 
     path: str
     name: str
     size: int
     corpus: str = DEFAULT_CORPUS
+    version: str = ""
 
     @property
     def label(self) -> str:
@@ -143,14 +143,6 @@ def assigned(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
     return mine
 
 
-def fingerprint(sources: Sequence[Source]) -> str:
-    """A short summary of the files' corpora, names and sizes; independent of the location of the files."""
-    state = xxhash.xxh3_64()
-    for source in sources:
-        state.update(f"{source.label}\0{source.size}\0".encode())
-    return f"{len(sources)} files, {sum(s.size for s in sources)} bytes, xxh3 {state.hexdigest()}"
-
-
 def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[Source], list[Bad]]:
     """Find the files of `data.input` and `data.corpora`.
 
@@ -198,10 +190,10 @@ def _corpus(
                     continue
                 matched = True
                 if entry.problem:
-                    bad.append(Bad(label(corpus, entry.name), "", entry.problem))
+                    bad.append(Bad(label(corpus, entry.name), "", entry.problem, entry.size))
                 elif entry.real not in seen:
                     seen.add(entry.real)
-                    source = Source(entry.path, entry.name, entry.size, corpus)
+                    source = Source(entry.path, entry.name, entry.size, corpus, entry.version)
                     if by_name.setdefault(entry.name, source) is not source:
                         rule = f"has the same name {entry.name} relative to its input as {by_name[entry.name].path}"
                         violations.append(Violation(key, entry.path, rule, "specify their common parent folder as one input"))

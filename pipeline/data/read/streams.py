@@ -20,11 +20,12 @@ class DamageError(Exception):
 
     Attributes:
         position: bytes read before the damage.
+        stored: stored bytes read before the damage; 0 if they are unknown, or if the stream ends early.
     """
 
-    def __init__(self, position: int, reason: str) -> None:
+    def __init__(self, position: int, reason: str, stored: int = 0) -> None:
         super().__init__(reason)
-        self.position = position
+        self.position, self.stored = position, stored
 
 
 def is_remote(path: str) -> bool:
@@ -100,7 +101,7 @@ class _Decompressed(io.RawIOBase):
         self._decompressor: Any = None  # for one gzip member or Zstandard frame; both have the same interface
         self._compressed = b""
         self._pending = memoryview(b"")
-        self._position = 0
+        self._position = self._stored = 0
 
     def readable(self) -> bool:
         return True
@@ -123,7 +124,10 @@ class _Decompressed(io.RawIOBase):
 
     def _refill(self) -> bool:
         """Decompress the next chunk; return False at the end of the stream."""
-        compressed = self._compressed or self._handle.read(_COMPRESSED_BYTES)
+        stored = self._stored - len(self._compressed)
+        if not (compressed := self._compressed):
+            compressed = self._handle.read(_COMPRESSED_BYTES)
+            self._stored += len(compressed)
         self._compressed = b""
         if not compressed:
             if self._decompressor is not None:
@@ -136,7 +140,7 @@ class _Decompressed(io.RawIOBase):
         try:
             self._pending = memoryview(self._decompressor.decompress(compressed))
         except (zlib.error, zstandard.ZstdError) as error:
-            raise DamageError(self._position, str(error)) from error
+            raise DamageError(self._position, str(error), stored) from error
         if self._decompressor.eof:
             self._compressed = self._decompressor.unused_data
             self._decompressor = None

@@ -16,8 +16,8 @@ from pipeline.data.mpi import Comm
 from pipeline.data.read import sources
 from pipeline.data.read.documents import Bad, ReadOptions
 from pipeline.data.read.sources import Part
-from pipeline.data.shard import shards
-from pipeline.data.shard.part import PartCounts, process
+from pipeline.data.shard import dropped, shards
+from pipeline.data.shard.part import PartCounts, listed, process
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shared_progress import SharedProgress
@@ -32,9 +32,10 @@ class Job:
     def __init__(self, config: RunConfig, comm: Comm, parts: list[Part], unfinished: Unfinished) -> None:
         data = config.data
         self._config, self._comm, self._parts, self._unfinished = config, comm, parts, unfinished
-        size = sum(part.cost for part in parts)
-        corpora = [span.source.corpus for part in parts for span in part.spans]
-        self._order = Order.plan(corpora, size, data.shard_megabytes, data.seed, data.validation_fraction)
+        files = {span.source for part in parts for span in part.spans}
+        size = sum(file.size * file.expansion for file in files)
+        self._input_bytes = sum(file.size for file in files)
+        self._order = Order.plan([file.corpus for file in files], size, data.shard_megabytes, data.seed, data.validation_fraction)
 
     def _stem(self, part: Part) -> Path:
         return self._unfinished.folder / _name(part)
@@ -46,7 +47,9 @@ class Job:
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
             for part in mine:
-                counts = process(part, self._stem(part), options, cleaner, self._order, dedup, progress.advance)
+                save_dropped = self._config.data.save_dropped
+                stem = self._stem(part)
+                counts = process(part, stem, options, cleaner, self._order, dedup, progress.advance, save_dropped=save_dropped)
                 self._unfinished.write(_name(part), counts.to_json())
         self._comm.barrier()
 
@@ -67,38 +70,57 @@ class Job:
             UserError: too many documents could not be read, or no document remains.
         """
         comm, unfinished = self._comm, self._unfinished
-        counts = PartCounts(bad=[[entry.source, entry.position, entry.reason] for entry in bad])
+        counts = PartCounts(bad=[listed(entry) for entry in bad])
         runs = []
         for part in self._parts if comm.rank == 0 else ():
             part_counts = PartCounts.from_json(unfinished.note(_name(part)))
             counts.add(part_counts)
             runs.append(part_counts.runs)
         if comm.rank == 0:
-            _check_quarantine(counts, self._config.data.quarantine_limit)
+            input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in bad)
+            _check_quarantine(counts, input_bytes, self._config.data.quarantine_limit, unfinished.folder)
         pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
         found, plan = self._planned(pool, counts)
+        if self._config.data.save_dropped:
+            dropped.write_duplicates(comm, pool, found)
         for shard in plan[comm.rank :: comm.size]:
             if unfinished.note(shard.name) is None:
-                unfinished.write(shard.name, shards.write(unfinished.output, shard, pool, found.drop, self._config))
+                unfinished.write(shard.name, shards.write(unfinished.output, shard, pool, found.drop, self._config, unfinished.folder))
         comm.barrier()
         if comm.rank > 0:
             return {}
         written = {shard.name: unfinished.note(shard.name) for shard in plan}
+        if self._config.data.save_dropped:
+            files = [stem.with_suffix(suffix) for stem in pool.stems for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
+            files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
+            dropped.join(unfinished.output / dropped.NAME, files)
+        self._count_duplicates(pool, found, counts)
         totals = shards.publish(unfinished.output, unfinished.settings, written, counts, found, pool)
         unfinished.clear()
         return totals
 
+    def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
+        """Add the duplicates to the dropped documents of every corpus. Only on rank 0."""
+        groups, sizes = pool.groups_and_sizes(found.drop)
+        for number, corpus in enumerate(self._order.corpora):
+            for kind in clusters.Kind:
+                mine = (groups // 2 == number) & (found.origin["kind"] == kind)
+                if mine.any():
+                    counts.count_lost(corpus, f"dedup: {kind.reason}", int(mine.sum()), int(sizes[mine].sum()))
+
     def _planned(self, pool: Pool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
         """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step."""
         saved = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
-        dropped = self._unfinished.folder / "drop.npy"
+        arrays = {name: self._unfinished.folder / f"{name}.npy" for name in ("drop", "origin")}
         if saved:
-            return clusters.from_json(saved["found"], np.load(dropped)), [ShardPlan(**shard) for shard in saved["shards"]]
+            origin = np.load(arrays["origin"]) if self._comm.rank == 0 else np.empty(0, clusters.ORIGIN)
+            return clusters.from_json(saved["found"], np.load(arrays["drop"]), origin), [ShardPlan(**shard) for shard in saved["shards"]]
         found = self._duplicates(pool)
         plan = self._plan(pool, found, counts)
         if self._comm.rank == 0:
-            with atomic_file(dropped) as handle:
-                np.save(handle, found.drop)
+            for name, path in arrays.items():
+                with atomic_file(path) as handle:
+                    np.save(handle, getattr(found, name))
             self._unfinished.write("plan", {"found": clusters.to_json(found), "shards": [vars(shard) for shard in plan]})
         return found, plan
 
@@ -111,6 +133,7 @@ class Job:
             score = rows["score"].astype(np.int64)
         if dedup.url:
             found = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
+            found.origin["kind"] = clusters.Kind.URL
         if dedup.exact or dedup.near:
             remaining = np.isin(numbers, found.drop, invert=True) if len(found.drop) else slice(None)
             known = signatures.load(comm, dedup) if dedup.against else None
@@ -129,6 +152,7 @@ class Job:
         if tallies and not plan:
             rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents"
             fix = "specify other files, another data.text_field, or other clean.steps"
+            self._unfinished.clear()  # nothing of this run can be continued
             raise UserError.of("data.input", self._config.data.input, rule, fix)
         return self._comm.bcast(plan)
 
@@ -137,16 +161,23 @@ def _name(part: Part) -> str:
     return f"part-{part.number:06d}"
 
 
-def _check_quarantine(counts: PartCounts, limit: float) -> None:
-    """Check the share of unreadable documents.
+def _check_quarantine(counts: PartCounts, input_bytes: int, limit: float, records: Path) -> None:
+    """Check the share of the input that could not be read: single documents by their number, damaged files by the bytes that are lost.
+
+    Args:
+        input_bytes: stored bytes of all input files.
+        records: folder of the completion records.
 
     Raises:
         UserError: the share exceeds the limit; the message names the first five.
     """
-    bad = len(counts.bad)
+    lost = sum(lost_bytes for *_, lost_bytes in counts.bad)
+    bad = sum(not lost_bytes for *_, lost_bytes in counts.bad)
     total = bad + counts.documents + counts.empty
-    if bad > limit * total:
-        first = "; ".join(" ".join(filter(None, entry)) for entry in sorted(counts.bad)[:5])
-        rule = f"{bad:,} of {total:,} documents could not be read: {first}" + ("; ..." if bad > 5 else "")
-        fix = "repair or exclude the files (data.exclude), or raise the limit; finished parts are kept"
+    if bad / max(1, total) + lost / max(1, input_bytes) > limit:
+        shares = [f"{bad:,} of {total:,} documents"] if bad else []
+        shares += [f"about {lost:,} of {input_bytes:,} bytes, in damaged files,"] if lost else []
+        first = "; ".join(" ".join(filter(None, entry[:3])) for entry in sorted(counts.bad)[:5])
+        rule = f"{' and '.join(shares)} could not be read: {first}" + ("; ..." if len(counts.bad) > 5 else "")
+        fix = f"raise the limit, which keeps the finished parts; or repair or exclude the files (data.exclude), and remove {records} before"
         raise UserError.of("data.quarantine_limit", limit, rule, fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pipeline.data.dedup import exact, minhash
 from pipeline.data.read.documents import Bad, Document, ReadOptions, utf8_length
 from pipeline.data.read.reader import read
 from pipeline.data.read.sources import Part
+from pipeline.data.shard import dropped
 from pipeline.data.shard.shuffle import Order
 from pipeline.data.shard.spill import Spill, row_type
 
@@ -28,18 +30,20 @@ class PartCounts:
     Attributes:
         documents, bytes: non-empty documents that were read.
         empty: documents without text.
-        bad: [file, position, reason] of unreadable input.
+        bad: [file, position, reason, lost bytes] of unreadable input.
         read: corpus -> [documents, bytes].
         steps: cleaning step -> counts.
+        lost: corpus -> step and reason -> [documents, bytes] that cleaning dropped.
         runs: bounds of the sorted runs in the spill.
     """
 
     documents: int = 0
     bytes: int = 0
     empty: int = 0
-    bad: list[list[str]] = field(default_factory=list)
+    bad: list[list[Any]] = field(default_factory=list)
     read: dict[str, list[int]] = field(default_factory=dict)
     steps: dict[str, StepCounts] = field(default_factory=dict)
+    lost: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     runs: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,24 +64,53 @@ class PartCounts:
         for corpus, (documents, size) in other.read.items():
             total = self.read.get(corpus, [0, 0])
             self.read[corpus] = [total[0] + documents, total[1] + size]
+        for corpus, reasons in other.lost.items():
+            for reason, (documents, size) in reasons.items():
+                self.count_lost(corpus, reason, documents, size)
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
+    def count_lost(self, corpus: str, reason: str, documents: int, size: int) -> None:
+        """Count dropped documents of a corpus."""
+        total = self.lost.setdefault(corpus, {}).setdefault(reason, [0, 0])
+        total[:] = total[0] + documents, total[1] + size
+
+
+def listed(bad: Bad) -> list[Any]:
+    """The entry of PartCounts.bad."""
+    return [bad.source, bad.position, bad.reason, bad.lost_bytes]
+
 
 def process(
-    part: Part, stem: Path, options: ReadOptions, cleaner: Cleaner, order: Order, dedup: DedupConfig, advance: Callable[[int], None]
+    part: Part,
+    stem: Path,
+    options: ReadOptions,
+    cleaner: Cleaner,
+    order: Order,
+    dedup: DedupConfig,
+    advance: Callable[[int], None],
+    *,
+    save_dropped: bool = False,
 ) -> PartCounts:
     """Read and clean one part, and spill the documents that are kept.
 
     Args:
         stem: path of the spill files without suffixes.
         advance: called with the number of input bytes that have been processed.
+        save_dropped: write the dropped documents next to the spill.
     """
     counts, rows = PartCounts(), row_type(dedup.permutations if dedup.near else 0)
     spill = Spill(stem, rows)
     try:
-        for batch in batches(_documents(part, options, counts, advance)):
-            _spill(cleaner.clean(batch, counts.steps), spill, rows, order, dedup)
+        with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:
+
+            def save(document: Document, step: str, reason: str, text: str) -> None:
+                counts.count_lost(document.corpus, f"{step}: {reason}", 1, utf8_length(text))
+                if add:
+                    add(_metadata(document, None), step, reason, text)
+
+            for batch in batches(_documents(part, options, counts, advance)):
+                _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup)
         spill.close()
     except BaseException as error:
         spill.discard(error)
@@ -92,7 +125,7 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
         total = counts.read.setdefault(span.source.corpus, [0, 0])
         for found in read(span, options):
             if isinstance(found, Bad):
-                counts.bad.append([found.source, found.position, found.reason])
+                counts.bad.append(listed(found))
             elif not found.text or found.text.isspace():
                 counts.empty += 1
             else:

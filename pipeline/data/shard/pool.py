@@ -1,4 +1,7 @@
-"""The documents of all spills, numbered consecutively over the parts; input of deduplication and of the shard writer."""
+"""The documents of all spills, numbered in the order of the input; input of deduplication and of the shard writer.
+
+Numbers are consecutive over the parts, and depend neither on the division of the input into parts nor on the shuffle.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 
 from pipeline.data.dedup import paragraphs
 from pipeline.data.mpi import Comm
-from pipeline.data.shard.shuffle import Order, ShardPlan, Tally
+from pipeline.data.shard.shuffle import KEY_BITS, Order, ShardPlan, Tally
 from pipeline.data.shard.spill import Spilled
 
 
@@ -22,6 +25,7 @@ class Pool:
     """
 
     def __init__(self, stems: Sequence[Path], runs: Sequence[Sequence[int]]) -> None:
+        self.stems = stems
         self._parts = [Spilled(stem, bounds) for stem, bounds in zip(stems, runs, strict=True)]
         self._starts = np.cumsum([0, *(bounds[-1] for bounds in runs)], dtype=np.int64)
 
@@ -29,10 +33,10 @@ class Pool:
         return int(self._starts[-1])
 
     def local_rows(self, comm: Comm) -> tuple[np.ndarray, np.ndarray]:
-        """This rank's share: (documents,) int64 numbers, and their rows."""
+        """This rank's share: (documents,) int64 numbers, sorted, and their rows."""
         mine = range(comm.rank, len(self._parts), comm.size)
         numbers = [np.arange(self._starts[part], self._starts[part + 1]) for part in mine]
-        rows = [np.array(self._parts[part].rows) for part in mine]
+        rows = [self._parts[part].rows[self._parts[part].order] for part in mine]
         if not rows:
             return np.zeros(0, dtype=np.int64), np.array(self._parts[0].rows[:0])
         return np.concatenate(numbers), np.concatenate(rows)
@@ -43,8 +47,23 @@ class Pool:
 
     def record(self, number: int) -> tuple[bytes, bytes]:
         """(metadata, text) of one document."""
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        part = int(self.parts_of(np.array([number]))[0])
         return self._parts[part].record(number - int(self._starts[part]))
+
+    def parts_of(self, numbers: np.ndarray) -> np.ndarray:
+        """The part of every document: (numbers,) int64."""
+        return np.searchsorted(self._starts, numbers, side="right") - 1
+
+    def groups_and_sizes(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The group of the shuffle and the bytes of text of documents: two (numbers,) int64 arrays, in the order of the sorted numbers."""
+        groups, sizes = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.int64)
+        parts = self.parts_of(numbers)
+        for part in np.unique(parts).tolist():
+            mine, spilled = parts == part, self._parts[part]
+            rows = spilled.order[numbers[mine] - self._starts[part]]
+            groups[mine] = (spilled.shuffle_keys[rows] >> np.uint64(KEY_BITS)).astype(np.int64)
+            sizes[mine] = spilled.rows["size"][rows]
+        return groups, sizes
 
     def tally(self, comm: Comm, order: Order, drop: np.ndarray) -> list[Tally] | None:
         """The tally of every group of the shuffle without the dropped documents, summed over all ranks; None except on rank 0."""
@@ -52,17 +71,18 @@ class Pool:
         documents = np.zeros(order.groups, dtype=np.int64)
         lowest: list[tuple[int, int] | None] = [None] * order.groups
         for part in range(comm.rank, len(self._parts), comm.size):
-            start = int(self._starts[part])
-            kept = self._kept(part, 0, int(self._starts[part + 1]) - start, drop)
+            rows = self._parts[part].rows
+            numbers = self._starts[part] + rows["number"]
+            kept = np.flatnonzero(~_contained(numbers, drop))
             keys = self._parts[part].shuffle_keys[kept]
             bins = order.bin(keys)
-            np.add.at(sizes, bins, self._parts[part].rows["size"][kept].astype(np.int64))
+            np.add.at(sizes, bins, rows["size"][kept].astype(np.int64))
             groups = bins // order.bins
             documents += np.bincount(groups, minlength=order.groups)
             for group in np.unique(groups).tolist():
                 within = np.flatnonzero(groups == group)
-                first = within[np.argmin(keys[within])]
-                candidate = (int(keys[first]), start + int(kept[first]))
+                first = within[np.lexsort((numbers[kept[within]], keys[within]))[0]]
+                candidate = (int(keys[first]), int(numbers[kept[first]]))
                 lowest[group] = min(filter(None, (lowest[group], candidate)))
         gathered = comm.gather((sizes, documents, lowest))
         if gathered is None:
@@ -78,13 +98,13 @@ class Pool:
         """Yield (number, metadata, text, row) of every document of a shard, in shuffled order."""
         found = []
         for part, spilled in enumerate(self._parts):
-            start = int(self._starts[part])
             for begin, end in spilled.between(plan.first, plan.stop):
-                kept = set(self._kept(part, begin, end, drop).tolist())
-                keys, rows = spilled.shuffle_keys, spilled.rows
-                for row, record in enumerate(spilled.records(begin, end), start=begin):
-                    number = start + row
-                    if row in kept and number != plan.without and (plan.only is None or number == plan.only):
+                keys, rows = spilled.shuffle_keys[begin:end], spilled.rows[begin:end]
+                numbers = self._starts[part] + rows["number"]
+                dropped = _contained(numbers, drop)
+                for row, record in enumerate(spilled.records(begin, end)):
+                    number = int(numbers[row])
+                    if not dropped[row] and number != plan.without and (plan.only is None or number == plan.only):
                         found.append((int(keys[row]), number, record, rows[row]))
         found.sort(key=lambda entry: entry[:2])
         for _, number, (meta, text), row in found:
@@ -93,7 +113,7 @@ class Pool:
     def find_repeated(self, comm: Comm, drop: np.ndarray, characters: int) -> None:
         """Find the repeated paragraphs among the kept documents, and save their flags next to the spills. Collective."""
         mine = range(comm.rank, len(self._parts), comm.size)
-        kept = [self._kept(part, 0, int(self._starts[part + 1] - self._starts[part]), drop) + self._starts[part] for part in mine]
+        kept = [self._kept(part, drop) for part in mine]
         found = [paragraphs.hashes(map(self._text, numbers.tolist()), characters) for numbers in kept]
         numbers = np.concatenate([np.zeros(0, dtype=np.int64), *kept])
         flat = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for hashes, _ in found)])
@@ -113,8 +133,15 @@ class Pool:
     def _text(self, number: int) -> str:
         return self.texts([number])[0]
 
-    def _kept(self, part: int, begin: int, end: int, drop: np.ndarray) -> np.ndarray:
-        """The kept rows begin <= row < end of a part."""
-        start = int(self._starts[part])
-        low, high = np.searchsorted(drop, [start + begin, start + end])
-        return np.setdiff1d(np.arange(begin, end), drop[low:high] - start, assume_unique=True)
+    def _kept(self, part: int, drop: np.ndarray) -> np.ndarray:
+        """The sorted numbers of the documents of a part that are not dropped."""
+        numbers = np.arange(self._starts[part], self._starts[part + 1])
+        return numbers[~_contained(numbers, drop)]
+
+
+def _contained(numbers: np.ndarray, drop: np.ndarray) -> np.ndarray:
+    """Which numbers are in the sorted array `drop`: (numbers,) bool."""
+    if not len(drop):
+        return np.zeros(len(numbers), dtype=bool)
+    places = np.searchsorted(drop, numbers)
+    return drop[np.minimum(places, len(drop) - 1)] == numbers

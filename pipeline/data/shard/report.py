@@ -1,38 +1,49 @@
 """The report of the shard stage: input, effect of every step with reasons, output; as JSON and as an HTML page.
 
-Neither depends on the number of ranks or on the time of the run.
+report.json depends neither on the number of ranks nor on the time of the run; the page also shows the date.
 """
 
 from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
+from pipeline.data.page import Raw, bar, details, difference, settings, share, table, whole_page
 from pipeline.data.shard.part import PartCounts
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import SPLITS
 
 EXCERPT = 300
+WARN_SHARE = 0.5
+"""The page warns of a corpus that loses this share of its documents or of its text."""
 LISTED_BAD = 100
 SHOWN_CLUSTERS = 20
 """Clusters of each kind on the HTML page; report.json lists more."""
 
-_BAD = ("file", "position", "reason")
+_BAD = ("file", "position", "reason", "lost_bytes")
 
 
-def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any]) -> dict[str, Any]:
+def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any]) -> dict[str, Any]:
     """Build the report as a JSON object.
 
     Args:
         output: content of the shards: totals, languages and lengths.
+        made_with: the settings of the run.
     """
+    written = output["corpora"]
     return {
+        "settings": made_with,
+        "kept": {
+            name: [sum(written[name][split][field] for split in SPLITS) if name in written else 0 for field in ("documents", "bytes")]
+            for name in counts.read
+        },
+        "lost": counts.lost,
         "input": {
             "documents": counts.documents,
             "bytes": counts.bytes,
@@ -45,6 +56,7 @@ def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any
         "duplicates": {
             "exact": found.exact,
             "near": found.near,
+            "repeated": output.pop("repeated_documents"),
             "cluster_sizes": {str(size): number for size, number in sorted(found.sizes.items())},
             "clusters": [_cluster(cluster, pool) for cluster in found.clusters],
         },
@@ -63,6 +75,7 @@ def _step(counts: StepCounts) -> dict[str, Any]:
         "bytes": counts.bytes,
         "dropped": {reason: {"documents": n, "bytes": size} for reason, (n, size) in sorted(counts.dropped.items())},
         "changed": dict(sorted(counts.changed.items())),
+        "removed": dict(sorted(counts.removed.items())),
         "examples": examples,
     }
 
@@ -88,97 +101,133 @@ def as_json(report: dict[str, Any]) -> bytes:
     return orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def quarantine(bad: list[list[str]]) -> bytes:
+def quarantine(bad: list[list[Any]]) -> bytes:
     """The content of quarantine.jsonl: all unreadable input."""
     return b"".join(orjson.dumps(dict(zip(_BAD, entry, strict=True))) + b"\n" for entry in sorted(bad))
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc }
-table { border-collapse: collapse; margin: .6rem 0 } th, td { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }
-th { font-weight: 600; border-bottom: 1px solid #999 } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-.bar { display: inline-block; height: .75rem; background: #3a7d44; vertical-align: middle } summary { cursor: pointer; color: #25552d }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f2; padding: .5rem .7rem; margin: .3rem 0; font-size: 13px }
-.id { color: #666; font-size: 13px; overflow-wrap: anywhere }
-"""
-
-
 def page(report: dict[str, Any]) -> str:
-    """The content of report.html: one self-contained HTML page."""
+    """The content of report.html: one self-contained HTML page. It differs between equal runs only in the date."""
     output, source = report["output"], report["input"]
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Data report</title>",
-        f"<style>{_STYLE}</style><h1>Data report</h1>",
+        _verdict(report),
+        "<h2>What was dropped, by corpus</h2>",
+        _lost(report),
         "<h2>Documents per step</h2>",
         _flow(report),
+        "<h2>Cleaning steps</h2>",
+        "<p class=soft>Examples are excerpts. <del>Removed</del> and <ins>added</ins> characters are highlighted.</p>",
+        *map(_step_section, report["steps"]),
+        "<h2>Duplicates</h2>",
+        _duplicates(report["duplicates"]),
         "<h2>Corpora</h2>",
-        _table(
-            ["corpus", "documents read", "MB", "training", "MB", "validation", "MB"],
+        table(
+            ["corpus", "documents read", "MB read", "training", "MB training", "validation", "MB validation"],
             [
                 [name, documents, _mb(size), *_splits(output["corpora"].get(name, {}))]
                 for name, (documents, size) in sorted(source["corpora"].items())
             ],
         ),
         "<h2>Languages</h2>",
-        _bars(
-            ["language", "documents", "MB", "share of text"],
-            [(code or "unknown", n, size) for code, (n, size) in output["languages"].items()],
-        ),
+        _bars("language", [(code or "unknown", n, size) for code, (n, size) in output["languages"].items()], "share of text"),
         "<h2>Lengths</h2>",
         _bars(
-            ["bytes per document", "documents", "", "share of documents"],
+            "bytes per document",
             [(f"{1 << int(bit):,} to {(2 << int(bit)) - 1:,}", n, n) for bit, n in output["lengths"].items()],
-            megabytes=False,
+            "share of documents",
         ),
-        "<h2>Cleaning steps</h2>",
-        *map(_step_section, report["steps"]),
-        "<h2>Duplicates</h2>",
-        _duplicates(report["duplicates"]),
-        "<h2>Quarantine</h2>",
+        "<h2>Unreadable input</h2>",
         _quarantined(report),
     ]
-    return "\n".join(parts) + "\n"
+    return whole_page("Data report", parts)
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """What was kept, the corpora that lose more than WARN_SHARE, and the settings."""
+    source, kept = report["input"], report["kept"]
+    documents, size = (sum(entry[field] for entry in kept.values()) for field in (0, 1))
+    lines = [
+        f"<div class=verdict><b>{share(documents, source['documents'])} of {source['documents']:,} documents kept</b>"
+        f"<p>{documents:,} documents with {_mb(size)} of {_mb(source['bytes'])} MB of text ({share(size, source['bytes'])}). "
+        f"{source['empty_documents']:,} further documents were empty, {source['bad_documents']:,} could not be read.</p>",
+        settings(report["settings"]),
+        "</div>",
+    ]
+    for name, (read, read_bytes) in sorted(source["corpora"].items()):
+        left, left_bytes = kept[name]
+        if read and min(left / read, left_bytes / max(1, read_bytes)) <= 1 - WARN_SHARE:
+            reasons = sorted(report["lost"].get(name, {}).items(), key=lambda entry: (-entry[1][0], entry[0]))[:3]
+            most = ", ".join(f"{html.escape(reason)} ({share(lost, read)})" for reason, (lost, _) in reasons)
+            what = f"<b>{html.escape(name)}</b> keeps {share(left, read)} of its documents and {share(left_bytes, read_bytes)} of its text"
+            lines.append(
+                f"<div class=warning>{what}. Most were dropped by {most or 'changes of the text'}: look at the examples below.</div>"
+            )
+    return "\n".join(lines)
+
+
+def _lost(report: dict[str, Any]) -> str:
+    """For every corpus, the share that is kept, and the reasons for the remainder."""
+    rows: list[list[Any]] = []
+    for name, (read, read_bytes) in sorted(report["input"]["corpora"].items()):
+        left, left_bytes = report["kept"][name]
+        rows.append([Raw(f"<b>{html.escape(name)}: kept</b>"), left, _mb(left_bytes), bar(left, read)])
+        reasons = sorted(report["lost"].get(name, {}).items(), key=lambda entry: (-entry[1][0], entry[0]))
+        rows += [[f"{name}: {reason}", lost, _mb(size), bar(lost, read)] for reason, (lost, size) in reasons]
+        removed = read_bytes - left_bytes - sum(size for _, size in report["lost"].get(name, {}).values())
+        rows.append([f"{name}: removed from kept documents", "", _mb(removed), ""])
+    return table(["", "documents", "MB", "share of documents"], rows)
 
 
 def _flow(report: dict[str, Any]) -> str:
     """A table of the documents and bytes of every step."""
     source, output = report["input"], report["output"]
-    rows: list[list[Any]] = [["read", source["documents"], _mb(source["bytes"]), "", ""]]
+    rows: list[list[Any]] = [["read", source["documents"], _mb(source["bytes"]), "", "", ""]]
     for step in report["steps"]:
-        removed = sum(entry["documents"] for entry in step["dropped"].values())
-        changed = sum(step["changed"].values())
-        rows.append([f"input of {step['step']}", step["documents"], _mb(step["bytes"]), removed or "", changed or ""])
-    dropped = report["duplicates"]["exact"] + report["duplicates"]["near"]
+        lost = sum(entry["documents"] for entry in step["dropped"].values())
+        changed, removed = sum(step["changed"].values()), sum(step["removed"].values())
+        size = _mb(step["bytes"])
+        rows.append([f"input of {step['step']}", step["documents"], size, lost or "", changed or "", f"{removed:,}" if changed else ""])
+    found = report["duplicates"]
+    dropped = found["exact"] + found["near"] + found["repeated"]
     kept = sum(part["documents"] for part in (output["train"], output["validation"]))
-    rows.append(["input of deduplication", kept + dropped, "", dropped or "", ""])
-    rows.append(["written", kept, _mb(output["train"]["bytes"] + output["validation"]["bytes"]), "", ""])
-    return _table(["", "documents", "MB", "dropped", "changed"], rows)
+    rows.append(["input of deduplication", kept + dropped, "", dropped or "", "", ""])
+    rows.append(["written", kept, _mb(output["train"]["bytes"] + output["validation"]["bytes"]), "", "", ""])
+    return table(["", "documents", "MB", "dropped", "changed", "bytes removed by changes"], rows)
 
 
 def _step_section(step: dict[str, Any]) -> str:
     """The documents that a step dropped and changed, by reason, with expandable examples."""
     rows = [(reason, entry["documents"], f"{_mb(entry['bytes'])} MB dropped") for reason, entry in step["dropped"].items()]
-    rows += [(reason, number, "changed") for reason, number in step["changed"].items()]
+    for reason, number in step["changed"].items():
+        size = step["removed"].get(reason, 0)
+        rows.append((reason, number, f"changed, {abs(size):,} bytes {'removed' if size >= 0 else 'added'}"))
+    name = html.escape(step["step"])
     if not rows:
-        return f"<p><b>{html.escape(step['step'])}</b>: no documents dropped or changed</p>"
-    sections = [f"<p><b>{html.escape(step['step'])}</b></p>"]
+        return f"<p><b>{name}</b>: no documents dropped or changed</p>"
+    sections = [f"<p><b>{name}</b></p>"]
     for reason, number, what in rows:
-        shown = "".join(
-            f"<div class=id>{html.escape(example['id'])}</div><pre>{html.escape(example['before'])}</pre>"
-            + (f"after<pre>{html.escape(example['after'])}</pre>" if example["after"] is not None else "")
-            for example in step["examples"].get(reason, [])
-        )
-        documents = "1 document" if number == 1 else f"{number:,} documents"
-        sections.append(f"<details><summary>{html.escape(reason)}: {documents}, {what}</summary>{shown}</details>")
+        examples = "".join(f"<div class=soft>{html.escape(one['id'])}</div>{_example(one)}" for one in step["examples"].get(reason, []))
+        sections.append(details(f"{html.escape(reason)}: {_documents(number)}, {what}", examples))
     return "\n".join(sections)
+
+
+def _example(example: dict[str, Any]) -> str:
+    """The excerpt of a dropped document, or the difference that a change made."""
+    before, after = example["before"], example["after"]
+    return f"<pre>{html.escape(before)}</pre>" if after is None else difference(before, after, EXCERPT)
+
+
+def _documents(number: int) -> str:
+    return "1 document" if number == 1 else f"{number:,} documents"
 
 
 def _duplicates(found: dict[str, Any]) -> str:
     """The numbers of duplicates, the distribution of cluster sizes, and the largest clusters."""
     parts = [f"<p>{found['exact']:,} exact and {found['near']:,} near duplicates were dropped.</p>"]
+    if found["repeated"]:
+        parts.append(f"<p>{_documents(found['repeated'])} had only lines that occur elsewhere.</p>")
     if found["cluster_sizes"]:
-        parts.append(_table(["documents per cluster", "clusters"], [[int(size), n] for size, n in found["cluster_sizes"].items()]))
+        parts.append(table(["documents per cluster", "clusters"], [[int(size), n] for size, n in found["cluster_sizes"].items()]))
     shown = [[cluster for cluster in found["clusters"] if cluster["kind"] == kind][:SHOWN_CLUSTERS] for kind in ("near", "exact")]
     for cluster in itertools.chain(*shown):
         kept = cluster["kept"] or {"id": "a document of another corpus", "begins": ""}
@@ -187,11 +236,11 @@ def _duplicates(found: dict[str, Any]) -> str:
             if cluster["kind"] == "exact"
             else ", Jaccard index " + " to ".join(f"{j:.2f}" for j in sorted({cluster["jaccard"][0], cluster["jaccard"][-1]}))
         )
-        texts = "".join(
-            f"<div class=id>{word} {html.escape(document['id'])}</div><pre>{html.escape(document['begins'])}</pre>"
-            for word, document in [("kept", kept), *(("dropped", document) for document in cluster["dropped"])]
-        )
-        parts.append(f"<details><summary>{cluster['documents']:,} documents, {cluster['kind']}{similarity}</summary>{texts}</details>")
+        texts = [f"<div class=soft>kept {html.escape(kept['id'])}</div><pre>{html.escape(kept['begins'])}</pre>"]
+        for document in cluster["dropped"]:
+            content = difference(kept["begins"], document["begins"], EXCERPT) if cluster["kind"] == "near" and kept["begins"] else ""
+            texts.append(f"<div class=soft>dropped {html.escape(document['id'])}</div>{content}")
+        parts.append(details(f"{cluster['documents']:,} documents, {cluster['kind']}{similarity}", "".join(texts)))
     return "\n".join(parts)
 
 
@@ -200,9 +249,9 @@ def _quarantined(report: dict[str, Any]) -> str:
     total = report["input"]["bad_documents"]
     if not total:
         return "<p>All input was read.</p>"
-    rows = [[bad["file"], bad["position"], bad["reason"]] for bad in report["bad"]]
+    rows = [[bad["file"], bad["position"], bad["reason"], bad["lost_bytes"] or ""] for bad in report["bad"]]
     more = f"<p>The first {len(rows)} of {total:,}; quarantine.jsonl lists all of them.</p>" if total > len(rows) else ""
-    return _table(list(_BAD), rows) + more
+    return table(["file", "position", "reason", "bytes lost"], rows) + more
 
 
 def _splits(corpus: dict[str, Any]) -> Iterator[Any]:
@@ -212,35 +261,10 @@ def _splits(corpus: dict[str, Any]) -> Iterator[Any]:
 
 
 def _mb(size: int) -> str:
-    return f"{size / 1e6:,.1f}"
+    return f"{size / 1e6:,.1f}" if abs(size) >= 1e6 else f"{size / 1e6:.3g}"
 
 
-def _bars(head: list[str], rows: Iterable[tuple[str, int, int]], megabytes: bool = True) -> str:
-    """A table with one bar per row: (name, documents, length of the bar)."""
-    listed = list(rows)
-    total = max(1, sum(weight for _, _, weight in listed))
-    cells = []
-    for name, documents, weight in listed:
-        bar = f'<span class=bar style="width:{300 * weight / total:.1f}px"></span> {100 * weight / total:.1f} %'
-        cells.append([name, documents, _mb(weight) if megabytes else "", _Raw(bar)])
-    return _table(head, cells)
-
-
-class _Raw(str):
-    """Text that is already HTML."""
-
-
-def _table(head: list[str], rows: list[list[Any]]) -> str:
-    """An HTML table; columns with numbers are right-aligned."""
-
-    def number(value: Any) -> bool:
-        return isinstance(value, int) or value.replace(",", "").replace(".", "").isdigit()
-
-    def cell(value: Any, tag: str, right: bool) -> str:
-        text = value if isinstance(value, _Raw) else html.escape(f"{value:,}" if isinstance(value, int) else str(value))
-        return f"<{tag} class=n>{text}</{tag}>" if right else f"<{tag}>{text}</{tag}>"
-
-    right = [any(number(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["<tr>" + "".join(cell(value, "td", side) for value, side in zip(row, right, strict=True)) + "</tr>" for row in rows]
-    titles = "".join(cell(title, "th", side) for title, side in zip(head, right, strict=True))
-    return f"<table><tr>{titles}</tr>" + "\n".join(lines) + "</table>"
+def _bars(name: str, rows: list[tuple[str, int, int]], what: str) -> str:
+    """A table with one bar per row: (name, documents, weight)."""
+    total = sum(weight for _, _, weight in rows)
+    return table([name, "documents", what], [[label, documents, bar(weight, total)] for label, documents, weight in rows])

@@ -3,44 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from pipeline import artifact
 from pipeline.config.schema import RunConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
-from pipeline.data.shard import report, text_shards
+from pipeline.data.shard import dropped, report, text_shards
 from pipeline.data.shard.part import PartCounts
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
-from pipeline.data.unfinished import remove_stale
 from pipeline.files import atomic_file
 
 Entries = dict[str, dict[str, Any]]
 
+OUTPUTS = ("*-?????.tar", f"{signatures.PREFIX}*.safetensors", "report.json", "report.html", "quarantine.jsonl", dropped.NAME)
+"""Glob patterns of the files of a folder of text shards, besides the manifest."""
 
-def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: RunConfig) -> dict[str, Any]:
+
+def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: RunConfig, records: Path) -> dict[str, Any]:
     """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
+        records: folder of the completion records, where the documents are saved that dedup.paragraphs drops.
         drop: sorted numbers of the documents to drop.
 
     Returns:
-        {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents}.
+        {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents,
+        "repeated": [documents, bytes] without text after dedup.paragraphs}.
     """
     dedup = config.dedup
     languages: dict[str, list[int]] = {}
     lengths: dict[str, int] = {}
     rows: list[np.void] = []
+    repeated = [0, 0]
 
-    def documents() -> Iterator[tuple[bytes, bytes]]:
+    def documents(add: dropped.Add | None) -> Iterator[tuple[bytes, bytes]]:
         for number, meta, original, row in pool.shard_documents(plan, drop):
             text = pool.without_repeated(number, original, dedup.paragraph_characters) if dedup.paragraphs else original
             if not text.strip():
-                continue  # all paragraphs are repeated
+                repeated[:] = repeated[0] + 1, repeated[1] + len(original)
+                if add:
+                    add(orjson.loads(meta), "dedup", "all lines are repeated", original.decode("utf-8"))
+                continue
             total = languages.setdefault(row["language"].decode(), [0, 0])
             total[:] = total[0] + 1, total[1] + len(text)
             bit = str(len(text).bit_length() - 1)
@@ -48,16 +58,20 @@ def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: R
             rows.append(row)
             yield text, meta
 
-    with atomic_file(folder / plan.name) as handle:
-        text_shards.write(handle, documents(), config.data.documents_per_member)
+    save = config.data.save_dropped and dedup.paragraphs
+    with (
+        dropped.writer(records / f"{plan.name}{dropped.BY_PARAGRAPHS}") if save else nullcontext() as add,
+        atomic_file(folder / plan.name) as handle,
+    ):
+        text_shards.write(handle, documents(add), config.data.documents_per_member)
     text_bytes = sum(size for _, size in languages.values())
     fields = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
     files = {plan.name: artifact.entry(folder / plan.name, **fields)}
-    if dedup.save_signatures:
+    if dedup.save_signatures and rows:
         name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
         table = np.array(rows, dtype=rows[0].dtype)
         files[name] = signatures.write(folder / name, table["exact"], table["minhash"], dedup)
-    return {"files": files, "languages": languages, "lengths": lengths}
+    return {"files": files, "languages": languages, "lengths": lengths, "repeated": repeated}
 
 
 def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: PartCounts, found: Clusters, pool: Pool) -> dict[str, Any]:
@@ -67,7 +81,6 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
         written: shard -> result of `write`.
     """
     files: Entries = {name: entry for shard in written.values() for name, entry in shard["files"].items()}
-    remove_stale(folder, "*-?????.tar", set(files))
     totals = {
         **totals_of(files, ("documents", "text_bytes")),
         "empty_documents": counts.empty,
@@ -75,13 +88,19 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
         "cleaned_documents": sum(n for step in counts.steps.values() for n, _ in step.dropped.values()),
         "exact_duplicates": found.exact,
         "near_duplicates": found.near,
+        "repeated_documents": sum(shard["repeated"][0] for shard in written.values()),
     }
+    if (folder / dropped.NAME).exists():
+        files[dropped.NAME] = artifact.entry(folder / dropped.NAME)
+    for name, shard in written.items():
+        if shard["repeated"][0]:
+            counts.count_lost(files[name]["corpus"], "dedup: all lines repeated", *shard["repeated"])
     output = {
-        **{key: totals[key] for key in (*SPLITS, "corpora")},
+        **{key: totals[key] for key in (*SPLITS, "corpora", "repeated_documents")},
         "languages": _sorted_languages(written),
         "lengths": _lengths(written),
     }
-    made = report.build(counts, found, pool, output)
+    made = report.build(counts, found, pool, output, settings)
     pages = {
         "report.json": report.as_json(made),
         "report.html": report.page(made).encode("utf-8", "replace"),
@@ -91,9 +110,8 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
         if content:
             with atomic_file(folder / name) as handle:
                 handle.write(content)
-            files[name] = artifact.entry(folder / name)
-        else:
-            (folder / name).unlink(missing_ok=True)
+            if name != "report.html":  # it shows the date: the checksums of two equal runs are equal
+                files[name] = artifact.entry(folder / name)
     artifact.write(folder, artifact.Manifest("shard", settings, files, totals))
     return totals
 

@@ -1,5 +1,7 @@
 """Intermediate files between reading and writing: one file of documents per part, in shuffled order, with an index.
 
+The documents of a part are numbered from 0 in the order of the input, so that a number does not depend on the shuffle or on the parts.
+
 One file per part and shard would be simpler, but thousands of parts and shards would make millions of files.
 """
 
@@ -26,17 +28,18 @@ _HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
 def row_type(permutations: int) -> np.dtype:
     """The dtype of the index row of a document.
 
-    Fields: offset in the file, bytes of text, language, score, hashes of text and URL, and signature.
+    Fields: number of the document in the part, offset in the file, bytes of text, language, score, hashes of text and URL, and signature.
     """
-    fields = [("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4"), ("exact", "<u8", 2), ("url", "<u8", 2)]
-    return np.dtype([*fields, ("minhash", "<u4", permutations)])
+    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4")]
+    return np.dtype([*fields, ("exact", "<u8", 2), ("url", "<u8", 2), ("minhash", "<u4", permutations)])
 
 
 class Spill:
     """Writes the documents of one part.
 
     Args:
-        stem: path of the files without suffix: `.documents`, `.places.npy` (shuffle keys) and `.rows.npy`.
+        stem: path of the files without suffix: `.documents`, `.places.npy` (shuffle keys) and `.rows.npy`, all in shuffled order, and
+            `.order.npy` (the row of every document, by its number).
         row: dtype returned by row_type.
     """
 
@@ -56,7 +59,7 @@ class Spill:
 
         Args:
             keys: (documents,) uint64 shuffle keys.
-            rows: (documents,) of row_type; this method sets position and size.
+            rows: (documents,) of row_type; this method sets number, position and size.
         """
         rows["size"] = [len(text) for text in texts]
         for fields, text in zip(metadata, texts, strict=True):
@@ -72,9 +75,11 @@ class Spill:
         """Write the documents that are still in memory, and the index."""
         self._write_run()
         self._file.__exit__(None, None, None)
-        for ending, arrays, kind in ((".places.npy", self._keys, np.dtype("<u8")), (".rows.npy", self._rows, self._row)):
+        keys = np.concatenate([np.zeros(0, dtype="<u8"), *self._keys])
+        rows = np.concatenate([np.zeros(0, dtype=self._row), *self._rows])
+        for ending, array in ((".places.npy", keys), (".rows.npy", rows), (".order.npy", np.argsort(rows["number"]).astype("<u4"))):
             with atomic_file(self._stem.with_suffix(ending)) as handle:
-                np.save(handle, np.concatenate(arrays) if arrays else np.zeros(0, dtype=kind))
+                np.save(handle, array)
 
     def discard(self, error: BaseException) -> None:
         """Remove the partial file."""
@@ -88,6 +93,7 @@ class Spill:
         if not self._records:
             return
         keys, rows = (np.concatenate(arrays) for arrays in zip(*self._pending, strict=True))
+        rows["number"] = np.arange(self.runs[-1], self.runs[-1] + len(rows))
         order = np.argsort(keys, kind="stable")
         sizes = np.array([len(record) for record in self._records], dtype=np.uint64)[order]
         rows = rows[order]
@@ -101,7 +107,7 @@ class Spill:
 
 
 class Spilled:
-    """Reads the documents of one part, numbered from 0 in file order."""
+    """Reads the documents of one part. Rows are in shuffled order; `order` maps the numbers of documents to rows."""
 
     def __init__(self, stem: Path, runs: Sequence[int]) -> None:
         self._stem, self._runs = stem, runs
@@ -116,8 +122,13 @@ class Spilled:
         """(documents,) of row_type."""
         return np.load(self._stem.with_suffix(".rows.npy"), mmap_mode="r")
 
+    @property
+    def order(self) -> np.ndarray:
+        """(documents,) uint32, the row of every document, by its number."""
+        return np.load(self._stem.with_suffix(".order.npy"), mmap_mode="r")
+
     def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (first number, end) of the documents with first <= shuffle key < stop, for every run that has any."""
+        """Yield (first row, end) of the documents with first <= shuffle key < stop, for every run that has any."""
         keys = self.shuffle_keys
         for begin, end in zip(self._runs[:-1], self._runs[1:], strict=True):
             low, high = np.searchsorted(keys[begin:end], np.array([first, stop], dtype=np.uint64)).tolist()
@@ -125,7 +136,7 @@ class Spilled:
                 yield begin + low, begin + high
 
     def records(self, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (metadata, text) of the documents begin <= number < end, which must be in one run."""
+        """Yield (metadata, text) of the rows begin <= row < end, which must be in one run."""
         rows = self.rows[begin:end]
         start = int(rows["position"][0])
         with open(self._stem.with_suffix(".documents"), "rb") as handle:
@@ -135,8 +146,8 @@ class Spilled:
                 yield handle.read(meta_bytes), handle.read(text_bytes)
 
     def record(self, number: int) -> tuple[bytes, bytes]:
-        """(metadata, text) of one document."""
-        data, start = _mapped(self._stem.with_suffix(".documents")), int(self.rows[number]["position"])
+        """(metadata, text) of the document with this number."""
+        data, start = _mapped(self._stem.with_suffix(".documents")), int(self.rows[self.order[number]]["position"])
         meta_bytes, text_bytes = _HEAD.unpack_from(data, start)
         middle = start + _HEAD.size + meta_bytes
         return data[start + _HEAD.size : middle], data[middle : middle + text_bytes]

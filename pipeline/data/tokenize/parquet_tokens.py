@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import artifact
+from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import tokens
 from pipeline.files import atomic_file
 
@@ -17,14 +18,19 @@ GROUP_TOKENS = 1 << 22
 """Approximate number of tokens per row group; a document is not split over row groups."""
 
 
-def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path) -> dict[str, dict[str, Any]]:
-    """Write one token shard as a Parquet file with the columns tokens (end-of-document token included), length and corpus.
+Shards = tuple[Path, artifact.Manifest]
+"""The folder of shards, and its manifest."""
+
+
+def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text: Shards | None) -> dict[str, dict[str, Any]]:
+    """Write one token shard as a Parquet file with the columns tokens (end-of-document token included), length, corpus and id.
 
     Args:
         folder: of the token shards.
         manifest: of the folder.
         name: of the shard.
         path: the file to write.
+        text: the text shards of the same names, which hold the ids of the documents; None leaves the column id empty.
 
     Returns:
         File name -> its manifest entry.
@@ -32,9 +38,11 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path) -> d
     entry = manifest.files[name]
     ids, ends = tokens.ids(folder / name, entry), np.cumsum(tokens.lengths(folder / name, entry), dtype=np.int64)
     starts = np.concatenate([[0], ends])
+    names = [None] * len(ends) if text is None else [metadata["id"] for _, metadata in text_shards.verified(*text, name)]
+    assert len(names) == len(ends), f"{name} has {len(ends)} documents, and the text shard {len(names)}"
     corpus_type = pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema(
-        [("tokens", pa.list_(pa.from_numpy_dtype(ids.dtype))), ("length", pa.uint32()), ("corpus", corpus_type)],
+        [("tokens", pa.list_(pa.from_numpy_dtype(ids.dtype))), ("length", pa.uint32()), ("corpus", corpus_type), ("id", pa.string())],
         metadata={key: str(manifest.totals[key]) for key in ("vocab_size", "end_of_document", "tokenizer")},
     )
     with atomic_file(path) as handle, pq.ParquetWriter(handle, schema, compression="zstd") as writer:
@@ -44,6 +52,7 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path) -> d
             offsets = starts[first : stop + 1]
             column = pa.ListArray.from_arrays(pa.array((offsets - offsets[0]).astype(np.int32)), pa.array(ids[offsets[0] : offsets[-1]]))
             corpus = pa.DictionaryArray.from_arrays(np.zeros(stop - first, np.int32), [entry["corpus"]])
-            writer.write_table(pa.table([column, np.diff(offsets).astype(np.uint32), corpus], schema=schema))
+            columns = [column, np.diff(offsets).astype(np.uint32), corpus, pa.array(names[first:stop], pa.string())]
+            writer.write_table(pa.table(columns, schema=schema))
             first = stop
     return {path.name: artifact.entry(path, documents=entry["documents"], tokens=entry["tokens"])}

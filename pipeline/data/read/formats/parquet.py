@@ -16,18 +16,25 @@ from pipeline.data.read.sources import Span
 _BATCH_ROWS = 64
 
 
+_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)  # UnicodeDecodeError: column names in a damaged schema
+
+
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """Yield the documents of the row groups that begin in the span."""
-    source, row = span.source, 0
+    """Yield the documents of the row groups that begin in the span. Of a damaged row group, the rows before the damage are read."""
+    source = span.source
     with streams.open_raw(source.path) as handle:
         try:
             file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES)
             if reason := _mismatch(file.schema_arrow, options.text_field):
                 if span.start == 0:  # reported once per file
-                    yield Bad(source.label, "", reason)
+                    yield Bad(source.label, "", reason, source.size)
                 return
-            columns = _columns(file.schema_arrow, options.text_field)
-            for group, row in _groups(file.metadata, span):
+            columns, groups = _columns(file.schema_arrow, options.text_field), list(_groups(file.metadata, span))
+        except _DAMAGE as error:
+            yield Bad(source.label, "", f"is damaged or truncated: {error}", span.size)
+            return
+        for group, row, stored_bytes in groups:
+            try:
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
                     for record in _records(batch):
                         try:
@@ -38,8 +45,8 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                         except UnusableError as error:
                             yield Bad(source.label, f"row {row}", str(error))
                         row += 1
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: column names in a damaged schema
-            yield Bad(source.label, f"row {row}" if row else "", f"is damaged or truncated: {error}")
+            except _DAMAGE as error:
+                yield Bad(source.label, f"row {row}", f"is damaged or truncated: {error}", stored_bytes)
 
 
 def _mismatch(schema: pa.Schema, field: str) -> str:
@@ -53,8 +60,8 @@ def _mismatch(schema: pa.Schema, field: str) -> str:
     return ""
 
 
-def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int]]:
-    """Yield (number, first row) of every row group that begins in the span; its start is estimated from its share of the data.
+def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, first row, stored bytes) of every row group that begins in the span. Its bytes are estimated from its share.
 
     The column metadata contains the exact offset, but reading damaged column metadata crashes the process.
     """
@@ -64,7 +71,7 @@ def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int]]:
     for number, group in enumerate(groups):
         begin = span.source.size * before // total
         if span.start <= begin and (span.end is None or begin < span.end):
-            yield number, row
+            yield number, row, span.source.size * group.total_byte_size // total
         row += group.num_rows
         before += group.total_byte_size
 

@@ -35,6 +35,10 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                     sample.add(suffix, member, archive.read(options.document_bytes + 1))
                 elif suffix == "jsonl":
                     yield from _lines(span, member, archive.content(), options)
+        except tar.NoEndError as error:
+            yield from sample.document(span, options)
+            yield Bad(source.label, f"byte {error.position}", f"is perhaps truncated: {error}")
+            return
         except streams.DamageError:
             yield from sample.document(span, options)  # the sample before the damage is complete
             raise

@@ -12,9 +12,14 @@ from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import html
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
 from pipeline.data.read.sources import Span
+from pipeline.data.read.suffixes import split_compression
 
 _RECORD_TYPES = WarcRecordType.response | WarcRecordType.conversion
 _PAGES = ("text/html", "application/xhtml+xml")
+
+
+class _TruncatedError(UnusableError):
+    """The archive ends within a record."""
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
@@ -29,7 +34,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                     found = _document(record, options)
                 except UnusableError as error:
                     if stream.damage is None:  # else the error is a consequence of the damage
-                        yield Bad(source.label, f"byte {position}", str(error))
+                        yield Bad(source.label, f"byte {position}", str(error), source.size if isinstance(error, _TruncatedError) else 0)
                     continue
                 if found is not None:
                     text, title = found
@@ -38,7 +43,8 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         except OSError as error:
             if stream.damage is None:
                 where = "" if position is None else f"after the record at byte {position}"
-                yield Bad(source.label, where, f"contains no readable WARC record: {error}")
+                plain = not split_compression(source.name)[1]
+                yield Bad(source.label, where, f"contains no readable WARC record: {error}", source.size - (position or 0) * plain)
     if stream.damage is not None:
         raise stream.damage
 
@@ -50,13 +56,13 @@ def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | Non
         UnusableError: the record is truncated, too large, or cannot be decoded.
     """
     if record.headers.get("Content-Length") is None:
-        raise UnusableError("is truncated within its header")
+        raise _TruncatedError("is truncated within its header")
     if record.content_length > options.document_bytes:
         raise UnusableError(too_large(options))
     length = record.content_length
     block = record.reader.read(length)
     if len(block) < length:
-        raise UnusableError(f"is truncated: {len(block)} of {length} bytes")
+        raise _TruncatedError(f"is truncated: {len(block)} of {length} bytes")
     if record.record_type == WarcRecordType.conversion:
         return utf8(block), ""
     return _page(block, options)
