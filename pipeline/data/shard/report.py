@@ -62,6 +62,7 @@ def _step(counts: StepCounts) -> dict[str, Any]:
         "documents": counts.documents,
         "bytes": counts.bytes,
         "dropped": {reason: {"documents": n, "bytes": size} for reason, (n, size) in sorted(counts.dropped.items())},
+        "tagged": {reason: {"documents": n, "bytes": size} for reason, (n, size) in sorted(counts.tagged.items())},
         "changed": dict(sorted(counts.changed.items())),
         "examples": examples,
     }
@@ -159,9 +160,10 @@ def _flow(report: dict[str, Any]) -> str:
 def _step_section(step: dict[str, Any]) -> str:
     """The documents that a step dropped and changed, by reason, with expandable examples."""
     rows = [(reason, entry["documents"], f"{_mb(entry['bytes'])} MB dropped") for reason, entry in step["dropped"].items()]
+    rows += [(reason, entry["documents"], f"{_mb(entry['bytes'])} MB tagged") for reason, entry in step["tagged"].items()]
     rows += [(reason, number, "changed") for reason, number in step["changed"].items()]
     if not rows:
-        return f"<p><b>{html.escape(step['step'])}</b>: no documents dropped or changed</p>"
+        return f"<p><b>{html.escape(step['step'])}</b>: no documents dropped, tagged or changed</p>"
     sections = [f"<p><b>{html.escape(step['step'])}</b></p>"]
     for reason, number, what in rows:
         shown = "".join(
