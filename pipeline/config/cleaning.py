@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.knobs import knob
 
@@ -11,7 +12,7 @@ STEPS = {
     "allow": "keep only documents with an allowed source and license",
     "repair": "fix wrongly decoded text and HTML entities",
     "normalise": "normalize to Unicode NFC and LF line endings, remove invisible characters",
-    "boilerplate": "remove HTML tags, YAML front matter, and lines with boilerplate phrases of web pages",
+    "boilerplate": "remove HTML tags, YAML front matter, and notices of web pages; before repair, which decodes entities",
     "personal": "mask e-mail addresses, IP addresses, telephone numbers and IBANs",
     "length": "drop texts that are too short or too long",
     "language": "drop texts in languages not listed in clean.language.keep",
@@ -51,21 +52,24 @@ class BoilerplateStep:
 
     phrases: list[str] = knob(
         [
-            "javascript",
-            "terms of use",
             "privacy policy",
             "cookie policy",
-            "uses cookies",
-            "use of cookies",
-            "use cookies",
+            "terms of use",
+            "site uses cookies",
+            "we use cookies",
+            "our use of cookies",
+            "please enable javascript",
+            "javascript is disabled",
             "nutzungsbedingungen",
             "datenschutzerklärung",
-            "cookies verwenden",
-            "verwendet cookies",
+            "site verwendet cookies",
+            "wir verwenden cookies",
             "verwendung von cookies",
+            "javascript ist deaktiviert",
         ],
-        "lines that contain one of these phrases are removed, ignoring case",
+        "notices: lines outside code and wrapped paragraphs that contain one of these phrases are removed, ignoring case",
     )
+    longest_line: int = knob(200, "longer lines are text, not notices, and are kept", unit="characters", at_least=0)
 
 
 @dataclass
@@ -81,6 +85,7 @@ class LengthStep:
 
     least: int = knob(200, "minimum text length", unit="characters", at_least=0)
     most: int = knob(100_000_000, "maximum text length", unit="characters", at_least=1)
+    by_language: dict[str, dict[str, Any]] = knob({}, "values of other keys of this step for single languages, such as {ko: {least: 100}}")
 
 
 @dataclass
@@ -104,6 +109,16 @@ class GopherStep:
     ellipsis_lines: float = knob(0.3, "maximum fraction of lines that end with an ellipsis", at_least=0, at_most=1)
     alphabetic: float = knob(0.8, "minimum fraction of whitespace-separated words that contain a letter", at_least=0, at_most=1)
     stop_words: int = knob(2, "minimum number of stop words of the language of the text", at_least=0)
+    by_language: dict[str, dict[str, Any]] = knob(
+        {
+            # Hangul syllables are two to three letters each; Vietnamese writes syllables as words.
+            "ko": {"least_word_length": 1.0},
+            "vi": {"least_word_length": 2.0},
+            # Dravidian languages: long words, and vowel signs that count as characters.
+            **{code: {"most_word_length": 20.0} for code in ("kn", "ml", "ta", "te")},
+        },
+        "values of other keys of this step for single languages, such as {ko: {least_word_length: 1}}",
+    )
 
 
 @dataclass
@@ -112,6 +127,10 @@ class C4Step:
 
     least_sentences: int = knob(5, "minimum number of sentences", at_least=0)
     no_curly_brackets: bool = knob(False, "drop texts with a curly bracket, the rule of C4 against source code")
+    by_language: dict[str, dict[str, Any]] = knob(
+        {**{code: {"least_sentences": 0} for code in ("lo", "th")}},
+        "values of other keys of this step for single languages, such as {ko: {least_sentences: 3}}",
+    )
 
 
 @dataclass
@@ -122,6 +141,10 @@ class FineWebStep:
     short_line: int = knob(30, "maximum length of a short line", unit="characters", at_least=0)
     short_lines: float = knob(0.67, "maximum fraction of short lines", at_least=0, at_most=1)
     newlines: float = knob(0.3, "maximum ratio of lines to words", at_least=0)
+    by_language: dict[str, dict[str, Any]] = knob(
+        {**{code: {"closed_lines": 0.0} for code in ("lo", "th")}},
+        "values of other keys of this step for single languages, such as {ko: {closed_lines: 0.1}}",
+    )
 
 
 @dataclass
@@ -134,6 +157,7 @@ class RepetitionStep:
     paragraph_characters: float = knob(0.20, "maximum fraction of characters in duplicate paragraphs", at_least=0, at_most=1)
     top_ngrams: list[float] = knob([0.20, 0.18, 0.16], "maximum fraction of characters in the most frequent 2-, 3- and 4-gram")
     long_ngrams: list[float] = knob([0.15, 0.14, 0.13, 0.12, 0.11, 0.10], "maximum fraction of characters in duplicate 5- to 10-grams")
+    by_language: dict[str, dict[str, Any]] = knob({}, "values of other keys of this step for single languages, such as {ko: {lines: 0.4}}")
 
 
 @dataclass
@@ -149,8 +173,13 @@ class CleanConfig:
     """Cleaning before deduplication: `clean.steps` in order, each step with its own keys."""
 
     steps: list[str] = knob(
-        ["repair", "normalise", "boilerplate", "personal", "length", "language", "gopher", "repetition"],
+        ["boilerplate", "repair", "normalise", "personal", "length", "language", "gopher", "repetition"],
         "steps in order of application; available: " + ", ".join(STEPS),
+    )
+    mode: str = knob(
+        "drop",
+        "drop: steps drop documents; tag: the reasons for which they would are recorded in the field clean of the kept documents",
+        choices=("drop", "tag"),
     )
     allow: AllowStep = field(default_factory=AllowStep)
     repair: RepairStep = field(default_factory=RepairStep)

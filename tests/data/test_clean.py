@@ -16,6 +16,7 @@ from pipeline.data.dedup import minhash
 from pipeline.data.language import identify
 from pipeline.data.read.documents import Document
 from pipeline.errors import UserError
+from tests.data import planted
 from tests.helpers import pipeline
 
 PROSE = (
@@ -46,15 +47,44 @@ def clean(texts: list[str], wanted: CleanConfig, meta: dict | None = None) -> tu
 CHANGES = {
     "mojibake": ("repair", "Das schÃ¶ne MÃ¤dchen in KÃ¶ln, â€žgrÃ¼nâ€œ", "Das schöne Mädchen in Köln, „grün“"),
     "entities": ("repair", "Fish &amp; chips &#8211; 5&nbsp;pounds", "Fish & chips – 5\u00a0pounds"),
+    "C1 controls": ("repair", "1990\x961995 \x93quoted\x94", "1990–1995 “quoted”"),
+    "entities in code": (
+        "repair",
+        "Fish &amp; chips, `&amp;`\n\n    x = '&lt;'\n\n```\n&nbsp;\n```",
+        "Fish & chips, `&amp;`\n\n    x = '&lt;'\n\n```\n&nbsp;\n```",
+    ),
+    "escaped twice": ("repair", "Write &amp;lt; for a less-than sign", "Write &lt; for a less-than sign"),
+    "source": ("repair", 'import html\nx = f("&amp;")\ny = x.replace("&lt;", "<")\nreturn y', None),
     "no mojibake": ("repair", "„Schönheit“, Ära, Über-Ich: naïve façade & co", None),
     "composed": ("normalise", "cafe\u0301 a\u0308", "café ä"),
     "newlines": ("normalise", "one\r\ntwo\rthree\u2028four", "one\ntwo\nthree\nfour"),
     "invisible": ("normalise", "\ufeffso\u00adft\u200b hy\x00phen \U0001f468\u200d\U0001f469", "soft hyphen \U0001f468\u200d\U0001f469"),
     "line ends": ("normalise", "a  \nb\u00a0\nc\t\n\n\n\n\n\nd", "a\nb\nc\n\n\nd"),
+    "page breaks": ("normalise", "one\x0ctwo\x85three\u2029four", "one\ntwo\nthree\nfour"),
+    "terminal": ("normalise", "N\x08NA\x08AM\x08ME \x1b[1mbold\x1b[0m", "NAME bold"),
+    "word boundaries": ("normalise", "ភាសា\u200bខ្មែរ soft\u200bware", "ភាសា\u200bខ្មែរ software"),
     "plain": ("normalise", "nothing to do\n\n\nhere", None),
-    "tags": ("boilerplate", "<p>2 < 3 and <b>bold</b><br/> i <j</p>", "2 < 3 and bold i <j"),
+    "tags": ("boilerplate", "<p>2 < 3 and <b>bold</b><br/> i <j</p>", "2 < 3 and bold\n i <j"),
+    "tags in Markdown": (
+        "boilerplate",
+        "# Logo\n<p align='center'><b>A</b></p>\n\n`<b>x</b>`\n```\n<b>y</b>\n```",
+        "# Logo\nA\n\n`<b>x</b>`\n```\n<b>y</b>\n```",
+    ),
+    "cells": ("boilerplate", "<table><tr><td>a</td><td>b</td></tr><tr><td>c</td></tr></table>", "a\tb\t\nc\t\n"),
+    "a page": ("boilerplate", "<html><style>p {}</style><script>a<b</script><!-- x --><p>One<p>Two</html>", "One\nTwo"),
+    "tags as the subject": ("boilerplate", "Das <b>-Element macht Text fett: <b>so</b>. Ende.\n<table>\nZeilen und Zellen", None),
+    "templates": ("boilerplate", "std::map<S, T> m; std::vector<p> v;\n#include <table>\nif (a <b and c> d) return", None),
+    "attributes": ("boilerplate", "# Compare\n\nIf a <b and c> d, or `x` <b y=1 then", None),
+    "YAML": ("boilerplate", "---\napiVersion: v1\n---\nkind: Pod\n", None),
+    "a technology": ("boilerplate", "JavaScript runs in browsers.\n```javascript\nx\n```\nlearn JavaScript", None),
+    "wrapped notices": (
+        "boilerplate",
+        "The program follows the rules of the server, and our use of cookies\nis described below. It reads the\nprivacy policy of hosts.",
+        None,
+    ),
+    "long lines": ("boilerplate", "He wrote about the privacy policy. " * 10, None),
     "front matter": ("boilerplate", "---\nTitle: x\nslug: y\n---\nText\n---\n", "Text\n---\n"),
-    "phrases": ("boilerplate", "Text.\nPlease enable JavaScript!\nMore.", "Text.\nMore."),
+    "phrases": ("boilerplate", "Text.\nPlease enable JavaScript!\nWe use cookies.\nMore.", "Text.\nMore."),
     "e-mail": ("personal", "Write to jane.doe+x@mail.example.org, or to @jane.", "Write to <email>, or to @jane."),
     "ip": ("personal", "from 84.112.7.9 and 127.0.0.1, version 1.2.3.4", "from <ip> and 127.0.0.1, version 1.2.3.4"),
     "iban": ("personal", "DE89 3704 0044 0532 0130 00, not DE12 3704 1144 1532 1130 11", "<iban>, not DE12 3704 1144 1532 1130 11"),
@@ -109,6 +139,98 @@ def test_texts_are_dropped_for_the_expected_reason(case):
     assert texts == [PROSE, None, PROSE]
     assert counts[step].dropped == {reason: [1, len(text.encode())]}
     assert [shown[2] for shown in counts[step].examples[reason]] == [text[:300]]
+
+
+WITHOUT_SPACES = {
+    "zh": "那位年老的灯塔看守人每天傍晚都沿着海岸散步，想着从这里驶过的船只。他的生活很平静，但是他不愿意用它去换任何别的生活。"
+    "冬天的暴风雨从北方来，海浪比他站立的岩石还要高。他常常数着灯光两次闪烁之间的秒数，就像他的父亲从前做过的那样。"
+    "好几个月都没有人到这座岛上来。到了春天，第一批渔民给他带来了面包、信件和报纸，他坐在窗前一直读到深夜。",
+    "ja": "年老いた灯台守は毎晩海岸を歩き、通り過ぎていった船のことを考えていた。静かな暮らしだった。"
+    "冬には北から嵐がやって来て、波は彼が立っている岩よりも高くなった。彼は灯火が光る間の秒数を数えた。何か月もの間、島を訪れる人はいなかった。"
+    "春になると最初の漁師たちがパンと手紙と新聞を届けてくれ、彼は窓辺に座って夜遅くまで読みふけった。",
+    "th": "คนเฝ้าประภาคารชราเดินเลียบชายฝั่งทุกเย็น และคิดถึงเรือที่แล่นผ่านไป ชีวิตของเขาเงียบสงบ แต่เขาไม่อยากแลกมันกับชีวิตอื่นใด "
+    "ในฤดูหนาวพายุพัดมาจากทางเหนือ คลื่นสูงกว่าโขดหินที่เขายืนอยู่ เขาเคยนับวินาทีระหว่างแสงไฟสองครั้ง อย่างที่พ่อของเขาเคยทำมาก่อน "
+    "ไม่มีใครมาเยือนเกาะนี้เป็นเวลาหลายเดือน เมื่อถึงฤดูใบไม้ผลิ ชาวประมงกลุ่มแรกก็นำขนมปัง จดหมาย และหนังสือพิมพ์มาให้",
+    "ko": "늙은 등대지기는 매일 저녁 바닷가를 거닐며 지나간 배들을 생각했다. 조용한 삶이었다. "
+    "겨울에는 북쪽에서 폭풍이 몰려왔고 파도는 그가 서 있는 바위보다 높았다. 그는 불빛이 두 번 번쩍이는 사이의 초를 세곤 했다. "
+    "몇 달 동안 아무도 섬을 찾아오지 않았다. 봄이 되면 첫 어부들이 빵과 편지와 신문을 가져다주었고, 그는 창가에 앉아 밤늦도록 읽었다. "
+    "그 뒤로 등대에는 다시 불이 켜졌다. 사람들은 모두 기뻐했고 아이들은 바닷가에서 노래를 불렀다.",
+    "hi": "बूढ़ा प्रकाशस्तंभ रक्षक हर शाम समुद्र के किनारे टहलता था और उन जहाज़ों के बारे में सोचता था जो गुज़र चुके थे। उसका जीवन शांत था। "
+    "सर्दियों में उत्तर से तूफ़ान आते थे और लहरें उन चट्टानों से ऊँची होती थीं जिन पर वह खड़ा रहता था। महीनों तक कोई द्वीप पर नहीं आता था। "
+    "वसंत में पहले मछुआरे उसके लिए रोटी, चिट्ठियाँ और अख़बार लाते थे, और वह खिड़की के पास बैठकर देर रात तक पढ़ता था।",
+    "ar": "كان حارس المنارة العجوز يمشي على الشاطئ كل مساء ويفكر في السفن التي مرت. كانت حياته هادئة، لكنه لم يكن ليستبدلها بأي حياة أخرى. "
+    "في الشتاء كانت العواصف تأتي من الشمال، وكانت الأمواج أعلى من الصخور التي يقف عليها. لم يزر أحد الجزيرة لعدة أشهر. هل كان وحيدا؟ لا. "
+    "وفي الربيع كان أول الصيادين يحملون إليه الخبز والرسائل والصحف، فيجلس قرب النافذة ويقرأ حتى وقت متأخر من الليل.",
+}
+
+
+@pytest.mark.parametrize("language", WITHOUT_SPACES)
+def test_running_text_of_other_scripts_passes_every_rule(language):
+    text = WITHOUT_SPACES[language]
+    steps = [step for step in STEPS if step != "contamination"]
+    kept, counts = clean([text], config(*steps, length={"least": 50}, language={"keep": [language]}))
+    assert kept == [text], {step: count.dropped for step, count in counts.items() if count.dropped}
+    repeated = "\n".join([WITHOUT_SPACES[language]] * 3)
+    assert clean([repeated], config("repetition"))[0] == [None]
+    assert clean([text + PROSE + text], config("repetition"))[0] == [None]  # a repetition within a line
+
+
+def test_thresholds_of_a_language_apply_to_that_language():
+    wanted = config("gopher", gopher={"by_language": {"en": {"least_words": 1000}}})
+    assert clean([PROSE, WITHOUT_SPACES["hi"]], wanted)[0] == [None, WITHOUT_SPACES["hi"]]
+    wanted = config("repetition", repetition={"by_language": {"en": {"top_ngrams": [0.001] * 3}}})
+    assert clean([PROSE + " " + PROSE[:60], WITHOUT_SPACES["hi"]], wanted)[0] == [None, WITHOUT_SPACES["hi"]]
+
+
+def test_the_language_is_that_of_the_prose():
+    code = "```c\n" + "int main(void) { return printf(x); }\n" * 40 + "```\n"
+    german = "Am Abend ging der alte Mann noch einmal an den Strand, um nach den Schiffen zu sehen, die nicht gekommen waren. " * 3
+    batch = Batch([Document("x", 0, code + german + "\n" + code, {})])
+    assert batch.languages[0][0] == "de"
+
+
+def test_headings_are_no_symbols_and_dot_leaders_are_one():
+    headings = "\n\n".join(f"## {sentence}" for sentence in PROSE.split(". "))
+    leaders = PROSE + "\n" + "\n".join(f"Chapter {name} ............................ {name}" for name in ("one", "two", "three"))
+    assert clean([headings, leaders], config("gopher"))[0] == [headings, leaders]
+
+
+def test_tag_mode_keeps_and_annotates_every_document():
+    wanted = config("normalise", "length", "gopher")
+    wanted.mode = "tag"
+    counts: dict = {}
+    batch = Cleaner(wanted).clean(Batch([Document("x", 0, "short \ntext", {}), Document("x", 1, PROSE, {})]), counts)
+    assert batch.alive.all()
+    assert batch.texts == ["short\ntext", PROSE]
+    assert batch.tags == [["length: too short", "gopher: too few words"], []]
+    assert (counts["length"].tagged, counts["length"].dropped) == ({"too short": [1, 10]}, {})
+
+
+def test_planted_personal_data_is_masked_and_lookalikes_are_not():
+    masked, missed, kinds = 0, [], {}
+    for kind, text, secret in planted.positives(400):
+        (found,), _ = clean([text], config("personal"))
+        label = f"<{kind.split()[-1]}>"
+        wanted = text.replace(f"<{secret}>", label) if f"<{secret}>" in text else text.replace(secret, label)
+        masked += found == wanted
+        missed += [(text, found)] if found != wanted else []
+        kinds[kind] = kinds.get(kind, 0) + (found == wanted)
+    wrong = [(text, found) for text in planted.negatives() for found in clean([text], config("personal"))[0] if found != text]
+    assert masked >= 0.98 * 400, missed
+    assert masked >= 0.98 * (masked + len(wrong)), wrong
+    assert min(kinds.values()) >= 0.95 * 80, kinds
+
+
+def test_examples_show_the_masked_form_in_every_step():
+    secrets = ["jane.doe@mail.example.org", "030 12345678"]
+    text = f"Fish &amp; chips: {secrets[0]}, Tel. {secrets[1]}"
+    _, counts = clean([text], config("repair", "personal", "length"))
+    shown = json.dumps([step.examples for step in counts.values()])
+    assert len([step for step in counts.values() if step.examples]) == 3
+    assert not [secret for secret in secrets if secret in shown]
+    assert "<email>" in shown
+    _, counts = clean([text], config("repair"))
+    assert secrets[0] in json.dumps(counts["repair"].examples)  # what is not masked in the shards is not masked in the report
 
 
 def test_prose_passes_every_step():
@@ -249,8 +371,13 @@ def test_batches_contain_every_document_once():
 
 
 def test_unknown_steps_are_refused_with_the_list_of_known_ones():
-    printed = pipeline("stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", expect=2)
+    own = "clean.gopher.by_language={ko: {least_word_length: -1, words: 2}}"
+    printed = pipeline(
+        "stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", own, expect=2
+    )
     assert "spelling" in printed
     assert "choose allow, repair" in printed
     assert "names" in printed
+    assert "clean.gopher.by_language.ko.least_word_length" in printed
+    assert "clean.gopher.by_language.ko.words" in printed
     assert "twice" in printed

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.data import language
+from pipeline.data.clean import code
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
@@ -36,11 +37,13 @@ class Batch:
     Attributes:
         alive: (documents,) bool, documents that have not been dropped. Verdicts on other documents are ignored.
         changed: (documents,) bool, documents whose text differs from the original.
+        tags: for every document, the reasons for which a step would have dropped it (`clean.mode=tag`).
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
         self.texts = [document.text for document in documents]
+        self.tags: list[list[str]] = [[] for _ in documents]
         self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
 
     @cached_property
@@ -74,8 +77,10 @@ class Batch:
 
     @cached_property
     def languages(self) -> list[tuple[str, float]]:
-        """The language of every text, and its share of the text. Computed once: later changes do not affect it."""
-        return [language.identify(text) if alive else language.UNKNOWN for text, alive in zip(self.texts, self.alive, strict=True)]
+        """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
+        return [
+            language.identify(code.prose(text)) if alive else language.UNKNOWN for text, alive in zip(self.texts, self.alive, strict=True)
+        ]
 
     def apply(self, verdicts: Iterable[Verdict]) -> Batch:
         """Apply verdicts: return this batch if documents were only dropped, or a new one if texts changed."""
@@ -88,7 +93,7 @@ class Batch:
         if not changed:
             return self
         batch = Batch(self.documents)
-        batch.alive, batch.changed = self.alive, self.changed.copy()
+        batch.alive, batch.tags, batch.changed = self.alive, self.tags, self.changed.copy()
         batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
         for name in ("languages", "first_words"):

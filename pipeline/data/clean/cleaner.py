@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -44,6 +45,7 @@ class StepCounts:
     Attributes:
         documents, bytes: input of the step.
         dropped: reason -> [documents, bytes].
+        tagged: reason -> [documents, bytes] that would have been dropped without `clean.mode=tag`.
         changed: reason -> documents.
         removed: reason -> bytes by which the changes have made the documents shorter; negative if longer.
         examples: reason -> [[hash, identity, excerpt before, excerpt after or None], ...], lowest hash first.
@@ -52,6 +54,7 @@ class StepCounts:
     documents: int = 0
     bytes: int = 0
     dropped: dict[str, list[int]] = field(default_factory=dict)
+    tagged: dict[str, list[int]] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
     removed: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -60,9 +63,10 @@ class StepCounts:
         """Add the counts of another part; the order of the parts does not matter."""
         self.documents += other.documents
         self.bytes += other.bytes
-        for reason, (documents, size) in other.dropped.items():
-            total = self.dropped.setdefault(reason, [0, 0])
-            self.dropped[reason] = [total[0] + documents, total[1] + size]
+        for mine, others in ((self.dropped, other.dropped), (self.tagged, other.tagged)):
+            for reason, (documents, size) in others.items():
+                total = mine.setdefault(reason, [0, 0])
+                mine[reason] = [total[0] + documents, total[1] + size]
         for reason, documents in other.changed.items():
             self.changed[reason] = self.changed.get(reason, 0) + documents
         for reason, size in other.removed.items():
@@ -70,14 +74,19 @@ class StepCounts:
         for reason, examples in other.examples.items():
             self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
 
-    def example(self, verdict: Verdict, identity: str, before: str) -> None:
-        """Keep this document as an example if its hash is among the lowest."""
+    def example(self, verdict: Verdict, identity: str, before: str, shown_as: Callable[[str], str]) -> None:
+        """Keep this document as an example if its hash is among the lowest.
+
+        Args:
+            shown_as: what an example shows of a text.
+        """
         rank = xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass"))
         shown = self.examples.setdefault(verdict.reason, [])
         if len(shown) == EXAMPLES and rank >= shown[-1][0]:
             return
-        start = 0 if verdict.text is None else max(0, _first_difference(before, verdict.text) - _EXCERPT // 4)
-        after = None if verdict.text is None else verdict.text[start : start + _EXCERPT]
+        before, changed = shown_as(before), None if verdict.text is None else shown_as(verdict.text)
+        start = 0 if changed is None else max(0, _first_difference(before, changed) - _EXCERPT // 4)
+        after = None if changed is None else changed[start : start + _EXCERPT]
         shown.append([rank, identity, before[start : start + _EXCERPT], after])
         shown.sort()
         del shown[EXAMPLES:]
@@ -86,12 +95,17 @@ class StepCounts:
 class Cleaner:
     """Applies the steps of a configuration to batches and counts their effects.
 
+    If personal data is masked in the text, it is also masked in the examples of all steps.
+
     Raises:
         UserError: a file that a step requires is missing.
     """
 
     def __init__(self, config: CleanConfig) -> None:
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
+        self._tag = config.mode == "tag"
+        kinds = config.personal.kinds if "personal" in config.steps else []
+        self._shown_as = partial(personal.mask, kinds=kinds)
 
     def clean(self, batch: Batch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> Batch:
         """Apply all steps to a batch; their counts are added to `counts` (step -> counts), and dropped documents are given to `dropped`."""
@@ -102,16 +116,24 @@ class Cleaner:
             step_counts.bytes += sum(size for size, alive in zip(sizes, batch.alive, strict=True) if alive)
             verdicts = list(step(batch))
             for verdict in verdicts:
-                step_counts.example(verdict, batch.documents[verdict.document].id, batch.texts[verdict.document])
+                document = batch.documents[verdict.document]
+                step_counts.example(verdict, document.id, batch.texts[verdict.document], self._shown_as)
                 if verdict.text is None:
-                    dropped(batch.documents[verdict.document], name, verdict.reason, batch.texts[verdict.document])
-                    documents, size = step_counts.dropped.get(verdict.reason, (0, 0))
-                    step_counts.dropped[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
+                    if not self._tag:
+                        dropped(document, name, verdict.reason, batch.texts[verdict.document])
+                    total = step_counts.tagged if self._tag else step_counts.dropped
+                    documents, size = total.get(verdict.reason, (0, 0))
+                    total[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
                 else:
                     step_counts.changed[verdict.reason] = step_counts.changed.get(verdict.reason, 0) + 1
                     before, sizes[verdict.document] = sizes[verdict.document], utf8_length(verdict.text)
                     removed = before - sizes[verdict.document]
                     step_counts.removed[verdict.reason] = step_counts.removed.get(verdict.reason, 0) + removed
+            if self._tag:
+                for verdict in verdicts:
+                    if verdict.text is None:
+                        batch.tags[verdict.document].append(f"{name}: {verdict.reason}")
+                verdicts = [verdict for verdict in verdicts if verdict.text is not None]
             batch = batch.apply(verdicts)
         return batch
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeline.config.cleaning import RepetitionStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.clean.limits import Limits
 from pipeline.data.words import Spans, Words, mix, ngrams
 
 Faults = list[tuple[np.ndarray, str]]
@@ -17,16 +18,16 @@ def repetition(knobs: RepetitionStep) -> Step:
     """Drop texts by their shares of repeated lines and paragraphs, of the top short n-grams, and of repeated long n-grams."""
 
     def step(batch: Batch) -> Iterable[Verdict]:
-        words, characters = batch.words, batch.characters
+        words, characters, limits = batch.words, batch.characters, Limits(knobs, batch)
         faults: Faults = []
         for spans, what, share, part in (
-            (words.lines, "lines", knobs.lines, knobs.line_characters),
-            (_paragraphs(words), "paragraphs", knobs.paragraphs, knobs.paragraph_characters),
+            (words.lines, "lines", limits["lines"], limits["line_characters"]),
+            (_paragraphs(words), "paragraphs", limits["paragraphs"], limits["paragraph_characters"]),
         ):
             count, size = _repeated(words, spans)
             faults.append((count > share * np.maximum(np.diff(spans.offsets), 1), f"repeated {what}"))
             faults.append((size > part * characters, f"characters in repeated {what}"))
-        return drop(batch, [*faults, *_ngrams(batch, knobs)])
+        return drop(batch, [*faults, *_ngrams(batch, limits["top_ngrams"], limits["long_ngrams"])])
 
     return step
 
@@ -71,29 +72,35 @@ def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return order, np.flatnonzero(begins)
 
 
-def _ngrams(batch: Batch, knobs: RepetitionStep) -> Faults:
-    """The n-gram rules. A cheap upper bound excludes most texts; only the remaining ones are measured exactly."""
+def _ngrams(batch: Batch, top: np.ndarray, long: np.ndarray) -> Faults:
+    """The n-gram rules. A cheap upper bound excludes most texts; only the remaining ones are measured exactly.
+
+    Args:
+        top: (texts, 3) maximum shares of the most frequent 2-, 3- and 4-gram.
+        long: (texts, 6) maximum shares of repeated 5- to 10-grams.
+    """
     characters, longest = batch.characters, _longest_ngram(batch.words, 5)
     faults: Faults = []
-    for length, share in zip((2, 3, 4), knobs.top_ngrams, strict=True):
+    for length, share in zip((2, 3, 4), top.T, strict=True):
         most, _ = _repeats(batch.words, length)
         chosen = np.flatnonzero(most * longest > share * characters)
         faults.append((_above(batch, chosen, _top_ngram, length, share), f"one frequent {length}-gram"))
     # A repeated 6-gram contains repeated 5-grams: the coverage of 5-grams bounds that of all longer ones.
     _, repeated = _repeats(batch.words, 5)
-    chosen = np.flatnonzero(repeated * longest > min(knobs.long_ngrams) * characters)
-    chosen = np.flatnonzero(_above(batch, chosen, _covered, 5, min(knobs.long_ngrams)))
-    for length, share in enumerate(knobs.long_ngrams, start=5):
+    least = long.min(axis=1)
+    chosen = np.flatnonzero(repeated * longest > least * characters)
+    chosen = np.flatnonzero(_above(batch, chosen, _covered, 5, least))
+    for length, share in enumerate(long.T, start=5):
         faults.append((_above(batch, chosen, _covered, length, share), f"repeated {length}-grams"))
     return faults
 
 
-def _above(batch: Batch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: float) -> np.ndarray:
-    """(texts,) bool: which of the chosen texts have a measure above a share of their characters."""
+def _above(batch: Batch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: np.ndarray) -> np.ndarray:
+    """(texts,) bool: which of the chosen texts have a measure above their (texts,) share of their characters."""
     above = np.zeros(len(batch.texts), dtype=bool)
     if len(chosen):
         words = batch.words if len(chosen) == len(batch.texts) else Words([batch.texts[index] for index in chosen])
-        above[chosen] = measure(words, length) > share * batch.characters[chosen]
+        above[chosen] = measure(words, length) > share[chosen] * batch.characters[chosen]
     return above
 
 

@@ -10,14 +10,16 @@ import ftfy
 import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
+from pipeline.data.clean import code, markup
 from pipeline.data.clean.batch import Batch, Step, Verdict, alive_indices
-from pipeline.data.words import HIDDEN, LEAD, Words
+from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
 
 # UTF-8 decoded as Latin-1 or Windows-1252 is a LEAD followed by the characters that encode 80..BF there.
 _CONTINUATIONS = np.array(sorted({*range(0x80, 0xC0), *(ord(bytes([b]).decode("cp1252", "ignore") or "\x80") for b in range(0x80, 0xA0))}))
 _ENTITY = re.compile(r"&(?:#[0-9]{2,6}|#x[0-9a-fA-F]{2,5}|[a-zA-Z]{2,8}[0-9]{0,2});")
 _FTFY = ftfy.TextFixerConfig(
-    unescape_html=True,
+    unescape_html=False,
+    remove_terminal_escapes=False,
     fix_latin_ligatures=False,
     fix_character_width=False,
     uncurl_quotes=False,
@@ -29,20 +31,22 @@ _FTFY = ftfy.TextFixerConfig(
 
 
 def repair(_: RepairStep) -> Step:
-    """Repair text decoded with a wrong encoding, and decode HTML entities, with ftfy (Speer 2019, doi:10.5281/zenodo.2591652).
+    """Repair text decoded with a wrong encoding, and decode HTML entities outside code once, with ftfy (Speer, doi:10.5281/zenodo.2591652).
 
-    ftfy takes a second for 3 MB. It runs only on documents with adjacent characters that look like UTF-8 decoded as Latin-1 or
-    Windows-1252, or with an HTML entity.
+    ftfy takes a second for 3 MB. It runs only on documents with C1 control characters, or with adjacent characters that look like UTF-8
+    decoded as Latin-1 or Windows-1252.
     """
 
     def step(batch: Batch) -> Iterable[Verdict]:
         garbled = batch.mark(_garbled)
         for index in alive_indices(batch, garbled | np.array(["&" in text for text in batch.texts])):
-            text = batch.texts[index]
-            if garbled[index] or _ENTITY.search(text):
+            text = repaired = batch.texts[index]
+            if garbled[index]:
                 repaired = ftfy.fix_text(text, _FTFY)
-                if repaired != text:
-                    yield Verdict(index, "encoding or entities repaired", repaired)
+            if "&" in repaired and _ENTITY.search(repaired):
+                repaired = code.outside(repaired, code.protected(repaired), ftfy.fixes.unescape_html)
+            if repaired != text:
+                yield Verdict(index, "encoding or entities repaired", repaired)
 
     return step
 
@@ -55,10 +59,15 @@ def _garbled(words: Words) -> np.ndarray:
     for number, first in enumerate((0xC2, 0xE0, 0xF0), start=1):
         following = codes[np.minimum(lead + number, len(codes) - 1)]
         lead = lead[np.isin(following, _CONTINUATIONS) | (codes[lead] < first)]
-    return words.sum_texts(lead) > 0
+    control = np.flatnonzero((words.kinds & HIDDEN != 0) & (codes >= 0x80) & (codes < 0xA0) & (codes != 0x85))
+    return (words.sum_texts(lead) > 0) | (words.sum_texts(control) > 0)
 
 
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff]")
+# Bold and underline as overstrikes, and escape sequences of terminals.
+_TERMINAL = re.compile("[^\n]\x08|\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\))")
+_LINE_BREAK = re.compile("\r\n|[\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
+_NO_SPACES = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]"  # Thai, Lao, Burmese, Khmer: the zero-width space separates words
+_HIDDEN = re.compile(f"[\x00-\x08\x0e-\x1f\x7f-\x9f\u00ad\u2060\ufeff]|(?<!{_NO_SPACES})\u200b|\u200b(?!{_NO_SPACES})")
 _BLANK_LINES = re.compile(r"\n{4,}")
 
 
@@ -71,7 +80,7 @@ def normalise(_: NormaliseStep) -> Step:
         for index in alive_indices(batch, hidden | trailing_space | blank | decomposed):
             before = text = batch.texts[index]
             if hidden[index]:
-                text = _HIDDEN.sub("", text.replace("\r\n", "\n").replace("\r", "\n").replace("\u2028", "\n"))
+                text = _HIDDEN.sub("", _LINE_BREAK.sub("\n", _TERMINAL.sub("", text)))
             text = unicodedata.normalize("NFC", text)
             if hidden[index] or trailing_space[index]:
                 text = "\n".join([line.rstrip(" \t\u00a0") for line in text.split("\n")])
@@ -101,36 +110,54 @@ def _blank_lines(words: Words) -> np.ndarray:
     return words.sum_texts(newlines[:-3][newlines[3:] - newlines[:-3] == 3]) > 0
 
 
-_TAG = re.compile(
-    r"</?(?:a|abbr|b|blockquote|br|center|code|dd|div|dl|dt|em|font|form|h[1-6]|hr|i|iframe|img|input|li|link|meta|nobr|ol|option|p|pre|s|script"
-    r"|section|small|span|strong|style|sub|sup|table|tbody|td|th|thead|tr|tt|u|ul)\b[^<>]{0,400}>",
-    re.IGNORECASE,
-)
-_FRONT_MATTER = re.compile(r"\A---\n(?:[\w-]+:.*\n|[ \t].*\n|\n)+---\n")
+_WRAPPED = 50
+"""Minimum characters of a line whose sentence may continue on the next one."""
 
 
 def boilerplate(knobs: BoilerplateStep) -> Step:
-    """Remove HTML tags, YAML front matter of Markdown, and lines with a phrase of `clean.boilerplate.phrases`.
+    """Remove HTML tags and YAML front matter (see markup.py), and lines that are notices with a phrase of `clean.boilerplate.phrases`.
 
-    The phrase rule is C4's: Raffel et al. 2020, section 2.2.
+    The phrase rule is C4's (Raffel et al. 2020, section 2.2), restricted to short lines that stand for themselves and are not code.
     """
     phrases = [phrase.lower() for phrase in knobs.phrases]
 
-    def without_phrases(text: str) -> str:
+    def has_phrase(text: str) -> bool:
         lower = text.lower()
-        if not any(map(lower.__contains__, phrases)):
+        return any(map(lower.__contains__, phrases))
+
+    def without_phrases(text: str) -> str:
+        if not has_phrase(text):
             return text
-        return "\n".join(line for line in text.split("\n") if not any(phrase in line.lower() for phrase in phrases))
+        lines, spans, kept, start = text.split("\n"), code.protected(text), [], 0
+        for number, line in enumerate(lines):
+            notice = (
+                len(line) <= knobs.longest_line and has_phrase(line) and not code.contains(spans, start + len(line) - len(line.lstrip()))
+            )
+            if not (notice and _stands_alone(lines, number)):
+                kept.append(line)
+            start += len(line) + 1
+        return "\n".join(kept)
 
     def step(batch: Batch) -> Iterable[Verdict]:
         for index in alive_indices(batch, np.ones(len(batch.texts), dtype=bool)):
-            before = text = batch.texts[index]
-            if text.startswith("---\n"):
-                text = _FRONT_MATTER.sub("", text)
-            if "<" in text:
-                text = _TAG.sub("", text)
-            text = without_phrases(text)
-            if text != before:
-                yield Verdict(index, "markup or boilerplate removed", text)
+            text = batch.texts[index]
+            changed = without_phrases(markup.without(text))
+            if changed != text:
+                yield Verdict(index, "markup or boilerplate removed", changed)
 
     return step
+
+
+def _stands_alone(lines: list[str], number: int) -> bool:
+    """Whether a line is not a part of a paragraph that is wrapped into several lines."""
+    line = lines[number].strip()
+    before = lines[number - 1].strip() if number else ""
+    after = lines[number + 1].strip() if number + 1 < len(lines) else ""
+    if before and (line[0].islower() or _continues(before)):
+        return False
+    return not (after and (after[0].islower() or _continues(line)))
+
+
+def _continues(line: str) -> bool:
+    """Whether a line is long and does not end a sentence."""
+    return len(line) >= _WRAPPED and not is_sentence_end(line[-1])

@@ -107,7 +107,7 @@ def process(
             def save(document: Document, step: str, reason: str, text: str) -> None:
                 counts.count_lost(document.corpus, f"{step}: {reason}", 1, utf8_length(text))
                 if add:
-                    add(_metadata(document, None), step, reason, text)
+                    add(_metadata(document, None, []), step, reason, text)
 
             for batch in batches(_documents(part, options, counts, advance)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup)
@@ -157,7 +157,8 @@ def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: Dedu
         signatures = minhash.signatures(flat, offsets, dedup.permutations)
         rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
-    metadata = [_metadata(*pair) for pair in zip(documents, languages, strict=True)]
+    tags = [batch.tags[index] for index in alive]
+    metadata = [_metadata(*entry) for entry in zip(documents, languages, tags, strict=True)]
     spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows)
 
 
@@ -169,6 +170,7 @@ def _language(batch: Batch, index: int) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def _metadata(document: Document, language: str | None) -> dict[str, Any]:
-    """The metadata record of a document in the shard, with its identity first."""
-    return {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
+def _metadata(document: Document, language: str | None, tags: list[str]) -> dict[str, Any]:
+    """The metadata record of a document in the shard, with its identity first; tags only if there are any."""
+    record = {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
+    return {**record, "clean": tags} if tags else record

@@ -74,6 +74,7 @@ def _step(counts: StepCounts) -> dict[str, Any]:
         "documents": counts.documents,
         "bytes": counts.bytes,
         "dropped": {reason: {"documents": n, "bytes": size} for reason, (n, size) in sorted(counts.dropped.items())},
+        "tagged": {reason: {"documents": n, "bytes": size} for reason, (n, size) in sorted(counts.tagged.items())},
         "changed": dict(sorted(counts.changed.items())),
         "removed": dict(sorted(counts.removed.items())),
         "examples": examples,
@@ -198,12 +199,13 @@ def _flow(report: dict[str, Any]) -> str:
 def _step_section(step: dict[str, Any]) -> str:
     """The documents that a step dropped and changed, by reason, with expandable examples."""
     rows = [(reason, entry["documents"], f"{_mb(entry['bytes'])} MB dropped") for reason, entry in step["dropped"].items()]
+    rows += [(reason, entry["documents"], f"{_mb(entry['bytes'])} MB tagged") for reason, entry in step["tagged"].items()]
     for reason, number in step["changed"].items():
         size = step["removed"].get(reason, 0)
         rows.append((reason, number, f"changed, {abs(size):,} bytes {'removed' if size >= 0 else 'added'}"))
     name = html.escape(step["step"])
     if not rows:
-        return f"<p><b>{name}</b>: no documents dropped or changed</p>"
+        return f"<p><b>{name}</b>: no documents dropped, tagged or changed</p>"
     sections = [f"<p><b>{name}</b></p>"]
     for reason, number, what in rows:
         examples = "".join(f"<div class=soft>{html.escape(one['id'])}</div>{_example(one)}" for one in step["examples"].get(reason, []))

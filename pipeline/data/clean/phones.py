@@ -1,0 +1,107 @@
+"""Telephone numbers: candidates by regular expressions, numbering plans by phonenumbers, Google's libphonenumber."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import phonenumbers
+
+_GAP = r"[ \u00a0\u202f./\u2010-\u2013-]"
+_END = r"(?![\w%€$°]|[.,:/-]\d|-\w)"
+
+# Runs of digits and separators; the patterns below are searched within them only.
+_RUN = re.compile(r"[+(\d][\d \u00a0\u202f()./\u2010-\u2013-]{5,60}")
+_CANDIDATE = re.compile(
+    # international, with + or 00
+    r"(?<![\w.,+#&=/\\-])"
+    rf"(?:(?:\+ ?|00)[1-9]\d{{0,2}}(?:{_GAP}{{0,2}}(?:\(0?\)|\(\d{{1,5}}\)|\d{{1,8}})){{1,7}}"
+    # national, with the trunk prefix 0 and separators
+    rf"|\(?0[1-9]\d{{0,4}}\)?(?:{_GAP}{{1,3}}\d{{2,8}}){{1,5}}|\(0[1-9]\d{{0,4}}\)\d[\d -]{{4,10}}\d"
+    # North America
+    rf"|(?:1[ .-])?(?:\([2-9]\d{{2}}\) ?|[2-9]\d{{2}}[ .-])\d{{3}}[.-]\d{{4}}){_END}"
+)
+_NUMBER = re.compile(rf"\+?\(?\d[\d \u00a0()./-]{{5,18}}\d{_END}")
+_CUE = re.compile(
+    r"(?:\b(?:tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон)\b\.?"
+    r"|[☎☏📞📱]|電話|电话|手机|전화|โทร|फ़ोन|फोन|هاتف)(?: ?(?:no|nr|number|nummer)\b\.?)?\s?[:：=]?[ \u00a0]?$",
+    re.IGNORECASE,
+)
+_DATE = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$")
+
+# Regions whose national numbers begin with 0 and are written in groups. The first ones have the most lenient plans.
+_REGIONS = "FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split()  # noqa: SIM905
+
+
+def spans(text: str) -> list[tuple[int, int]]:
+    """The spans of telephone numbers, in order."""
+    found: list[tuple[int, int]] = []
+    for run in _RUN.finditer(text):
+        start, end = run.start(), run.end() + 3  # what follows decides whether a number ends there
+        if _CUE.search(text, max(0, start - 30), start) and (number := _NUMBER.match(text, start)) and 7 <= _digits(number[0]) <= 15:
+            found.append(number.span())
+            start = number.end()
+        for match in _CANDIDATE.finditer(text, start, end):
+            if _is_number(text, match):
+                found.append((match.start() + _unclosed(match[0]), match.end()))
+    return found
+
+
+def _is_number(text: str, match: re.Match[str]) -> bool:
+    found = match[0][_unclosed(match[0]) :]
+    if not 7 <= _digits(found) <= 15 or _DATE.match(found) or _in_a_row_of_numbers(text, *match.span()):
+        return False
+    if found.startswith("00"):
+        found = "+" + found[2:]
+    if found.startswith("+"):
+        return _is_possible(found)
+    return _is_national(found) if found.lstrip("(").startswith("0") else True
+
+
+def _unclosed(number: str) -> int:
+    """1 if a number begins with a parenthesis that encloses more than the number, else 0."""
+    return int(number.startswith("(") and ")" not in number)
+
+
+def _digits(text: str) -> int:
+    return sum(map(str.isdigit, text))
+
+
+def _in_a_row_of_numbers(text: str, start: int, end: int) -> bool:
+    """Whether only spaces separate the span from another number, as in tables, coordinates and hexadecimal dumps."""
+    before, after = text[max(0, start - 8) : start], text[end : end + 4]
+    return bool(re.search(r"[\d)][ \t]+$|\b[0-9a-f]{2} [0-9a-f]{2} $", before) or re.match(r"[ \t]+[-+(.]?\d", after))
+
+
+@lru_cache(maxsize=4096)
+def _is_possible(number: str) -> bool:
+    """Whether an international number has a country code and a length of that country."""
+    try:
+        return phonenumbers.is_possible_number(phonenumbers.parse(number))
+    except phonenumbers.NumberParseException:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _is_national(number: str) -> bool:
+    """Whether a number is valid in a region and grouped as numbers are there; further separators are allowed."""
+    groups = _boundaries(number)
+    for region in _REGIONS:
+        try:
+            parsed = phonenumbers.parse(number, region)
+        except phonenumbers.NumberParseException:
+            continue
+        if phonenumbers.is_valid_number(parsed):
+            formatted = phonenumbers.format_number(parsed, phonenumbers.PhoneNumberFormat.NATIONAL)
+            if _boundaries(formatted) <= groups and _digits(formatted) == _digits(number):
+                return True
+    return False
+
+
+def _boundaries(number: str) -> set[int]:
+    """The positions between the groups of a number, counted in digits."""
+    found, total = set(), 0
+    for group in re.findall(r"\d+", number):
+        total += len(group)
+        found.add(total)
+    return found
