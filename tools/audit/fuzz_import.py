@@ -27,7 +27,7 @@ from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.adapter import Adapter
 from pipeline.models.families import FAMILIES
 from tools.audit.parity_cases import VARIANTS
-from tools.audit.small_models import PADDING, SEQUENCE, configuration, difference, randomize
+from tools.audit.small_models import FIRST_TOKEN, PADDING, SEQUENCE, configuration, difference, randomize
 
 TOLERANCE = 1e-3
 LARGEST = 2_000_000  # parameters of a stock model that is built; a removed size means the large default of the class
@@ -53,7 +53,7 @@ class Outcome:
     """What became of a case.
 
     Attributes:
-        kind: equal, refused, "stock refuses", "too large", or, for failures, "other logits", "traceback", "needless refusal".
+        kind: equal, refused, "stock refuses", "too large", "too small", or, for failures, "other logits", "traceback", "needless refusal".
         note: the changes, and what the failure prints.
     """
 
@@ -212,6 +212,8 @@ def _imported(folder: Path) -> ImportedWeights:
 
 def _logits(weights: ImportedWeights, stock: nn.Module, text: str) -> Outcome:
     """Compare the logits of the imported model with those of the stock model."""
+    if weights.config.vocab_size <= FIRST_TOKEN:
+        return Outcome("too small", text)  # no token that is not special
     ours = registry.build(weights.config)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

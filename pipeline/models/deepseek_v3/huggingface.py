@@ -177,7 +177,6 @@ ADAPTER = Adapter(
     },
     nested=(ROPE, KeyGroup(("head_dim", "qk_head_dim"), lambda _: {}, _read_widths)),
     defaults=DEFAULTS,
-    ignored_keys=("output_router_logits",),  # for the loss
     ignored_weights=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
     from_weights=_without_missing_modules,
     separate_weights=_unexpected_modules,

@@ -51,8 +51,8 @@ ADAPTER = replace(
         llama.FULL_ATTENTION,
         KeyGroup(keys=("no_rope_layers", "no_rope_layer_interval"), write=_write, read=_read),
     ),
-    # sliding windows are off (use_sliding_window), whatever these keys are
-    ignored_keys=("sliding_window", "max_window_layers"),
+    # sliding windows are off (use_sliding_window), whatever the width is
+    ignored_keys=("sliding_window",),
     implied={},
     table=llama.TABLE,
 )

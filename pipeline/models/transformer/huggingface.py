@@ -99,7 +99,6 @@ ADAPTER = Adapter(
         layer_counts("encoder_layers", "decoder_layers", default=12),
         KeyGroup(("activation_function",), _write_activation, _read_activation),
     ),
-    ignored_keys=("init_std",),
     copies={f"model.{part}.embed_tokens.weight": "model.shared.weight" for part in ("encoder", "decoder")},
     zero_weights=("final_logits_bias",),
     computed_weights={f"model.{part}.embed_positions.weight": _positions for part in ("encoder", "decoder")},
