@@ -62,7 +62,7 @@ def _by_language(step: Any, name: str) -> Iterator[Violation]:
             count = len(general) if isinstance(general, Sequence) else 0
             numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
             if len(numbers) != max(1, count) or not all(
-                type(number) in (int, float) and knobs[wanted].accepts(number) for number in numbers
+                type(number) in (int, float) and not knobs[wanted].violated(number) for number in numbers
             ):
                 rule = " ".join([f"{count} numbers" if count else "a number", knobs[wanted].rule()]).strip()
                 yield Violation(f"{key}.{wanted}", value, f"must be {rule}", f"set it to a legal value ({knobs[wanted].meaning})")

@@ -153,8 +153,8 @@ def _typed(key: str, value: Any, field: str, schema: type[Any]) -> Any:
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise refusal(key, value, f"must be at most {_LARGEST}", "fix config.json")
     for item in dataclasses.fields(schema):
-        if item.name == field and not item.metadata["knob"].accepts(value):
-            raise refusal(key, value, f"must be {item.metadata['knob'].rule()}", "fix config.json")
+        if item.name == field and (rule := item.metadata["knob"].violated(value)):
+            raise refusal(key, value, rule, "fix config.json")
     return value
 
 
