@@ -10,7 +10,7 @@ Span = tuple[int, int]
 """(first character, end)."""
 
 _FENCE = r"^[ \t>]*(?:[-*+][ \t]+)?(?P<fence>`{3,}|~{3,})[^`\n]*\n(?:.*?^[ \t>]*(?P=fence)[`~]*[ \t]*$|.*\Z)"
-_INLINE = r"(?<!`)(?P<ticks>`{1,3})(?!`)[^`\n]*(?:\n[^`\n]+)?(?P=ticks)(?!`)"
+_INLINE = r"(?<!`)(?P<pair>`{2,3})(?!`)[^\n]+?(?<!`)(?P=pair)(?!`)|(?<!`)(?P<ticks>`{1,3})(?!`)[^`\n]*(?:\n[^`\n]+)?(?P=ticks)(?!`)"
 _INDENTED = r"^(?: {4}|\t)[^\n]*"
 _FENCE_LINE = re.compile(r"[ \t>]*(?:[-*+][ \t]+)?(?P<fence>```|~~~)[^`]*$")
 _TICKS = re.compile(r"`[^`\n]*`")

@@ -25,7 +25,8 @@ _TAG = re.compile(
 )
 _UNSEEN = re.compile(r"<!--.*?-->|<!doctype[^<>]*>|<(script|style)\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL)
 _PAGE = re.compile(r"\s*(?:<!doctype\s+html|<html\b|<\?xml[^>]*>\s*<html\b)", re.IGNORECASE)
-_MARKDOWN = re.compile(r"^(?:#{1,6} \S|```|~~~)|\]\([^\s()]+\)|`[^`\n]+`", re.MULTILINE)
+# Headings, fences and links; RST also has inline code, and code has comments with several # signs.
+_MARKDOWN = re.compile(r"(?:\A|\n\n)#{1,6} \S.*(?:\Z|\n(?!#))|^[ \t]*(?:```|~~~)|\]\([^\s()]+\)", re.MULTILINE)
 
 _FRONT_MATTER = re.compile(r"\A---\r?\n(?:[\w-]+:.*\n|[ \t].*\n|- .*\n|\r?\n)+---\r?\n(?!\s*(?:[\w-]+:|-)\s)")
 
@@ -55,7 +56,7 @@ def without(text: str) -> str:
         text = _UNSEEN.sub("", text)
         return _cut(text, _elements(text, [], unclosed=True))
     if _MARKDOWN.search(text):
-        return _cut(text, _elements(text, code.protected(text)))
+        return _cut(text, _elements(text, code.protected(text)), separators=(" ", " "))
     return text
 
 
@@ -96,8 +97,8 @@ def _covered(elements: list[_Element]) -> int:
     return total
 
 
-def _cut(text: str, elements: list[_Element]) -> str:
-    """Remove tags. The tag of a block becomes a line break and that of a table cell a tab, so that no words are joined."""
+def _cut(text: str, elements: list[_Element], separators: tuple[str, str] = ("\n", "\t")) -> str:
+    """Remove tags. So that no words are joined, the tag of a block becomes the first separator and that of a table cell the second one."""
     parts: list[str] = []
     start, last = 0, "\n"
     for element in elements:
@@ -107,7 +108,8 @@ def _cut(text: str, elements: list[_Element]) -> str:
         start = element.end
         following = text[start : start + 1]
         cell = element.name in ("td", "th")
-        if element.name in _BLOCKS and last not in ("\n\t" if cell else "\n") and following not in ("\n", "\r", ""):
-            last = "\t" if cell else "\n"
+        separator = separators[cell]
+        if element.name in _BLOCKS and last not in ("\n", separator) and following not in ("\n", "\r", separator, ""):
+            last = separator
             parts.append(last)
     return "".join([*parts, text[start:]])

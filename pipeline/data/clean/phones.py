@@ -14,7 +14,7 @@ _END = r"(?![\w%€$°]|[.,:/-]\d|-\w)"
 _RUN = re.compile(r"[+(\d][\d \u00a0\u202f()./\u2010-\u2013-]{5,60}")
 _CANDIDATE = re.compile(
     # international, with + or 00
-    r"(?<![\w.,+#&=/\\-])"
+    r"(?<![\w.,+#&=/\\-])(?<![\da-f]:)"
     rf"(?:(?:\+ ?|00)[1-9]\d{{0,2}}(?:{_GAP}{{0,2}}(?:\(0?\)|\(\d{{1,5}}\)|\d{{1,8}})){{1,7}}"
     # national, with the trunk prefix 0 and separators
     rf"|\(?0[1-9]\d{{0,4}}\)?(?:{_GAP}{{1,3}}\d{{2,8}}){{1,5}}|\(0[1-9]\d{{0,4}}\)\d[\d -]{{4,10}}\d"
@@ -27,7 +27,7 @@ _CUE = re.compile(
     r"|[☎☏📞📱]|電話|电话|手机|전화|โทร|फ़ोन|फोन|هاتف)(?: ?(?:no|nr|number|nummer)\b\.?)?\s?[:：=]?[ \u00a0]?$",
     re.IGNORECASE,
 )
-_DATE = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$")
+_DATE_OR_DECIMAL = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$|\+\d+\.\d+$")
 
 # Regions whose national numbers begin with 0 and are written in groups. The first ones have the most lenient plans.
 _REGIONS = "FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split()  # noqa: SIM905
@@ -49,7 +49,7 @@ def spans(text: str) -> list[tuple[int, int]]:
 
 def _is_number(text: str, match: re.Match[str]) -> bool:
     found = match[0][_unclosed(match[0]) :]
-    if not 7 <= _digits(found) <= 15 or _DATE.match(found) or _in_a_row_of_numbers(text, *match.span()):
+    if not 7 <= _digits(found) <= 15 or _DATE_OR_DECIMAL.match(found) or _in_a_row_of_numbers(text, *match.span()):
         return False
     if found.startswith("00"):
         found = "+" + found[2:]

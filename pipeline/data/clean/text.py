@@ -43,7 +43,8 @@ def repair(_: RepairStep) -> Step:
             text = repaired = batch.texts[index]
             if garbled[index]:
                 repaired = ftfy.fix_text(text, _FTFY)
-            if "&" in repaired and _ENTITY.search(repaired):
+            # A text with a literal < was not escaped, so that entities are its subject.
+            if "&" in repaired and "<" not in repaired and _ENTITY.search(repaired):
                 repaired = code.outside(repaired, code.protected(repaired), ftfy.fixes.unescape_html)
             if repaired != text:
                 yield Verdict(index, "encoding or entities repaired", repaired)
