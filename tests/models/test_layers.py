@@ -266,7 +266,7 @@ def test_xielu_is_the_integral_of_its_slope():
     slope = torch.where(x > 0, 2 * curvature[0] * x, curvature[1] * torch.expm1(x)) + 0.5
     (found,) = torch.autograd.grad(activation.double()(x).sum(), x)
     torch.testing.assert_close(found, slope, rtol=1e-5, atol=2e-6)
-    assert float(activation(torch.zeros(1, dtype=torch.float64))) == pytest.approx(0, abs=1e-5)
+    assert activation(torch.zeros(1, dtype=torch.float64)).item() == pytest.approx(0, abs=1e-5)
 
 
 def test_each_layer_uses_the_rotary_tables_of_its_kind():
