@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
@@ -55,6 +56,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     blend.check_epochs(config, training_data.samples)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
     try:
+        check_device(config, device)
         with ExitStack() as run_dir, Watchdog(config.training.timeout_minutes) as watchdog:
             start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
             mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device)
@@ -156,6 +158,16 @@ def check_vocabulary(config: RunConfig, data: Objective) -> None:
         rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
         fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
+
+
+def check_device(config: RunConfig, device: torch.device) -> None:
+    """Refuse settings that the device does not support.
+
+    Raises:
+        UserError: flex attention on a CPU, where it has no backward pass.
+    """
+    if config.training.attention == "flex" and device.type == "cpu":
+        raise UserError.of("training.attention", "flex", "requires a GPU; this rank has none", "set training.attention=auto")
 
 
 def starting_checkpoint(config: RunConfig) -> Path | None:

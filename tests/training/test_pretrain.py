@@ -179,6 +179,11 @@ def test_all_violations_are_reported_at_once(tokens):
     assert "Traceback" not in said
 
 
+def test_flex_attention_on_a_cpu_is_refused(tokens, tmp_path):
+    said = pipeline("stage=pretrain", *TINY, f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.attention=flex", expect=2)
+    assert "training.attention=flex: requires a GPU" in said
+
+
 def test_missing_tokens_name_the_stage_that_makes_them(tmp_path):
     said = pipeline("stage=pretrain", *TINY, f"data.tokens={tmp_path}/nowhere", expect=2)
     assert "stage=tokenize" in said
