@@ -22,7 +22,7 @@ class Trained(NamedTuple):
 
     Attributes:
         numbers: loss and gradient norm of every step, and the statistics of an MoE model.
-        validated: the loss of every step's batch before the step, by evaluation; empty for the plain loop and for MoE models.
+        validated: the loss of every step's batch before the step, by evaluation: without next-sentence prediction; empty for MoE models.
         weights: the final weights by name.
         moments: the final first moments by name.
     """
@@ -52,8 +52,12 @@ def plain_loop(config: Any, batches: list[tuple[torch.Tensor, dict[str, torch.Te
     parts = config.training.global_batch_size // config.training.micro_batch_size if routed else 1
     for moe in routed:
         moe.loss_scale = 1 / parts
-    numbers = []
+    numbers, validated = [], []
     for step, (tokens, batch) in enumerate(batches):
+        if not routed:
+            with torch.no_grad():
+                rest = {name: value for name, value in batch.items() if name != "next_sentence"}
+                validated.append(float(loss_of(model, tokens, rest, own_loss)))
         chunks = {name: value.chunk(parts) for name, value in batch.items()}
         loss = torch.zeros(())
         for index, part in enumerate(tokens.chunk(parts)):
@@ -73,7 +77,7 @@ def plain_loop(config: Any, batches: list[tuple[torch.Tensor, dict[str, torch.Te
                 moe.router.bias += config.model.bias_update_speed * torch.sign(load.mean() - load)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     moments = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters() if p.requires_grad}
-    return Trained(numbers, [], weights, moments)
+    return Trained(numbers, validated, weights, moments)
 
 
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor, batch: dict[str, torch.Tensor], own_loss: bool) -> torch.Tensor:
