@@ -138,8 +138,8 @@ def error_report_delay() -> float | None:
     """
     try:
         here = detect()
-    except UserError:
-        return 0
+    except UserError:  # the variables of the launcher are inconsistent; srun still sets the rank
+        return 0 if os.environ.get("SLURM_PROCID", "0") == "0" else GRACE_SECONDS
     if here.rank == 0:
         return 0
     return None if here.launcher == "mpirun" else GRACE_SECONDS

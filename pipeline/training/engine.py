@@ -32,15 +32,15 @@ class StepResult:
         gradient_norm: global norm before clipping.
         skipped: 1 if the gradient was not finite and the step changed nothing, else 0.
         lr: learning rate of the step.
-        requests: how many ranks made each request of Trainer.train.
         more: further values for metrics.jsonl, by key.
+        requests: how many ranks made each request of Trainer.train.
     """
 
     gradient_norm: Tensor
     skipped: Tensor
     lr: Tensor
-    requests: Tensor = field(default_factory=lambda: torch.zeros(0))
     more: dict[str, Tensor] = field(default_factory=dict)
+    requests: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class Engine(ABC):

@@ -196,7 +196,7 @@ def test_a_long_chain_is_one_cluster():
     assert len(cluster.dropped) == len(cluster.edges) == clusters.LISTED_DOCUMENTS
 
 
-TEXTS = st.lists(st.text(alphabet="abÄ 中\n.", max_size=20), min_size=1, max_size=8)
+TEXTS = st.lists(st.text(alphabet="abÄ \n.", max_size=20), min_size=1, max_size=8)
 
 
 @given(TEXTS, st.integers(1, 6))
@@ -204,7 +204,7 @@ def test_shingles_are_equal_where_their_words_are(texts, length):
     flat, offsets = minhash.shingles(Words(texts), length)
     meaning: dict[int, tuple[str, ...]] = {}
     for number, text in enumerate(texts):
-        words = "".join(f" {c} " if c == "中" else c if c.isalnum() else " " for c in text.lower()).split()
+        words = "".join(c if c.isalnum() else " " for c in text.lower()).split()
         expected = [tuple(words[i : i + length]) for i in range(max(1, len(words) - length + 1))] if words else []
         hashes = flat[offsets[number] : offsets[number + 1]].tolist()
         assert len(hashes) == len(expected)

@@ -43,7 +43,9 @@ from pipeline.progress import set_up_logging
 from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import build_optimizer
+from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
+from pipeline.training.watchdog import Watchdog
 from tools.audit.initial_weights import initialize
 from tools.bench.report import resident_bytes
 from tools.bench.token_dataset import TokenDataset
@@ -207,8 +209,11 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
     for stage in trainer.model.stage_modules():
         timer.count_as_model(stage, "forward")
     Path(config.run_dir).mkdir()
-    with Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics:
-        loop.train(config, trainer, samples, None, TrainState(), metrics)
+    with (
+        Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics,
+        Watchdog(config.training.timeout_minutes) as watchdog,
+    ):
+        loop.train(config, trainer, samples, None, TrainState(), metrics, StepControl(config, 0), watchdog)
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
