@@ -161,7 +161,7 @@ def compare(content: dict[str, Any], folder: Path, *, harmless: bool, tensors: C
         weights = _imported(folder)
     except UserError as error:
         return Outcome("needless refusal" if harmless and not tensors else "refused", f"{text}\n{error}")
-    except Exception:
+    except Exception:  # a defect of the import, which the table shows with its traceback
         return Outcome("traceback", f"{text}\n{traceback.format_exc()}")
     return _logits(weights, stock, text)
 
@@ -197,7 +197,7 @@ def _import_only(folder: Path, kind: str, text: str) -> Outcome:
         config_json.read(adapter, FAMILIES[family], content)
     except UserError:
         pass
-    except Exception:
+    except Exception:  # a defect of the import, which the table shows with its traceback
         return Outcome("traceback", f"{text}\n{traceback.format_exc()}")
     return Outcome(kind, text)
 
@@ -223,7 +223,7 @@ def _logits(weights: ImportedWeights, stock: nn.Module, text: str) -> Outcome:
         largest, _ = difference(ours.eval(), stock, weights.config.vocab_size, length)
     except AssertionError:
         return Outcome("stock refuses", text)  # logits that do not vary
-    except Exception:
+    except Exception:  # a defect of the import, which the table shows with its traceback
         return Outcome("traceback", f"{text}\n{traceback.format_exc()}")
     return Outcome("equal" if largest <= TOLERANCE else "other logits", f"{text}\nlargest difference {largest}")
 
