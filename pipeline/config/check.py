@@ -113,9 +113,6 @@ def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
     """The zero-bubble V schedule computes the gradients of inputs and of weights in separate passes."""
     if per_rank != 2:
         yield Violation("parallel.stages_per_rank", per_rank, "zbv has exactly 2 stages per rank", "leave it unset")
-    if config.parallel.zero_stage == 3:
-        rule = "zbv splits the backward pass and requires unsharded weights in both halves"
-        yield Violation("parallel.zero_stage", 3, rule, "set parallel.zero_stage to 0, 1 or 2, or choose another schedule")
     recompute = config.training.activation_checkpointing
     if recompute != "none":
         rule = "zbv splits the backward pass and would recompute the activations twice"
@@ -168,11 +165,6 @@ def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> 
 def _training(config: RunConfig) -> Iterator[Violation]:
     """Training length, sequence length and recomputation."""
     training, optimizer = config.training, config.optimizer
-    if training.activation_checkpointing == "selective" and config.parallel.zero_stage == 3:
-        rule = "ZeRO 3 gathers weights inside each block; recomputation gathers different ones, so saved outputs cannot be matched"
-        yield Violation(
-            "training.activation_checkpointing", "selective", rule, "set it to full or none, or choose another parallel.zero_stage"
-        )
     if training.sequence_length > config.model.max_positions:
         rule = f"must not exceed model.max_positions={config.model.max_positions}"
         yield Violation(

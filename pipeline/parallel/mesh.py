@@ -29,7 +29,8 @@ class Mesh:
         tensor: ranks that shard the same matrix products.
         context: ranks that shard the same sequences.
         expert: ranks that hold the other experts; each processes different samples.
-        data: ranks with the same weights: all data x context indices.
+        data: ranks with the same experts: all data x context indices.
+        dense: ranks with the same weights other than experts: all data x expert x context indices.
         pipeline: ranks that hold the other stages for the same samples.
         model: one complete replica of the model: all pipeline x expert x tensor ranks of this data and context index.
         tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank
@@ -43,6 +44,7 @@ class Mesh:
     context: ProcessGroup
     expert: ProcessGroup
     data: ProcessGroup
+    dense: ProcessGroup
     pipeline: ProcessGroup
     model: ProcessGroup
     tied_embedding: ProcessGroup | None
@@ -152,6 +154,7 @@ def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int
         "context": group(context=range(layout.context)),
         "expert": group(expert=experts),
         "data": group(data=range(layout.data), context=range(layout.context)),
+        "dense": group(data=range(layout.data), expert=experts, context=range(layout.context)),
         "pipeline": group(pipeline=stages),
         "model": group(pipeline=stages, expert=experts, tensor=pieces),
     }

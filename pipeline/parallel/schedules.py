@@ -37,7 +37,7 @@ class Pipeline:
         layout, training = mesh.layout, config.training
         micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], *shape[1:])
         micro_batches = shape[0] // micro_batch[0]
-        self._micro_batches, self._mesh, self._context_kind = micro_batches, mesh, config.parallel.context_kind
+        self.micro_batches, self._mesh, self._context_kind = micro_batches, mesh, config.parallel.context_kind
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
         self._moe_layers = list(moe_layers(stages))
@@ -74,7 +74,7 @@ class Pipeline:
 
     def _run_schedule(self, step: Any, inputs: Tensor, batch: Batch) -> Tensor:
         if self._mesh.layout.context > 1:
-            inputs, batch = context.shard_sequence(inputs, batch, self._mesh.context, self._context_kind, self._micro_batches)
+            inputs, batch = context.shard_sequence(inputs, batch, self._mesh.context, self._context_kind, self.micro_batches)
         losses: list[Tensor] = []
         arguments = (inputs,) if self.is_first else ()
         with_loss = {"target": batch["targets"], "losses": losses} if self.is_last else {}
@@ -165,4 +165,16 @@ def _build_stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, m
     if "input_grads" in inspect.signature(PipelineStage).parameters:  # from torch 2.12 on
         shapes["input_grads"] = (None,) if index == 0 else gradients
         shapes["output_grads"] = (loss,) if index == last else gradients
-    return PipelineStage(module, index, layout.stage_count, mesh.device, group=mesh.pipeline, **shapes)
+
+    class Stage(PipelineStage):
+        """A stage whose separate pass for the weights (zbv) calls their hooks after accumulation, as autograd does in a full pass."""
+
+        def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **options: Any) -> Any:
+            result = super().backward_maybe_with_nosync(backward_type, *args, **options)
+            if backward_type == "weight":
+                for parameter in (p for p in self.submod.parameters() if p.grad is not None):
+                    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                        hook(parameter)
+            return result
+
+    return Stage(module, index, layout.stage_count, mesh.device, group=mesh.pipeline, **shapes)

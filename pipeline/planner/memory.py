@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from pipeline.training.buckets import Bucket
 
 FP32 = torch.float32.itemsize
 
@@ -23,24 +26,24 @@ class ModelState:
         return self.weights + self.gradients + self.optimizer
 
 
-def model_state(parameters: int, *, dtype: torch.dtype, zero_stage: int, data: int, state_tensors: int) -> ModelState:
+def model_state(buckets: Iterable[Bucket], *, dtype: torch.dtype, zero_stage: int, state_tensors: int) -> ModelState:
     """The ZeRO arithmetic (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3), as training/ does it.
 
-    Gradients are accumulated in fp32 over the micro-batches of a step and reduced after the last one. Until then they are not sharded,
-    also under ZeRO 2 and 3.
+    Not counted: gradients of the buckets that are being reduced (at most four), under ZeRO 3 the gathered weights of two or three blocks.
 
     Args:
-        parameters: number of the rank's parameters, before ZeRO.
+        buckets: the rank's weights.
         dtype: number format of the weights.
-        zero_stage: 0 shards nothing, 1 and 2 the optimizer state, 3 also the weights.
-        data: number of ranks to shard over.
+        zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights other than vectors.
         state_tensors: fp32 tensors that the optimizer keeps for each weight.
     """
-    share = -(-parameters // data)
+    buckets = list(buckets)
+    whole, share = sum(bucket.elements for bucket in buckets), sum(bucket.partition_elements for bucket in buckets)
+    sharded_weights = sum(bucket.partition_elements if bucket.decays else bucket.elements for bucket in buckets)
     # Without ZeRO, fp32 weights are their own master copy; DeepSpeed always keeps a separate one.
     master = 0 if zero_stage == 0 and dtype == torch.float32 else FP32
     return ModelState(
-        weights=(share if zero_stage == 3 else parameters) * dtype.itemsize,
-        gradients=parameters * FP32,
-        optimizer=(parameters if zero_stage == 0 else share) * (master + state_tensors * FP32),
+        weights=(sharded_weights if zero_stage == 3 else whole) * dtype.itemsize,
+        gradients=(share if zero_stage >= 2 else whole) * FP32,
+        optimizer=(share if zero_stage else whole) * (master + state_tensors * FP32),
     )

@@ -8,7 +8,7 @@ from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
-from pipeline.training.gradients import is_primary_copy
+from pipeline.training.buckets import is_primary_copy
 
 
 def count_model_parameters(config: ModelConfig) -> int:

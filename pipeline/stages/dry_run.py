@@ -21,6 +21,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
 from pipeline.planner.memory import model_state
 from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.training.buckets import build_buckets
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
@@ -42,7 +43,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     local, model = init_fake(config, job_size(config, ranks.world_size))
     layout = local.layout
     sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
-    lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, layout, model)]
+    lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, local, model)]
     lines += [*batch_lines(config, layout), "", sbatch]
     print("\n".join(lines))
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
@@ -79,18 +80,20 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
     yield f"  {'primary copies':<14}{primary:,} of {total:,} (each replicated parameter is counted on one rank only)"
 
 
-def memory_lines(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
+def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
     """Yield the size of weights, gradients and optimizer state on the rank."""
     zero = config.parallel.zero_stage
-    parameters, dtype = count_local_parameters(model), DTYPES[config.precision.dtype]
-    ranks, tensors = layout.data * layout.context, OPTIMIZERS[config.optimizer.name].state
-    state = model_state(parameters, dtype=dtype, zero_stage=zero, data=ranks, state_tensors=len(tensors))
+    dtype, tensors = DTYPES[config.precision.dtype], OPTIMIZERS[config.optimizer.name].state
+    buckets = build_buckets(model, local, sequence_parallel=config.parallel.sequence_parallel)
+    state = model_state(buckets, dtype=dtype, zero_stage=zero, state_tensors=len(tensors))
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
-    over, kept = f"over {ranks} data ranks", f"{master}{' and '.join(tensors)}"
+    over = f", sharded over {local.dense.size()} data ranks"
+    if local.layout.expert > 1:
+        over += f" (experts: {local.data.size()})"
     yield f"model state under ZeRO {zero} (without activations and buffers)"
-    yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{f', sharded {over}' if zero == 3 else ''}"
-    yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32, unsharded until the reduction at the end of a step"
-    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {kept}{f', sharded {over}' if zero else ''}"
+    yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
+    yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
+    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{' and '.join(tensors)}{over if zero else ''}"
     yield f"  {'total':<14}{state.total / GIB:9.3f} GiB"
 
 

@@ -8,20 +8,17 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
-from pipeline.training.gradients import is_primary_copy
+from pipeline.training.buckets import is_primary_copy
 from pipeline.training.optimizers import OptimizerKind
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
 ENGINES = {0: "pipeline.training.replicated:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero:ZeroEngine")
-
-_LINEAR = F.linear
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,8 @@ class Engine(ABC):
     model: LocalModel
 
     @abstractmethod
-    def accumulate(self) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients; its end reduces them over all ranks."""
+    def accumulate(self, micro_batches: int) -> AbstractContextManager[None]:
+        """A context for the backward passes of a step, `micro_batches` of every stage; at its end the gradients are reduced."""
 
     @abstractmethod
     def step(self) -> StepResult:
@@ -71,8 +68,6 @@ class Engine(ABC):
 
 def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
     """The engine of the configured ZeRO stage."""
-    # ZeRO 3 replaces F.linear in the whole process by a version that adds the bias in place, to products kept by selective recomputation.
-    F.linear = _LINEAR
     engine: Engine = resolve_name(ENGINES[config.parallel.zero_stage])(config, model, mesh)
     return engine
 

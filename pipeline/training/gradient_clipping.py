@@ -1,23 +1,31 @@
-"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063). DeepSpeed clips under ZeRO 1 to 3."""
+"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import LocalModel
-from pipeline.training.gradients import is_primary_copy
+from torch.distributed import ProcessGroup
 
 
-def global_norm(model: LocalModel, mesh: Mesh) -> Tensor:
-    """Return the 2-norm of the full model's gradient, after the reduction over data: 0-dim, fp32, the same on every rank."""
-    primary = [p.grad for p, piece in model.pieces.items() if p.grad is not None and is_primary_copy(piece, mesh)]
-    norms = torch.stack(torch._foreach_norm(primary)) if primary else torch.zeros(1, device=mesh.device)
+def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device: torch.device) -> Tensor:
+    """Return the 2-norm of the full model's gradient.
+
+    Args:
+        gradients: this rank's part; every element of the full gradient is on one rank of the groups.
+        groups: the squares are summed over one after the other.
+        device: of the result.
+
+    Returns:
+        0-dim, fp32, the same on every rank.
+    """
+    norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
     square = norms.square().sum()
-    if mesh.model.size() > 1:
-        dist.all_reduce(square, group=mesh.model)
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(square, group=group)
     return square.sqrt()
 
 

@@ -15,10 +15,12 @@ from pipeline.checkpoint.fragment import Fragment
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
-from pipeline.training import gradient_clipping, gradients
+from pipeline.training import gradient_clipping
+from pipeline.training.buckets import build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, build_optimizer, create_state
+from pipeline.training.reduction import GradientReducer, Reduction
 
 
 class ReplicatedEngine(Engine):
@@ -27,11 +29,10 @@ class ReplicatedEngine(Engine):
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         self.model = model
         self._mesh = mesh
-        self._sequence_parallel = config.parallel.sequence_parallel
         self._clipping = config.optimizer.gradient_clipping
+        buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+        self._reducer = GradientReducer(buckets, mesh, Reduction.ALL)
         self._parameters = list(model.pieces)
-        for parameter in self._parameters:
-            parameter.grad_dtype = torch.float32
         low = config.precision.dtype != "fp32"
         self._masters: list[Tensor] = [p.detach().float() if low else p for p in self._parameters]
         self._low = [p.detach() for p in self._parameters] if low else []
@@ -44,16 +45,20 @@ class ReplicatedEngine(Engine):
         self._optimizer = build_optimizer(self._masters, config.optimizer, self._lr)
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self, micro_batches: int) -> Iterator[None]:
         """See Engine."""
-        yield
-        gradients.finalize_gradients(self.model, self._mesh, sequence_parallel=self._sequence_parallel)
-        gradients.sum_over(self._mesh.data, self.model.pieces.items(), mean=True)
+        with self._reducer.accumulate(micro_batches):
+            yield
+        for bucket in self._reducer.buckets:
+            for parameter in bucket.pieces:
+                parameter.grad = bucket.view(self._reducer.reduced(bucket), parameter)
+        self._reducer.release()
 
     @torch.no_grad()
     def step(self) -> StepResult:
         """See Engine. Clipping is passed as the optimizer's grad_scale and skipping as found_inf: neither reads the gradients once more."""
-        norm = gradient_clipping.global_norm(self.model, self._mesh)
+        primary = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
+        norm = gradient_clipping.global_norm(primary, [self._mesh.model], self._mesh.device)
         skipped = (~norm.isfinite()).float()
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
@@ -77,7 +82,7 @@ class ReplicatedEngine(Engine):
                 self.model.pieces[parameter],
                 0,
                 {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in self._kind.state}},
-                owned=first and gradients.is_primary_copy(self.model.pieces[parameter], self._mesh),
+                owned=first and is_primary_copy(self.model.pieces[parameter], self._mesh),
             )
             for parameter, master in zip(self._parameters, self._masters, strict=True)
         ]

@@ -49,8 +49,9 @@ class Trainer:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
         batch = self._with_loss_scale(batch)
-        with self.engine.accumulate():
-            loss = self._pipeline(tokens, batch).train(tokens, batch)
+        pipeline = self._pipeline(tokens, batch)
+        with self.engine.accumulate(pipeline.micro_batches):
+            loss = pipeline.train(tokens, batch)
         result = self.engine.step()
         mean, counted = self._global_mean(loss, requests)
         return mean, replace(result, requests=counted, more=self._routing.after_step(result.skipped))

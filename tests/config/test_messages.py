@@ -30,10 +30,6 @@ def refused(tmp_path: Path, *arguments: str) -> str:
         (["parallel.zero_stage=4"], ["parallel.zero_stage=4", "at most 3"]),
         (["parallel.schedule=gpipe"], ["parallel.schedule=gpipe", "one of 1f1b, interleaved, zbv"]),
         (["optimizer.lr=1e-4,3e-4"], ["optimizer.lr=1e-4,3e-4", "several values", "add -m"]),
-        (
-            ["training.activation_checkpointing=selective", "parallel.zero_stage=3"],
-            ["selective: ZeRO 3 gathers weights", "set it to full or none"],
-        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

@@ -72,8 +72,8 @@ def test_tokens_of_a_blend_and_a_batch_rampup():
 
 
 def test_errors_are_reported_together():
-    text = pipeline(*LARGE, "dry_run.world_size=1000", "dry_run.rank=1000", "parallel.zero_stage=3", "parallel.schedule=zbv", expect=2)
-    for key in ("dry_run.rank=1000", "world size=1000", "parallel.zero_stage=3"):
+    text = pipeline(*LARGE, "dry_run.world_size=1000", "dry_run.rank=1000", "training.compile=on", "parallel.schedule=zbv", expect=2)
+    for key in ("dry_run.rank=1000", "world size=1000", "training.compile=on"):
         assert f"- {key}" in text
     assert "Traceback" not in text
     assert "stage=pretrain" in pipeline("stage=convert", "dry_run=true", expect=2)

@@ -156,7 +156,6 @@ LAYOUTS = {
         "context=2 context_kind=ulysses pipeline=2 zero_stage=0 schedule=zbv",
         "context=2 context_kind=ring zero_stage=3",
         "context=2 context_kind=ring tensor=2 zero_stage=2 training.activation_checkpointing=full",
-        # Runs after a case with ZeRO 3, whose replacement of F.linear must be undone.
         "context=4 context_kind=ring zero_stage=1 training.activation_checkpointing=selective",
     ],
     # Rotary positions, ALiBi and sliding windows with context parallelism and sharded heads.
@@ -171,7 +170,7 @@ LAYOUTS = {
     # Two rotary bases on every stage, and norms after the layers; with the ring, windows in some layers only.
     "gemma3": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
     # The norm over the heads of all tensor ranks, with a split backward pass, and recomputed with weights that ZeRO 3 gathers.
-    "olmo2": ["tensor=2 pipeline=2 zero_stage=0 schedule=zbv", "tensor=2 zero_stage=3 training.activation_checkpointing=full"],
+    "olmo2": ["tensor=2 pipeline=2 zero_stage=0 schedule=zbv", "tensor=2 zero_stage=3 training.activation_checkpointing=selective"],
     "qwen2.5": ["tensor=2 pipeline=2 zero_stage=1"],
     "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
     "bert": [
@@ -197,7 +196,7 @@ LAYOUTS = {
         "zero_stage=3 pipeline=2",
     ],
     "t5-1.1": ["zero_stage=0", "zero_stage=3 tensor=2"],
-    "transformer": ["zero_stage=0", "tensor=2 pipeline=2", "pipeline=2 schedule=zbv zero_stage=2"],
+    "transformer": ["zero_stage=0", "tensor=2 pipeline=2", "pipeline=2 schedule=zbv zero_stage=3"],
     "mixtral": [
         "expert=2 zero_stage=0",
         "expert=2 zero_stage=2 training.activation_checkpointing=selective",

@@ -1,0 +1,126 @@
+"""Gradient buckets: the weights of a transformer block share one flat fp32 gradient, which is reduced with one collective.
+
+A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer state are divided into one equal partition per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.pieces import Piece
+from pipeline.parallel.tensor import sums_over_tensor
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Weights with one flat gradient, in order, padded at the end such that it divides into equal partitions.
+
+    Attributes:
+        name: for messages and tests.
+        pieces: weight -> its piece of the full weight.
+        group: the ranks that hold the same weights: the gradient is reduced over them.
+        tensor_sums: weights whose gradient is first summed over the tensor ranks.
+        decays: whether weight decay applies.
+        offsets: weight -> its first element in the flat gradient.
+        elements: number of elements of the flat gradient, including the padding.
+    """
+
+    name: str
+    pieces: dict[nn.Parameter, Piece]
+    group: ProcessGroup
+    tensor_sums: list[nn.Parameter]
+    decays: bool
+    offsets: dict[nn.Parameter, int] = field(init=False)
+    elements: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offsets, end = {}, 0
+        for parameter, piece in self.pieces.items():
+            self.offsets[parameter] = end
+            end += piece.elements
+        # Partitions start at even elements: DeepSpeed aligns the partitions of 16-bit weights to 4 bytes.
+        alignment = 2 * self.group.size()
+        self.elements = math.ceil(end / alignment) * alignment
+
+    @property
+    def partition_elements(self) -> int:
+        """Number of elements of a rank's partition."""
+        return self.elements // self.group.size()
+
+    def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The elements of a weight in a flat tensor of this bucket, in the weight's shape."""
+        piece = self.pieces[parameter]
+        return flat.narrow(0, self.offsets[parameter], piece.elements).view(piece.shape)
+
+    def partition_slices(self) -> dict[nn.Parameter, slice]:
+        """Weight -> its slice of this rank's partition; without the weights that are not in the partition."""
+        start = self.group.rank() * self.partition_elements
+        slices = {}
+        for parameter, offset in self.offsets.items():
+            first = max(offset - start, 0)
+            last = min(offset - start + self.pieces[parameter].elements, self.partition_elements)
+            if first < last:
+                slices[parameter] = slice(first, last)
+        return slices
+
+
+def build_buckets(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> list[Bucket]:
+    """Assign every weight of the rank to a bucket.
+
+    The matrices of a block are a bucket, those of its experts another one, since fewer ranks hold the same experts. Embedding and head are
+    a bucket each. A weight that several pipeline stages hold is a bucket of its own. All vectors (norms and biases: one in ten thousand
+    elements) form one last bucket.
+    """
+    units = _units(model)
+    members: dict[tuple[str, str], dict[nn.Parameter, Piece]] = {}
+    for parameter, piece in model.pieces.items():
+        replicas = "expert" if piece.is_sliced_along("expert") else "dense"
+        unit = units[parameter] if len(piece.full_shape) >= 2 else "vectors"
+        members.setdefault((piece.name if piece.shared else unit, replicas), {})[parameter] = piece
+    ordered = sorted(members, key=lambda key: key[0] == "vectors")
+    return [
+        Bucket(
+            name=" ".join((unit, replicas)),
+            pieces=members[unit, replicas],
+            group=mesh.data if replicas == "expert" else mesh.dense,
+            tensor_sums=[p for p, piece in members[unit, replicas].items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
+            decays=unit != "vectors" and all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values()),
+        )
+        for unit, replicas in ordered
+    ]
+
+
+def _sums(piece: Piece, mesh: Mesh, *, sequence_parallel: bool) -> bool:
+    return mesh.layout.tensor > 1 and sums_over_tensor(piece, sequence=sequence_parallel)
+
+
+def _units(model: LocalModel) -> dict[nn.Parameter, str]:
+    """Weight -> the first block that holds it, or else the first other module of the stage."""
+    units: dict[nn.Parameter, str] = {}
+    for index, stage in model.stages.items():
+        for name, parameter in stage.named_parameters():
+            parts = name.split(".")
+            unit = ".".join(parts[: 2 if parts[0] == "blocks" else 1])
+            units.setdefault(parameter, f"stage {index} {unit}")
+    return units
+
+
+def is_primary_copy(piece: Piece, mesh: Mesh, *, sharded: bool = False) -> bool:
+    """Whether this rank's copy of a piece is the one that counts in the global norm and is saved in a checkpoint.
+
+    True for a piece that is sharded over an axis. Of a weight that is replicated over an axis, rank 0 of the axis holds the primary copy;
+    of a weight that several pipeline stages hold, the first stage does.
+
+    Args:
+        piece: the piece.
+        mesh: this rank's process groups.
+        sharded: whether this is about a partition of the piece (ZeRO): dense weights are then partitioned over the expert axis, too.
+    """
+    axes = {"tensor": mesh.coordinates.tensor, "expert": 0 if sharded else mesh.coordinates.expert}
+    return not piece.copy and all(piece.is_sliced_along(axis) or coordinate == 0 for axis, coordinate in axes.items())

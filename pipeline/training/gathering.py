@@ -1,0 +1,143 @@
+"""Gathers the weights of a bucket from their partitions before they are used.
+
+Under ZeRO 1 and 2, the new weights are gathered once a step: the collectives start after the optimizer step, in the order of use, and every
+module waits for its own. Under ZeRO 3, the matrices of a block are gathered for each use and freed after it; the gathering of the next
+block starts before the computation of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeline.training.buckets import Bucket
+
+
+class FlatWeights:
+    """The weights of a bucket; the parameters are views of `flat`.
+
+    Args:
+        bucket: the bucket.
+        flat: (elements,), the whole weights; its storage is empty while they are freed.
+        partition: (partition_elements,), this rank's weights; a view of `flat` if that is never freed.
+        freed: whether `flat` is freed after each use.
+    """
+
+    def __init__(self, bucket: Bucket, flat: Tensor, partition: Tensor, *, freed: bool) -> None:
+        # .data: autograd must not take the gathering for a change of the weights that it has saved.
+        self.bucket, self.flat, self.partition = bucket, flat.data, partition.data
+        self._freed = freed
+        self._bytes = flat.untyped_storage().nbytes()
+        self._present, self._uses = True, 0
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Start to gather freed weights."""
+        if not self._present:
+            self.flat.untyped_storage().resize_(self._bytes)
+            self.refresh()
+            self._present = True
+
+    def refresh(self) -> None:
+        """Start to gather the partitions, which have changed."""
+        if self.bucket.group.size() > 1:
+            self._work = dist.all_gather_into_tensor(self.flat, self.partition, group=self.bucket.group, async_op=True)
+
+    def acquire(self) -> None:
+        """Make the weights available, until `release`."""
+        self.start()
+        self._uses += 1
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def release(self) -> None:
+        """End a use."""
+        self._uses -= 1
+        if self._uses == 0:
+            self.free()
+
+    def free(self) -> None:
+        """Free the weights, unless they are kept."""
+        self._uses = 0
+        if self._freed and self._present:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            self.flat.untyped_storage().resize_(0)
+            self._present = False
+
+
+class WeightGatherer:
+    """Hooks on the blocks and the other modules of every stage that make weights available when they are used.
+
+    Args:
+        weights: the weights of all buckets.
+        stages: stage index (as str) -> module, as in LocalModel.stages.
+    """
+
+    def __init__(self, weights: Iterable[FlatWeights], stages: nn.ModuleDict) -> None:
+        self._weights = list(weights)
+        self._of = {parameter: flat for flat in self._weights for parameter in flat.bucket.pieces}
+        self._in_backward: dict[Bucket, FlatWeights] = {}
+        for stage in stages.values():
+            self._register(_units(stage))
+
+    def refresh(self) -> None:
+        """Start to gather weights that are not freed after use: the optimizer has changed them."""
+        for flat in self._weights:
+            if flat._present:
+                flat.refresh()
+
+    def backward_finished(self, bucket: Bucket) -> None:
+        """All gradients of a bucket have been computed in a backward pass."""
+        if bucket in self._in_backward:
+            self._in_backward.pop(bucket).release()
+
+    def finish(self) -> None:
+        """End all uses; weights without a gradient are still gathered then."""
+        self._in_backward.clear()
+        for flat in self._weights:
+            flat.free()
+
+    def _register(self, units: list[nn.Module]) -> None:
+        used = [list(dict.fromkeys(self._of[p] for p in unit.parameters() if p in self._of)) for unit in units]
+        for index, unit in enumerate(units):
+            following = used[index + 1] if index + 1 < len(units) else []
+            preceding = used[index - 1] if index > 0 else []
+            unit.register_forward_pre_hook(partial(self._before_forward, used[index], following))
+            unit.register_forward_hook(partial(self._after_forward, used[index], preceding))
+
+    def _before_forward(self, weights: list[FlatWeights], following: list[FlatWeights], _module: nn.Module, _args: Any) -> None:
+        for flat in weights:
+            flat.acquire()
+        for flat in following:
+            flat.start()
+
+    def _after_forward(self, weights: list[FlatWeights], preceding: list[FlatWeights], _module: nn.Module, _args: Any, output: Any) -> None:
+        for flat in weights:
+            flat.release()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, weights, preceding))
+
+    def _before_backward(self, weights: list[FlatWeights], preceding: list[FlatWeights], _grad: Tensor) -> None:
+        for flat in weights:
+            if flat.bucket not in self._in_backward:
+                self._in_backward[flat.bucket] = flat
+                flat.acquire()
+        for flat in preceding:
+            flat.start()
+
+
+def _units(stage: nn.Module) -> list[nn.Module]:
+    """The modules with weights whose hooks run outside of compiled code, in the order of their use."""
+    units = []
+    for name, child in stage.named_children():
+        units += list(child.children()) if name == "blocks" else [child]
+    return [unit for unit in units if any(True for _ in unit.parameters())]

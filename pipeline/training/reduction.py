@@ -1,0 +1,235 @@
+"""Reduction of gradients over the ranks that hold the same weights, bucket by bucket while the backward pass is still running."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from pipeline.parallel.mesh import Mesh
+from pipeline.training.buckets import Bucket
+
+#: Reductions in flight; each holds the flat gradient of a bucket.
+MAX_PENDING = 2
+
+
+class Reduction(Enum):
+    """What a reduction leaves on a rank, and how often it happens."""
+
+    ALL = "the whole gradient, once a step"
+    PARTITION = "the rank's partition, once a step"
+    PARTITION_EACH = "the rank's partition, after every micro-batch: no rank ever holds the gradient of the whole model"
+
+
+class GradientReducer:
+    """Accumulates the gradients of every bucket in fp32 and reduces them to their mean over the group.
+
+    A weight's gradient is added to the flat gradient of its bucket as soon as autograd has computed it. When all gradients of a bucket have
+    arrived, its collective starts, on a side stream on GPUs, and the whole gradient is freed after it.
+
+    Args:
+        buckets: of all weights of this rank.
+        mesh: this rank's process groups.
+        reduction: what to leave on the rank, and how often.
+        on_complete: called with a bucket when all its gradients of a step, or with PARTITION_EACH of a micro-batch, have been computed.
+    """
+
+    def __init__(
+        self, buckets: list[Bucket], mesh: Mesh, reduction: Reduction, on_complete: Callable[[Bucket], None] = lambda _: None
+    ) -> None:
+        self.buckets, self._on_complete = buckets, on_complete
+        self._mesh, self._reduction = mesh, reduction
+        self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._states = [_State(bucket, mesh) for bucket in buckets]
+        self._pending: deque[tuple[_State, Tensor, Any]] = deque()
+        for state in self._states:
+            for parameter in state.bucket.pieces:
+                # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
+                parameter.grad_dtype = None
+                parameter.register_post_accumulate_grad_hook(_Arrival(self, state))
+
+    @contextmanager
+    def accumulate(self, micro_batches: int) -> Iterator[None]:
+        """A context for the backward passes of a step; at its end `reduced` holds the result.
+
+        Args:
+            micro_batches: number of backward passes of every stage.
+        """
+        passes = 1 if self._reduction is Reduction.PARTITION_EACH else micro_batches
+        for state in self._states:
+            state.start(passes)
+        yield
+        self._sum_over_stages()
+        for state in self._states:
+            if state.flat is not None or not state.started:
+                self._reduce(state)
+        while self._pending:
+            self._finish_oldest()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def reduced(self, bucket: Bucket) -> Tensor:
+        """The reduced flat gradient of a bucket, fp32: (elements,), or this rank's (partition_elements,)."""
+        gradient = self._states[self.buckets.index(bucket)].reduced
+        assert gradient is not None, "no gradient has been reduced"
+        return gradient
+
+    def release(self) -> None:
+        """Free the reduced gradients."""
+        for state in self._states:
+            state.reduced = None
+
+    def arrived(self, state: _State, parameter: nn.Parameter) -> None:
+        """Add the new gradient of a weight to its bucket."""
+        state.add(parameter)
+        if state.missing == 0:
+            state.expect()
+            self._on_complete(state.bucket)
+            if not state.shared:
+                self._reduce(state)
+
+    def _sum_over_stages(self) -> None:
+        """Sum the gradients of weights that several pipeline stages hold."""
+        for state in sorted(self._states, key=lambda state: state.bucket.name):  # the order of the stages' weights differs
+            if state.stages is not None:
+                dist.all_reduce(state.complete(), group=state.stages)
+
+    def _reduce(self, state: _State) -> None:
+        """Start the collective of a bucket."""
+        flat, bucket = state.complete(), state.bucket
+        state.started = True
+        with self._side_stream():
+            _sum([bucket.view(flat, parameter) for parameter in bucket.tensor_sums], self._mesh.tensor)
+            ranks, work, result = bucket.group.size(), None, flat
+            if ranks > 1 and self._reduction is Reduction.ALL:
+                work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+            elif ranks > 1:
+                result = flat.new_empty(bucket.partition_elements)
+                work = dist.reduce_scatter_tensor(result, flat, group=bucket.group, async_op=True)
+            if self._stream is not None:
+                flat.record_stream(self._stream)
+        state.free()
+        self._pending.append((state, result, work))
+        if len(self._pending) > MAX_PENDING:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait for a collective (on a GPU, the side stream waits) and add its result to the reduced gradient."""
+        state, result, work = self._pending.popleft()
+        with self._side_stream():
+            if work is not None:
+                work.wait()
+            if state.replicas > 1:
+                result /= state.replicas
+            state.reduced = result if state.reduced is None else state.reduced.add_(result)
+            if self._stream is not None:
+                state.reduced.record_stream(self._stream)
+
+    def _side_stream(self) -> AbstractContextManager[Any]:
+        """The side stream, after all work that is queued on the current stream."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+
+class _Arrival:
+    """The hook of a weight that autograd calls after it has added to the weight's gradient."""
+
+    def __init__(self, reducer: GradientReducer, state: _State) -> None:
+        self._reducer, self._state = reducer, state
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self._reducer.arrived(self._state, parameter)
+
+
+class _State:
+    """The gradient of a bucket during a step.
+
+    Attributes:
+        bucket: the bucket.
+        shared: whether several pipeline stages hold its weights, on this or on other ranks.
+        stages: the ranks that hold the weights of several stages, None if this rank does not take part.
+        replicas: number of summands of the mean. The gradient of an expert is the sum over the tokens of all expert ranks.
+        flat: the whole gradient, fp32; None until a gradient arrives.
+        missing: number of gradients until the bucket is complete.
+        started: whether a collective has been started in this step.
+        reduced: the reduced gradient so far.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh) -> None:
+        self.bucket = bucket
+        kind = next(iter(bucket.pieces.values())).shared
+        self.shared = bool(kind)
+        self.stages = {"": None, "tied_embedding": mesh.tied_embedding, "pipeline": mesh.pipeline}[kind]
+        if self.stages is not None and self.stages.size() == 1:
+            self.stages = None
+        self.replicas = mesh.data.size() * mesh.layout.expert
+        self.flat: Tensor | None = None
+        self.reduced: Tensor | None = None
+        self._device = mesh.device
+        self._present: set[nn.Parameter] = set()
+        self._passes = self.missing = 0
+        self.started = False
+
+    def start(self, passes: int) -> None:
+        """Expect this number of gradients for every weight."""
+        assert self.flat is None, "the last step has not been finished"
+        self.reduced = None
+        self._passes, self.started = passes, False
+        self.expect()
+
+    def expect(self) -> None:
+        """Count the gradients of the next backward passes."""
+        self.missing = self._passes * len(self.bucket.pieces)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Move a weight's gradient into the flat gradient; later ones are added there by autograd."""
+        if parameter not in self._present:
+            assert parameter.grad is not None
+            view = self.bucket.view(self._allocated(), parameter)
+            view.copy_(parameter.grad)
+            parameter.grad = view
+            self._present.add(parameter)
+        self.missing -= 1
+
+    def complete(self) -> Tensor:
+        """The whole gradient, zeros for weights without one."""
+        flat, end = self._allocated(), 0
+        for parameter, piece in self.bucket.pieces.items():
+            if parameter not in self._present:
+                self.bucket.view(flat, parameter).zero_()
+                self._present.add(parameter)
+            end += piece.elements
+        flat[end:].zero_()
+        return flat
+
+    def free(self) -> None:
+        """Drop the whole gradient."""
+        for parameter in self.bucket.pieces:
+            parameter.grad = None
+        self._present.clear()
+        self.flat = None
+
+    def _allocated(self) -> Tensor:
+        if self.flat is None:
+            self.flat = torch.empty(self.bucket.elements, dtype=torch.float32, device=self._device)
+        return self.flat
+
+
+def _sum(tensors: list[Tensor], group: ProcessGroup) -> None:
+    """Sum tensors over a group in place, with one collective."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    torch._foreach_copy_(
+        tensors, [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    )

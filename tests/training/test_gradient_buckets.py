@@ -1,0 +1,171 @@
+"""What a step communicates, when, and what it holds: counted on four ranks, under every ZeRO stage."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.training.reduction import MAX_PENDING
+from tests.world import causal, share, tiny, trainer
+
+RANKS = 4
+BLOCKS = 6
+MICRO_BATCHES = 4
+#: Blocks that are large beside embedding and head.
+SETTINGS = tiny(
+    *("model=llama-tiny", "model.kv_heads=4", f"model.layers={BLOCKS}", "model.ffn_hidden=64", "model.vocab_size=32"),
+    *("training.global_batch_size=32", "precision=bf16"),
+)
+
+REDUCE = {torch.ops.c10d.allreduce_.default: "all-reduce", torch.ops.c10d._reduce_scatter_base_.default: "reduce-scatter"}
+GATHER = {torch.ops.c10d._allgather_base_.default: "all-gather"}
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives, as (name, bytes of the whole tensor), between other events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = (REDUCE | GATHER).get(operation)
+        if name == "reduce-scatter":
+            self.events.append((name, args[1].nbytes))
+        elif name == "all-gather":
+            self.events.append((name, args[0].nbytes))
+        elif name:
+            self.events.append((name, sum(tensor.nbytes for tensor in args[0])))
+        return operation(*args, **(kwargs or {}))
+
+    def bytes(self, name: str) -> int:
+        """The bytes of all collectives of a kind, without scalars (losses, norms)."""
+        return sum(size for kind, size in self.events if kind == name and size > 64)
+
+    def calls(self, name: str) -> int:
+        """The number of collectives of a kind, without scalars."""
+        return sum(kind == name and size > 64 for kind, size in self.events)
+
+
+def batch_of(config: Any, trainer: Any) -> list[Any]:
+    """This rank's share of a global batch."""
+    shape = (config.training.global_batch_size, config.training.sequence_length + 1)
+    return list(causal(*share(trainer, torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(3)))))
+
+
+def record(*overrides: str) -> dict[str, Any]:
+    """Count the collectives of a second step, and what is alive when a gradient arrives."""
+    config, job = trainer(*SETTINGS, *overrides)
+    inputs = batch_of(config, job)
+    job.train(*inputs)
+    held: list[int] = []
+    gathered: list[int] = []
+    with Collectives() as found:
+
+        def arrived(_: Any) -> None:
+            found.events.append(("gradient", 0))
+            held.append(sum(state.flat.nbytes for state in job.engine._reducer._states if state.flat is not None))
+            if config.parallel.zero_stage:
+                gathered.append(sum(flat.flat.untyped_storage().nbytes() for flat in job.engine._zero.weights))
+
+        for parameter in job.model.pieces:
+            parameter.register_post_accumulate_grad_hook(arrived)
+        job.train(*inputs)
+    weights = sum(bucket.elements for bucket in job.engine._reducer.buckets)
+    last = max(index for index, event in enumerate(found.events) if event[0] == "gradient")
+    kind = "all-reduce" if config.parallel.zero_stage == 0 else "reduce-scatter"
+    before = sum(size for name, size in found.events[:last] if name == kind)
+    return {
+        "elements": weights,
+        "largest": max(bucket.elements for bucket in job.engine._reducer.buckets),
+        "kinds": Counter(name for name, size in found.events if size > 64),
+        **{name: found.bytes(name) for name in ("all-reduce", "reduce-scatter", "all-gather")},
+        "gathers": found.calls("all-gather"),
+        "before the last gradient": before / max(1, found.bytes(kind)),
+        "whole gradients": max(held),
+        "whole weights": max(gathered, default=0),
+        "buckets": len(job.engine._reducer.buckets),
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded(worlds):
+    """The record of rank 0 under every ZeRO stage."""
+    return {stage: worlds(RANKS).run(record, f"parallel.zero_stage={stage}")[0] for stage in (0, 1, 2, 3)}
+
+
+def test_zero_0_reduces_each_gradient_once_in_fp32(recorded):
+    assert recorded[0]["all-reduce"] == 4 * recorded[0]["elements"]
+    assert recorded[0]["reduce-scatter"] == recorded[0]["all-gather"] == 0
+
+
+def test_zero_1_moves_at_most_a_reduce_scatter_and_a_gathering(recorded):
+    """4P + 2P bytes, of which a rank sends (D-1)/D; an all-reduce of fp32 gradients alone would send 8P."""
+    assert recorded[1]["reduce-scatter"] == 4 * recorded[1]["elements"]
+    assert recorded[1]["all-gather"] == 2 * recorded[1]["elements"]
+    assert recorded[1]["all-reduce"] == 0
+
+
+def test_zero_2_reduces_after_every_micro_batch_and_holds_few_whole_gradients(recorded):
+    assert recorded[2]["reduce-scatter"] > (MICRO_BATCHES - 1) * recorded[1]["reduce-scatter"]
+    assert recorded[2]["all-gather"] == recorded[1]["all-gather"]
+    # The matrices of one block, and the vectors, which arrive from all blocks.
+    assert recorded[2]["whole gradients"] <= 2 * 4 * recorded[2]["largest"] < recorded[1]["whole gradients"]
+
+
+def test_zero_3_gathers_a_block_twice_a_micro_batch(recorded):
+    buckets = recorded[3]["buckets"] - 1  # vectors are gathered once a step
+    assert recorded[3]["gathers"] <= 2 * buckets * MICRO_BATCHES + 1
+    assert recorded[3]["reduce-scatter"] == recorded[2]["reduce-scatter"]
+
+
+def test_zero_3_holds_the_weights_of_few_blocks(recorded):
+    """The block in use, the one that is gathered ahead, and the vectors."""
+    assert recorded[3]["whole weights"] <= 3 * 2 * recorded[3]["largest"] < 2 * recorded[3]["elements"]
+    assert recorded[1]["whole weights"] == 2 * recorded[1]["elements"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_reduced_while_the_backward_pass_runs(recorded, stage):
+    """Only embedding and vectors are complete with the last gradient. MAX_PENDING bounds the gradients that wait for the network."""
+    assert recorded[stage]["before the last gradient"] > 0.8
+    assert MAX_PENDING < BLOCKS
+
+
+def reduced_and_mean(*overrides: str) -> float:
+    """The largest difference between the reduced gradient and the fp32 mean of the micro-batches' gradients, relative to the largest."""
+    config, job = trainer(*SETTINGS, *overrides)
+    tokens, batch = batch_of(config, job)
+    parameters = list(job.model.pieces)
+    stage = job.model.stages["0"]
+    expected = [torch.zeros(job.model.pieces[p].shape) for p in parameters]
+    for part, targets in zip(tokens.chunk(MICRO_BATCHES), batch["targets"].chunk(MICRO_BATCHES), strict=True):
+        gradients = torch.autograd.grad(stage(part, targets=targets) / MICRO_BATCHES, parameters)  # calls no hook of the parameters
+        assert any(gradient.dtype == torch.bfloat16 for gradient in gradients)
+        for total, gradient in zip(expected, gradients, strict=True):
+            total += gradient.float()
+    for total in expected:
+        dist.all_reduce(total)
+        total /= RANKS
+    found = {}
+    pipeline = job._pipeline(tokens, batch)
+    with job.engine.accumulate(pipeline.micro_batches):
+        pipeline.train(tokens, batch)
+    if config.parallel.zero_stage == 0:
+        found = {p: p.grad for p in parameters}
+    else:
+        for bucket in job.engine._reducer.buckets:
+            partition = job.engine._reducer.reduced(bucket)
+            flat = partition.new_empty(bucket.elements)
+            dist.all_gather_into_tensor(flat, partition, group=bucket.group)
+            found |= {p: bucket.view(flat, p) for p in bucket.pieces}
+    largest = max(float(total.abs().max()) for total in expected)
+    return max(float((found[p] - total).abs().max()) for p, total in zip(parameters, expected, strict=True)) / largest
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bf16_gradient_is_reduced_in_fp32(worlds, stage):
+    assert max(worlds(RANKS).run(reduced_and_mean, f"parallel.zero_stage={stage}")) < 1e-6
