@@ -99,7 +99,7 @@ def run_one(composed: object) -> None:
     from omegaconf import DictConfig
 
     from pipeline.config import compose, layout
-    from pipeline.errors import ToBeContinued, UserError
+    from pipeline.errors import CheckFailed, ToBeContinued, UserError
     from pipeline.launch import preflight, ranks
     from pipeline.progress import set_up_logging
 
@@ -117,6 +117,10 @@ def run_one(composed: object) -> None:
         stages.run(config, here)
     except UserError as error:
         report(error)
+    except CheckFailed as failed:
+        ranks.record_exit_code(1)
+        print(failed, file=sys.stderr, flush=True)
+        sys.exit(1)
     except ToBeContinued as stopped:
         ranks.record_exit_code(stopped.code)
         sys.exit(stopped.code)

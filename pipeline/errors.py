@@ -40,6 +40,10 @@ class DamagedCheckpointError(UserError):
     """A checkpoint whose files are missing, unreadable or changed; an older one may be complete."""
 
 
+class CheckFailed(Exception):  # noqa: N818 - a result
+    """A check that a stage was asked for has failed. The entry point prints the message and exits with code 1."""
+
+
 class ToBeContinued(Exception):  # noqa: N818 - not an error
     """A run that was asked to stop and has written a checkpoint: the same command continues it.
 

@@ -17,6 +17,7 @@ from tests.helpers import ROOT
 LEVELS = [
     {"__main__"},
     {"stages"},
+    {"certification"},
     {"training", "generation", "evaluation", "planner", "checkpoint", "data", "launch"},
     {"parallel"},
     {"config"},

@@ -109,7 +109,19 @@ def stages_per_rank(config: RunConfig) -> int:
 
 
 def job_size(config: RunConfig, started: int) -> int:
-    """Return the number of ranks of the job: the started ranks, or the simulated ranks of a dry run."""
-    if not config.dry_run.enabled:
-        return started
-    return config.dry_run.world_size or config.cluster.nodes * config.cluster.tasks_per_node
+    """Return the number of ranks of the job: the started ranks, the simulated ranks of a dry run, or the planned ranks of certify."""
+    if config.dry_run.enabled:
+        return config.dry_run.world_size or config.cluster.nodes * config.cluster.tasks_per_node
+    if config.stage.name == "certify":
+        return getattr(config.stage, "world_size", None) or _planned_size(config)
+    return started
+
+
+def _planned_size(config: RunConfig) -> int:
+    """Return the size of the cluster's job; if that is a single rank, the model's ranks with two data ranks where the batch suffices."""
+    if (size := config.cluster.nodes * config.cluster.tasks_per_node) > 1:
+        return size
+    parallel, training = config.parallel, config.training
+    ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
+    micro_batches, rest = divmod(training.global_batch_size, 2 * parallel.expert * training.micro_batch_size)
+    return ranks if rest or micro_batches < 2 * parallel.pipeline else 2 * ranks

@@ -49,8 +49,23 @@ class ConvertTokens(StageConfig):
     )
 
 
-#: Stages that create process groups in a parallel layout, and read training samples.
-PARALLEL_STAGES = ("pretrain", "evaluate")
+@dataclass
+class Certify(StageConfig):
+    """Comparison of a small version of a planned pretraining job with a plain loop, on the CPU of one machine."""
+
+    world_size: int | None = knob(
+        None, "ranks of the planned job; default: cluster.nodes x cluster.tasks_per_node, or two data ranks if that is 1", at_least=1
+    )
+    steps: int = knob(6, "optimizer steps to train and compare", at_least=3, at_most=1000)
+    timeout_minutes: float = knob(
+        10.0, "time after which the local ranks are stopped and the job is not certified", unit="minutes", above=0
+    )
+
+
+#: Stages with one rank per GPU.
+GPU_STAGES = ("pretrain", "evaluate")
+#: Stages whose settings are those of a parallel layout and of training samples.
+PARALLEL_STAGES = (*GPU_STAGES, "certify")
 
 #: stage name -> (dataclass of its keys, one-line description)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
@@ -59,6 +74,10 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "tokenize": (StageConfig, "text shards -> token shards (multiple ranks: mpirun or srun)"),
     "convert_tokens": (ConvertTokens, "token shards -> Megatron indexed datasets or Parquet; or Megatron indexed datasets -> token shards"),
     "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)"),
+    "certify": (
+        Certify,
+        "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
+    ),
     "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.schema import ClusterConfig
-from pipeline.config.stages import PARALLEL_STAGES
+from pipeline.config.stages import GPU_STAGES
 from pipeline.errors import UserError, Violation
 
 #: Timeout of sbatch and scancel, seconds.
@@ -82,7 +82,7 @@ def site_options(cluster: ClusterConfig, stage: str) -> Iterator[str]:
         if value := getattr(cluster, name):
             yield f"--{name}={value}"
     yield f"--cpus-per-task={cluster.cpus_per_task}"
-    if cluster.gpus_per_node and stage in PARALLEL_STAGES:
+    if cluster.gpus_per_node and stage in GPU_STAGES:
         yield f"--gpus-per-node={cluster.gpus_per_node}"
     if cluster.memory:
         yield f"--mem={cluster.memory}"

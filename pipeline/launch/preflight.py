@@ -7,7 +7,7 @@ import logging
 from pipeline import knobs
 from pipeline.config import check as rules
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES
+from pipeline.config.stages import GPU_STAGES, PARALLEL_STAGES
 from pipeline.errors import UserError, Violation
 from pipeline.launch.ranks import Ranks
 
@@ -34,7 +34,7 @@ def check(config: RunConfig, world_size: int) -> None:
 def warn_of_other_size(config: RunConfig, here: Ranks) -> None:
     """Warn on rank 0 if a job of srun has another size than its cluster=NAME: sbatch does not read conf/cluster/."""
     nodes, tasks = config.cluster.nodes, config.cluster.tasks_per_node
-    trains = here.launcher == "srun" and here.rank == 0 and config.stage.name in PARALLEL_STAGES
+    trains = here.launcher == "srun" and here.rank == 0 and config.stage.name in GPU_STAGES
     if trains and config.cluster.name != "local" and here.world_size != nodes * tasks:
         size = f"cluster={config.cluster.name} has {nodes} nodes x {tasks} tasks"
         log.warning("this job has %d ranks, %s: sbatch does not read conf/cluster; dry_run=true prints its options", here.world_size, size)

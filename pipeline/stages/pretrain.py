@@ -222,14 +222,14 @@ def _finish(config: RunConfig, state: native.TrainState, hosts: list[str], unver
         _write_config(config)
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
     totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
-    totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": _commit()}
+    totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": commit()}
     totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))
     return False
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of this repository, with "-dirty" if files were changed; None without git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:

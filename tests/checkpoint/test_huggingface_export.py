@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MarianMTModel
 
+from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint import huggingface_export
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -20,7 +21,6 @@ from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.transformer.config import TransformerConfig
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
-from tools.audit.initial_weights import initialize
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipeline.certification.initial_weights import initialize
 from pipeline.layers.attention import AttentionContext, plain
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.mla import LatentAttention, deinterleave
@@ -13,7 +14,6 @@ from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from tests.world import configured
-from tools.audit.initial_weights import initialize
 
 SIZES = {
     "layers": 4,

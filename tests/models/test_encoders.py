@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from pipeline.certification.initial_weights import initialize
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.roberta.config import PADDING, RobertaConfig
-from tools.audit.initial_weights import initialize
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
 CONFIGS = {

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
+from pipeline.certification.initial_weights import initialize
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.mlp import XIELU
@@ -27,7 +28,6 @@ from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.smollm3.config import SmolLM3Config
-from tools.audit.initial_weights import initialize
 
 GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
 LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pipeline.certification.initial_weights import initialize
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 from pipeline.training.lr_schedule import learning_rate
-from tools.audit.initial_weights import initialize
 
 #: Keys of the statistics of an MoE model, in the order in which `statistics` returns them.
 STATISTICS = ("router_entropy", "router_load_max", "router_dropped", "aux_loss")

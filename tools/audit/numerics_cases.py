@@ -1,15 +1,8 @@
-"""The test cases of tools/numerics: a tiny model of every family, its layouts, and random batches for its objective."""
+"""The test cases of tools/numerics: a tiny model of every family, and its layouts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from pipeline.layers.batch import Batch
-from pipeline.layers.loss import IGNORE
 
 WORLD = 8
 STEPS = 10
@@ -121,19 +114,15 @@ class Model:
     Attributes:
         overrides: its settings as a command line.
         rows: its layouts.
-        own_loss: its loss is not only the cross-entropy of its logits; the reference uses the loss that the model returns.
     """
 
     overrides: tuple[str, ...]
     rows: tuple[Row, ...]
-    own_loss: bool = False
 
 
-def _model(
-    name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME, own_loss: bool = False
-) -> Model:
+def _model(name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME) -> Model:
     """Return the model conf/model/NAME.yaml with tiny sizes. Four layers suffice for two pipeline ranks with two stages each."""
-    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows, own_loss)
+    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows)
 
 
 CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
@@ -164,64 +153,10 @@ FAMILIES: dict[str, Model] = {
     "bloom": _model("bloom-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
-    "deepseek_v3": _model("deepseek-tiny", rows=SOME + EXPERT, own_loss=True),
+    "deepseek_v3": _model("deepseek-tiny", rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", rows=CONTEXT[:3]),
-    "bert": _model("bert-tiny", own_loss=True),
-    "roberta": _model("roberta-tiny", own_loss=True),
-    "t5": _model("t5-tiny", "model.gated=true", own_loss=True),
-    "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]", own_loss=True),
+    "bert": _model("bert-tiny"),
+    "roberta": _model("roberta-tiny"),
+    "t5": _model("t5-tiny", "model.gated=true"),
+    "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
 }
-
-
-def batches(config: Any) -> list[tuple[Tensor, Batch]]:
-    """Return random batches for the objective of the model, one per step: tokens (global batch, sequence) and the other fields."""
-    generator = torch.Generator().manual_seed(1)
-    training, vocabulary = config.training, config.model.vocab_size
-    rows, length = training.global_batch_size, training.sequence_length
-
-    def tokens(*shape: int) -> Tensor:
-        return torch.randint(vocabulary, shape, generator=generator)
-
-    def batch() -> tuple[Tensor, Batch]:
-        if config.model.objective == "causal":
-            text = tokens(rows, length + 1)
-            return text[:, :-1], {"targets": text[:, 1:]}
-        if config.model.objective == "masked":
-            fields: Batch = {
-                "targets": _some_targets(tokens(rows, length), 0.3, generator),
-                "documents": _documents(rows, length, generator),
-            }
-            if getattr(config.model, "next_sentence", False):
-                fields["segments"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
-                fields["next_sentence"] = torch.randint(2, (rows,), generator=generator)
-            return tokens(rows, length), fields
-        decoded = tokens(rows, length + 1)
-        labels: Batch = {"targets": _some_targets(decoded[:, 1:], 0.8, generator), "decoder_tokens": decoded[:, :-1].contiguous()}
-        return tokens(rows, length), {**labels, "documents": _documents(rows, length, generator)}
-
-    return [batch() for _ in range(training.steps)]
-
-
-def _some_targets(targets: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
-    """Keep a random fraction of the targets and set the others to IGNORE. Their number varies by sequence; the first one always counts."""
-    counted = torch.rand(targets.shape, generator=generator) < fraction
-    counted[:, 0] = True
-    return targets.masked_fill(~counted, IGNORE)
-
-
-def _documents(rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """Return document numbers (rows, length) of sequences of random length: 0 in the text, -1 in the padding at the end."""
-    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=generator)
-    return torch.where(torch.arange(length) < lengths, 0, -1).int()
-
-
-def with_scale(batch: Batch) -> Batch:
-    """Add loss_scale, the factor from a mean over all positions to a mean over the counted targets of the global batch."""
-    targets = batch["targets"]
-    return {**batch, "loss_scale": torch.full((len(targets),), targets.numel() / int((targets != IGNORE).sum()))}
-
-
-def split(tokens: Tensor, batch: Batch, parts: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Split a batch into equal parts along the sequences, in order."""
-    chunks = {name: value.chunk(parts) for name, value in batch.items()}  # type: ignore[attr-defined] # a Batch holds tensors
-    return [(part, {name: values[index] for name, values in chunks.items()}) for index, part in enumerate(tokens.chunk(parts))]

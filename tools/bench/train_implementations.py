@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers import Trainer as StockTrainer
 
 from pipeline import artifact
+from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint.native import TrainState
 from pipeline.config import compose
 from pipeline.config.layout import Layout
@@ -46,7 +47,6 @@ from pipeline.training.optimizers import build_optimizer
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
-from tools.audit.initial_weights import initialize
 from tools.bench.report import resident_bytes
 from tools.bench.token_dataset import TokenDataset
 

@@ -1,0 +1,86 @@
+"""Random batches for the objective of a model, which need no data files."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pipeline.config import warmup
+from pipeline.config.schema import RunConfig
+from pipeline.layers.batch import Batch
+from pipeline.layers.loss import IGNORE
+
+#: Tokens int64 (sequences, sequence) and the other model inputs of a global batch.
+RandomBatch = tuple[Tensor, Batch]
+
+
+def random_batches(config: RunConfig, steps: int | None = None) -> list[RandomBatch]:
+    """Return the global batches of the first steps of a run (all when None), with the sizes of its warm-ups."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(config.training.steps if steps is None else steps):
+        tokens, batch = _batch(config, warmup.batch_size(config.training, step), generator)
+        length = warmup.sequence_length(config.training, step)
+        if length < tokens.shape[1]:  # a sequence warm-up splits every sample
+            tokens = tokens.reshape(-1, length)
+            batch = cast(Batch, {name: cast(Tensor, value).reshape(-1, length) for name, value in batch.items()})
+        found.append((tokens, batch))
+    return found
+
+
+def with_loss_scale(batch: Batch) -> Batch:
+    """Add loss_scale, the factor from a mean over all positions to a mean over the counted targets of the global batch."""
+    targets = batch["targets"]
+    return {**batch, "loss_scale": torch.full((len(targets),), targets.numel() / int((targets != IGNORE).sum()))}
+
+
+def split(tokens: Tensor, batch: Batch, parts: int) -> list[RandomBatch]:
+    """Split a batch into equal parts along the sequences, in order."""
+    chunks = {name: cast(Tensor, value).chunk(parts) for name, value in batch.items()}
+    return [(part, cast(Batch, {name: values[index] for name, values in chunks.items()})) for index, part in enumerate(tokens.chunk(parts))]
+
+
+def _batch(config: RunConfig, rows: int, generator: torch.Generator) -> RandomBatch:
+    """Return a batch of `rows` samples of training.sequence_length tokens."""
+    model, length = config.model, config.training.sequence_length
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randint(model.vocab_size, shape, generator=generator)
+
+    if model.objective == "causal":
+        text = tokens(rows, length + 1)
+        batch: Batch = {"targets": text[:, 1:]}
+        if config.data.packing == "best_fit":  # the padding at the end has no targets
+            padding = _documents(rows, length, generator, packed=False) < 0
+            batch["targets"] = batch["targets"].masked_fill(padding, IGNORE)
+        if config.training.document_mask:
+            batch["documents"] = _documents(rows, length, generator, packed=True).clamp(min=0)
+        return text[:, :-1], batch
+    if model.objective == "masked":
+        batch = {
+            "targets": _some_targets(tokens(rows, length), 0.3, generator),
+            "documents": _documents(rows, length, generator, packed=config.training.document_mask),
+        }
+        if getattr(model, "next_sentence", False):
+            batch["segments"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+            batch["next_sentence"] = torch.randint(2, (rows,), generator=generator)
+        return tokens(rows, length), batch
+    decoded = tokens(rows, length + 1)
+    batch = {"targets": _some_targets(decoded[:, 1:], 0.8, generator), "decoder_tokens": decoded[:, :-1].contiguous()}
+    return tokens(rows, length), {**batch, "documents": _documents(rows, length, generator, packed=False)}
+
+
+def _some_targets(targets: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
+    """Keep a random fraction of the targets and set the others to IGNORE. Their number varies by sequence; the first one always counts."""
+    counted = torch.rand(targets.shape, generator=generator) < fraction
+    counted[:, 0] = True
+    return targets.masked_fill(~counted, IGNORE)
+
+
+def _documents(rows: int, length: int, generator: torch.Generator, *, packed: bool) -> Tensor:
+    """Return document numbers (rows, length) of sequences of random length: -1 in the padding at the end; one document unless packed."""
+    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=generator)
+    starts = torch.rand((rows, length), generator=generator) < 0.2 if packed else torch.zeros(rows, length, dtype=torch.bool)
+    return torch.where(torch.arange(length) < lengths, starts.int().cumsum(1), -1).int()

@@ -1,0 +1,87 @@
+"""The result of a training, and the relative differences of two of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+#: The compared quantities, in the order of a report: losses and gradient norms of all steps; gradients of the first step, after clipping;
+#: Adam's first moments and the weights after the last step. Moments are compared because Adam's updates are invariant to the scale of a
+#: gradient, and the moments are not.
+QUANTITIES = ("loss", "norm", "gradient", "moment", "weight")
+
+
+@dataclass
+class Outcome:
+    """What a training computed.
+
+    Attributes:
+        losses: mean loss of each step's global batch.
+        norms: global gradient norm of each step before clipping.
+        tensors: "gradient", "moment" and "weight" -> name in the full model -> unsharded tensor, fp32 or fp64.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference of one quantity.
+
+    Attributes:
+        value: of scalars |a - b| / |b|, of tensors the norm of the difference divided by the norm of the tensor. inf if elements are
+            missing or not finite.
+        where: the step (from 1), or the name of the weight.
+    """
+
+    value: float
+    where: str
+
+
+def differences(run: Outcome, reference: Outcome, *, together: bool = False) -> dict[str, Difference]:
+    """Return the largest difference of every quantity.
+
+    Key biases are not compared: softmax is invariant to a shift of all scores, so their gradient is zero up to rounding, and Adam scales
+    rounding errors to updates of full size.
+
+    Args:
+        run: a training.
+        reference: the other one.
+        together: compare all weights as one vector, not each by itself.
+    """
+    found = {"loss": _of_scalars(run.losses, reference.losses), "norm": _of_scalars(run.norms, reference.norms)}
+    found |= {kind: _of_tensors(run.tensors[kind], values, together) for kind, values in reference.tensors.items()}
+    return {quantity: found[quantity] for quantity in QUANTITIES}
+
+
+def _of_scalars(values: list[float], expected: list[float]) -> Difference:
+    pairs = zip(values, expected, strict=True)
+    return _largest((_ratio(abs(a - b), abs(b)), f"step {step}") for step, (a, b) in enumerate(pairs, 1))
+
+
+def _of_tensors(values: dict[str, Tensor], expected: dict[str, Tensor], together: bool) -> Difference:
+    if values.keys() != expected.keys():
+        return Difference(math.inf, f"weights of only one training: {', '.join(sorted(values.keys() ^ expected.keys()))}")
+    names = [name for name in expected if not name.endswith(".key.bias")]
+    sizes = {name: (float((values[name] - expected[name]).norm()), float(expected[name].norm())) for name in names}
+    if together:
+        return Difference(_ratio(*(math.hypot(*norms) for norms in zip(*sizes.values(), strict=True))), "all weights")
+    return _largest((_ratio(*norms), name) for name, norms in sizes.items())
+
+
+def _ratio(difference: float, size: float) -> float:
+    """Return difference / size; 0 if both are 0, inf if the result is not a finite number."""
+    if difference == 0:
+        return 0.0
+    ratio = difference / size if size else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def _largest(found: Iterable[tuple[float, str]]) -> Difference:
+    value, where = max(found, key=lambda pair: pair[0])
+    return Difference(value, where)

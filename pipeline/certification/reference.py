@@ -1,0 +1,137 @@
+"""The reference: a plain PyTorch training loop in one process, with stock cross-entropy, clipping and AdamW.
+
+It uses the model of the package and nothing of its engines, process groups or parallel plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
+from pipeline.certification.comparison import Outcome
+from pipeline.certification.initial_weights import initialize
+from pipeline.config.schema import RunConfig
+from pipeline.layers.batch import Batch
+from pipeline.layers.init import initial_tensor
+from pipeline.layers.loss import IGNORE
+from pipeline.layers.moe import moe_layers
+from pipeline.models import registry
+from pipeline.training.lr_schedule import learning_rate
+
+
+def initial_noise(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return noise that is added to an initial weight, so that no bias is zero and no norm weight is one."""
+    return initial_tensor(f"noise/{name}", shape, 0.02, 0)
+
+
+def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None) -> Outcome:
+    """Train in a plain loop.
+
+    Args:
+        config: of the run; its parallel layout is ignored.
+        dtype: of weights and activations. The initial weights are those of fp32 for every dtype. Master weights, gradients and moments
+            are fp32, or fp64 for an fp64 model.
+        steps: number of steps; training.steps when None.
+    """
+    model = _build(config, dtype)
+    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
+    _cast(learned.values(), dtype)
+    optimizer = _optimizer(config, masters)
+    clipping = config.optimizer.gradient_clipping or math.inf
+    losses: list[float] = []
+    norms: list[float] = []
+    first: dict[str, Tensor] = {}
+    for step, batch in enumerate(random_batches(config, steps)):
+        losses.append(_accumulate(config, model, learned, masters, batch))
+        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
+        first = first or {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.optimizer, config.training)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in learned.items():
+                parameter.copy_(masters[name])
+        _update_router_biases(model)
+    fixed = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    weights = {**{name: master.detach() for name, master in masters.items()}, **fixed}
+    moments = {name: optimizer.state[master]["exp_avg"] for name, master in masters.items()}
+    return Outcome(losses, norms, {"gradient": first, "moment": moments, "weight": weights})
+
+
+def _build(config: RunConfig, dtype: torch.dtype) -> nn.Module:
+    """Return the full model with its initial weights, fp32 or fp64."""
+    model = registry.build(config.model)
+    initialize(model, config.model, config.training.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(initial_noise(name, tuple(parameter.shape)))
+    return model.to(dtype) if dtype == torch.float64 else model
+
+
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast parameters in place. Buffers, such as the tables of rotary embeddings, keep their dtype."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+
+
+def _optimizer(config: RunConfig, masters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+    """Return AdamW; only matrices and embeddings decay."""
+    wanted = config.optimizer
+    groups = [
+        {"params": [p for p in masters.values() if p.dim() >= 2], "weight_decay": wanted.weight_decay},
+        {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps)
+
+
+def _accumulate(
+    config: RunConfig, model: nn.Module, learned: dict[str, nn.Parameter], masters: dict[str, nn.Parameter], batch: RandomBatch
+) -> float:
+    """Add the gradients of all micro-batches of a global batch to those of the masters, and return the mean loss.
+
+    A micro-batch has the tokens of training.micro_batch_size samples, also when a sequence warm-up splits them.
+    """
+    tokens, fields = batch[0], with_loss_scale(batch[1])
+    samples = len(tokens) * tokens.shape[1] // config.training.sequence_length
+    micro_batches = samples // config.training.micro_batch_size
+    for moe in moe_layers(model):
+        moe.loss_scale = 1 / micro_batches
+    total = 0.0
+    for inputs, rest in split(tokens, fields, micro_batches):
+        loss = _loss(config, model, inputs, rest) / micro_batches
+        loss.backward()
+        total += float(loss.detach())
+        for name, parameter in learned.items():
+            if parameter.grad is not None:
+                gradient, before = parameter.grad.to(masters[name].dtype), masters[name].grad
+                masters[name].grad = gradient if before is None else before + gradient
+                parameter.grad = None
+    return total
+
+
+def _loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of a micro-batch: stock cross-entropy of the logits of a causal model, otherwise the loss that the model returns."""
+    if config.model.objective != "causal" or getattr(config.model, "mtp_depth", 0) > 0:
+        return model(tokens, **batch)
+    inputs = {name: value for name, value in batch.items() if name not in ("targets", "loss_scale")}
+    targets = batch["targets"].flatten()
+    loss = F.cross_entropy(model(tokens, **inputs).flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
+    return loss * batch["loss_scale"][0] / targets.numel()
+
+
+@torch.no_grad()
+def _update_router_biases(model: nn.Module) -> None:
+    """Update the biases of the routers from the expert load of the step."""
+    for moe in moe_layers(model):
+        record, bias = moe.take_record(), moe.router.bias
+        if record is not None and bias is not None:
+            load = record[: len(bias)]
+            bias.add_(moe.router.bias_update_speed * (load.mean() - load).sign())

@@ -1,0 +1,250 @@
+"""A small version of a planned job's configuration: smaller sizes, the same options, schedule and parallel axes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import knobs
+from pipeline.config.data import WarmupConfig
+from pipeline.config.layout import Layout, stages_per_rank
+from pipeline.config.schema import RunConfig, StageConfig
+
+#: The small sizes. A planned size that is smaller is kept.
+HEAD_WIDTH = 8
+SEQUENCE = 16
+VOCABULARY = 96
+LARGEST_WARMUP = 2
+"""Number of entries of a warm-up that are kept."""
+
+#: Sizes of multi-head latent attention: key -> width.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": HEAD_WIDTH, "qk_rope_head_dim": 4, "v_head_dim": HEAD_WIDTH}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs from the planned job."""
+
+    key: str
+    planned: object
+    small: object
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small configuration, its number of ranks, and every key that differs from the planned one."""
+
+    config: RunConfig
+    world_size: int
+    changes: list[Change]
+
+
+def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
+    """Return the small version of a job.
+
+    Every parallel axis in use keeps its smallest factor (2 for even sizes), and 1F1B three pipeline ranks if it has them, so that one
+    holds neither the embedding nor the head. Whatever divides planned sizes then divides small ones: a legal job stays legal.
+
+    Args:
+        planned: a legal configuration of pretraining for this world size.
+        world_size: ranks of the planned job.
+        steps: optimizer steps of the small run.
+    """
+    before = Layout.of(planned, world_size)
+    small = copy.deepcopy(planned)
+    small.stage = StageConfig(name="pretrain")
+    _shrink_axes(small)
+    _shrink_schedule(small, steps)
+    _shrink_sequence(small)
+    _shrink_layers(small, planned, before)
+    if planned.model.head_dim >= HEAD_WIDTH:  # else the model is as small already
+        _shrink_heads(small, planned)
+        _shrink_widths(small, planned)
+    _shrink_experts(small, planned)
+    data = min(before.data, 2)
+    _shrink_batch(small, planned, before, data)
+    _use_cpu_kernels(small)
+    parallel = small.parallel
+    ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline * data
+    return Shrunk(small, ranks, changes(planned, small))
+
+
+def changes(planned: RunConfig, small: RunConfig) -> list[Change]:
+    """Return every key that differs, except those of the stage. A list is compared as a whole."""
+    old, new = ({key: value for key, _, value in knobs.walk(config)} for config in (planned, small))
+    lists = tuple(f"{key}." for key, value in old.items() if isinstance(value, list | dict))
+    keys = (key for key in old if not key.startswith(("stage.", *lists)))
+    return [Change(key, _plain(old[key]), _plain(new[key])) for key in keys if old[key] != new[key]]
+
+
+def _plain(value: Any) -> object:
+    """Return a value that JSON can represent."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _factor(size: int) -> int:
+    """Return the smallest divisor above 1 of an axis in use; 1 of an axis not in use."""
+    return next((divisor for divisor in range(2, size + 1) if size % divisor == 0), 1)
+
+
+def _shrink_axes(small: RunConfig) -> None:
+    parallel = small.parallel
+    for axis in ("tensor", "context", "expert"):
+        setattr(parallel, axis, _factor(getattr(parallel, axis)))
+    parallel.pipeline = min(parallel.pipeline, 3 if parallel.schedule == "1f1b" else 2)
+    if parallel.stages_per_rank is not None:
+        parallel.stages_per_rank = min(parallel.stages_per_rank, 2)
+
+
+def _shrink_schedule(small: RunConfig, steps: int) -> None:
+    """Scale the phases of the learning rate to the small number of steps; each phase in use keeps at least one step."""
+    training, optimizer = small.training, small.optimizer
+    ratio = steps / training.steps
+    training.steps = steps
+    for name in ("decay_steps", "warmup_steps"):
+        planned = getattr(optimizer, name)
+        setattr(optimizer, name, min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0)
+    for name in ("sequence_warmup", "batch_rampup"):
+        entries: list[WarmupConfig] = getattr(training, name)
+        kept = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
+        setattr(training, name, [WarmupConfig(number, entry.value) for number, entry in enumerate(kept, 1)])
+
+
+def _shrink_sequence(small: RunConfig) -> None:
+    """Shorten sequences. The k-th longest sequence of a warm-up is 2**k times shorter than the full length."""
+    training, parallel = small.training, small.parallel
+    model: Any = small.model
+    planned, entries = training.sequence_length, training.sequence_warmup
+    lengths = sorted({planned, *(entry.value for entry in entries)}, reverse=True)
+    unit = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence_parallel else 1)
+    unit *= 2 ** (len(lengths) - 1)
+    least = max(SEQUENCE, 4 * (1 + getattr(model, "mtp_depth", 0)), 2 * unit if entries else unit)
+    length = -(-least // unit) * unit
+    if length >= planned:
+        return
+    training.sequence_length = length
+    for entry in entries:
+        entry.value = length >> lengths.index(entry.value)
+    for name in ("window", "banded_window"):
+        if window := getattr(model, name, None):
+            setattr(model, name, max(1, min(window, 3 * length // 8)) if window < planned else length)
+    model.max_positions = length if model.max_positions == planned else min(model.max_positions, 2 * length)
+    if hasattr(model, "buckets") and model.buckets > 8:
+        model.buckets, model.max_distance = 8, min(model.max_distance, 12)
+
+
+def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> None:
+    """Keep a layer per stage, one more if the planned stages differ in size, and layers of every kind."""
+    model: Any = small.model
+    stages = small.parallel.pipeline * stages_per_rank(small)
+    layers = stages + (planned.model.layers % before.stage_count != 0)
+    model.layers = min(planned.model.layers, max(2, layers))
+    for name in ("sliding_window_pattern", "no_rope_layer_interval"):
+        if 2 < getattr(model, name, 0) <= planned.model.layers:
+            setattr(model, name, 2)
+    if dense := getattr(model, "dense_layers", 0):
+        model.dense_layers = model.layers if dense == planned.model.layers else 1
+    if encoder := getattr(model, "encoder_layers", None):
+        model.encoder_layers = min(max(1, round(encoder / planned.model.layers * model.layers)), model.layers - 1)
+
+
+def _shrink_heads(small: RunConfig, planned: RunConfig) -> None:
+    """Keep the ratio of query heads to key and value heads, and whether a rank holds one or several of the latter."""
+
+    def splits(config: RunConfig) -> int:
+        ulysses = config.parallel.context_kind == "ulysses"
+        return config.parallel.tensor * (config.parallel.context if ulysses else 1)
+
+    model: Any = small.model
+    wanted = planned.model
+    shared = wanted.heads // wanted.kv_heads
+    power_of_two = wanted.heads & (wanted.heads - 1) == 0  # ALiBi's slopes differ otherwise
+    most = 2 if shared > 1 else 4 if power_of_two else 3
+    kv_heads = splits(small) * min(wanted.kv_heads // splits(planned), most)
+    model.heads = kv_heads * shared
+    if _has(model, "kv_heads"):
+        model.kv_heads = kv_heads
+
+
+def _shrink_widths(small: RunConfig, planned: RunConfig) -> None:
+    """Keep the ratio of the feed-forward to the hidden width, and which of hidden and heads x head_dim is wider."""
+    model: Any = small.model
+    wanted, tensor = planned.model, small.parallel.tensor
+    width = HEAD_WIDTH  # of hidden, per head
+    if _has(model, "kv_lora_rank"):
+        width = 2 * HEAD_WIDTH
+        for name, size in LATENT.items():
+            if (value := getattr(model, name)) is not None:
+                setattr(model, name, min(value, size))
+    elif getattr(model, "head_width", None) is not None:
+        model.head_width = HEAD_WIDTH
+        attention = wanted.heads * wanted.head_dim
+        width = HEAD_WIDTH if attention == wanted.hidden else HEAD_WIDTH // 2 if attention > wanted.hidden else 3 * HEAD_WIDTH // 2
+        width = min(width, max(1, wanted.hidden // wanted.heads))
+    hidden = model.hidden = min(wanted.hidden, model.heads * width)
+    if getattr(model, "embed_width", None) is not None:
+        model.embed_width = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
+    for name in ("ffn_hidden", "expert_ffn_hidden"):
+        if _has(model, name):
+            value = getattr(wanted, name)
+            setattr(model, name, min(value, max(2, round(value / wanted.hidden * hidden / tensor)) * tensor))
+    uneven = wanted.vocab_size % planned.parallel.tensor != 0
+    model.vocab_size = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
+
+
+def _has(model: Any, name: str) -> bool:
+    """Whether a size is a field, not derived from others."""
+    return any(field.name == name for field in dataclasses.fields(model))
+
+
+def _shrink_experts(small: RunConfig, planned: RunConfig) -> None:
+    """Keep at least two experts on a rank if it holds several, sparse routing, and a choice among groups."""
+    model: Any = small.model
+    experts = getattr(model, "experts", 0)
+    if not experts:
+        return
+    groups, chosen = getattr(model, "groups", 1), getattr(model, "topk_group", 1)
+    small_groups = groups if groups < 4 else 4 if chosen < groups else 2
+    small_chosen = min(chosen, 2) if groups >= 4 else chosen
+    per_rank = min(experts // planned.parallel.expert, 2)
+    fewest = max(small.parallel.expert * per_rank, 2 * small_groups if groups > 1 else 1, 2 * min(model.top_k, 4))
+    unit = math.lcm(small.parallel.expert, small_groups)
+    count = -(-fewest // unit) * unit
+    if count >= experts:
+        return
+    model.experts = count
+    if groups > 1 or _has(model, "groups"):
+        model.groups, model.topk_group = small_groups, small_chosen
+    model.top_k = min(model.top_k, 4, count * small_chosen // small_groups)
+    if getattr(model, "shared_experts", 0) > 2:
+        model.shared_experts = 2
+
+
+def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: int) -> None:
+    """Keep gradient accumulation, with as many micro-batches as the schedule needs, and twice as many in the full batch."""
+    parallel, training = small.parallel, small.training
+    fewest = 1 if parallel.pipeline == 1 else parallel.pipeline * (2 if parallel.schedule == "zbv" else 1)
+    training.micro_batch_size = min(training.micro_batch_size, 2)
+    shards = data * parallel.expert
+
+    def size(value: int, most: int) -> int:
+        micro_batches = value // (before.batch_shards * planned.training.micro_batch_size)
+        return min(micro_batches, most) * shards * training.micro_batch_size
+
+    full = training.global_batch_size
+    training.global_batch_size = size(full, 2 * fewest)
+    for entry in training.batch_rampup:
+        entry.value = size(entry.value, fewest if entry.value < full else 2 * fewest)
+
+
+def _use_cpu_kernels(small: RunConfig) -> None:
+    """Select what a CPU supports: flex attention has no backward pass there, and compilation takes minutes."""
+    if small.training.attention == "flex":
+        small.training.attention = "auto"
+    if small.training.compile == "on":
+        small.training.compile = "off"

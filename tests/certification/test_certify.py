@@ -1,0 +1,140 @@
+"""stage=certify: a certificate for a layout that equals the plain loop, exit code 1 for one that does not, 2 for what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import __main__
+from pipeline.certification import certificate
+from pipeline.certification.comparison import QUANTITIES, Outcome, differences
+from pipeline.certification.distributed import RanksFailedError
+from pipeline.stages.certify import SPOIL
+from tests.helpers import pipeline
+from tests.test_imports import SOURCES, imports
+
+#: A job of 16 ranks whose small version has four.
+JOB = (
+    *("stage=certify", "model=llama-tiny", "parallel.tensor=4", "parallel.zero_stage=2", "stage.world_size=16", "stage.steps=3"),
+    *("training.global_batch_size=32", "training.sequence_length=64", "optimizer.schedule=wsd"),
+)
+NORM = "blocks.0.mlp_norm.weight"
+
+
+@pytest.fixture
+def certify(worlds, monkeypatch, tmp_path, capsys):
+    """`certify(*overrides)`: the exit code of the command line, what it printed, and the certificate. Ranks are those of the tests."""
+
+    def in_world(size: int, function: Callable[..., None], *arguments: object, seconds: float) -> None:
+        assert seconds == 600
+        worlds(size).run(function, *arguments)
+
+    def run(*overrides: str, ranks: Callable[..., None] = in_world) -> tuple[int, str, dict[str, Any]]:
+        monkeypatch.setattr(certificate, "preload", lambda: None)
+        monkeypatch.setattr(certificate, "run_ranks", ranks)
+        monkeypatch.setattr(sys, "argv", ["pipeline", *overrides, f"run_dir={tmp_path}"])
+        code = 0
+        try:
+            __main__.main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        path = tmp_path / "certificate.json"
+        return code, said.out + said.err, json.loads(path.read_text()) if path.exists() else {}
+
+    return run
+
+
+def test_a_layout_that_equals_the_plain_loop(certify) -> None:
+    code, printed, written = certify(*JOB)
+    assert code == 0, printed
+    assert written["certified"] is True
+    assert [comparison["precision"] for comparison in written["comparisons"]] == ["fp32", "bf16"]
+    for comparison in written["comparisons"]:
+        assert list(comparison["differences"]) == list(QUANTITIES)
+        for quantity, found in comparison["differences"].items():
+            assert 0 < found["value"] <= comparison["tolerances"][quantity], quantity
+    assert max(written["comparisons"][0]["tolerances"].values()) <= 1e-4
+    assert {"key": "parallel.tensor", "from": 4, "to": 2} in written["small"]["shrunk"]
+    assert written["small"]["layout"]["data"] == 2
+    assert written["planned"]["layout"]["data"] == 4
+    assert written["planned"]["overrides"][:2] == ["stage=certify", "model=llama-tiny"]
+    assert written["planned"]["config"]["model"]["layers"] == 4
+    assert written["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+
+
+@pytest.mark.world
+def test_a_wrong_gradient_is_not_certified(tmp_path: Path) -> None:
+    """The ranks are those that the stage starts. One gradient is scaled by 1.01, of a weight on one of two tensor ranks."""
+    words = (*JOB[:2], "parallel.tensor=2", "stage.world_size=2", "stage.steps=3", "precision=fp32")
+    printed = pipeline(*words, f"run_dir={tmp_path}", env={SPOIL: NORM}, expect=1)
+    assert re.search(rf"gradient in fp32: differs by \d.\de-03 \({NORM}\)", printed), printed
+    assert "Traceback" not in printed
+    written = json.loads((tmp_path / "certificate.json").read_text())
+    assert written["certified"] is False
+    assert written["comparisons"][0]["differences"]["gradient"]["where"] == NORM
+    assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
+
+
+def test_ranks_that_fail(certify) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RanksFailedError("rank 1: RuntimeError: a collective differs")
+
+    code, printed, written = certify(*JOB, ranks=fail)
+    assert code == 1
+    assert "not certified" in printed
+    assert "rank 1: RuntimeError" in printed
+    assert written["failures"] == ["rank 1: RuntimeError: a collective differs"]
+    assert written["comparisons"] == []
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (("parallel.tensor=3",), "parallel.tensor=3"),
+        (("stage.world_size=6",), "world size=6"),
+        (("stage.stepps=4",), "did you mean stage.steps"),
+        (("parallel.schedule=zbv", "parallel.pipeline=2", "parallel.zero_stage=3"), "parallel.zero_stage=3"),
+        (("model=mixtral-tiny", "model.capacity_factor=1.5", "parallel.tensor=1", "parallel.context=2"), "model.capacity_factor=1.5"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(certify, words: tuple[str, ...], expected: str) -> None:
+    code, printed, written = certify(*JOB, *words)
+    assert code == 2
+    assert expected in printed
+    assert not written
+
+
+def test_differences() -> None:
+    def outcome(gradient: float, key: float) -> Outcome:
+        tensors = {"norm.weight": torch.tensor([gradient, 2.0]), "blocks.0.attention.key.bias": torch.tensor([key])}
+        return Outcome([1.0, 2.0], [1.0, 4.0], {kind: dict(tensors) for kind in ("gradient", "moment", "weight")})
+
+    found = differences(outcome(1.5, 1.0), outcome(1.0, 9.0))
+    assert found["gradient"].value == pytest.approx(0.5 / 5**0.5)
+    assert found["gradient"].where == "norm.weight"
+    assert found["loss"].value == 0
+    assert differences(outcome(float("nan"), 1.0), outcome(1.0, 1.0))["weight"].value == float("inf")
+    lost = outcome(1.0, 1.0)
+    del lost.tensors["moment"]["norm.weight"]
+    assert differences(lost, outcome(1.0, 1.0))["moment"].value == float("inf")
+
+
+def test_the_reference_shares_no_code_with_the_engines() -> None:
+    seen: set[str] = set()
+    queue = ["pipeline.certification.reference"]
+    while queue:
+        module = queue.pop()
+        seen.add(module)
+        queue += {other for other in imports(module, run=True) if other in SOURCES} - seen
+    assert "pipeline.layers.moe" in seen
+    shared = {module for module in seen if module.startswith(("pipeline.parallel", "pipeline.training.", "pipeline.checkpoint"))}
+    assert shared == {"pipeline.training.lr_schedule"}

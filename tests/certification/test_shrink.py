@@ -1,0 +1,196 @@
+"""The small version of a job: legal if the job is, with the same options and every parallel axis in use."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from pipeline.certification.shrink import Shrunk, shrink
+from pipeline.config.data import WarmupConfig
+from pipeline.config.layout import Layout
+from pipeline.config.paths import CONF_DIR
+from pipeline.launch import preflight
+from pipeline.models.families import FAMILIES
+from pipeline.planner.parameters import count_model_parameters
+from tests.world import configured
+
+#: Released sizes of every family, and the smallest models there are.
+MODELS = (
+    *(
+        "llama3-70b",
+        "llama3.1-405b",
+        "qwen2.5-7b",
+        "qwen3-8b",
+        "llama-tiny",
+        "gpt2-xl",
+        "gpt3-175b",
+        "gpt-tiny",
+        "gpt1",
+        "opt-350m",
+        "opt-66b",
+    ),
+    *("bloom-176b", "bloom-tiny", "mistral-7b", "mistral-nemo-12b", "mixtral-8x7b", "mixtral-8x22b", "mixtral-tiny", "deepseek-v3"),
+    *(
+        "deepseek-tiny",
+        "gemma3-27b",
+        "gemma3-1b",
+        "gemma3-270m",
+        "olmo2-32b",
+        "smollm3-3b",
+        "apertus-70b",
+        "bert-large-cased",
+        "roberta-base",
+    ),
+    *("t5-11b", "t5-v1.1-small", "t5-tiny", "transformer-big"),
+)
+#: Keys of a model that are sizes; every other one is an option, which stays.
+SIZES = {
+    *(
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_width",
+        "ffn_hidden",
+        "expert_ffn_hidden",
+        "vocab_size",
+        "max_positions",
+        "embed_width",
+    ),
+    *("window", "sliding_window_pattern", "no_rope_layer_interval", "encoder_layers", "embed_width", "buckets", "max_distance"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_layers"),
+    *("experts", "shared_experts", "top_k", "groups", "topk_group"),
+}
+STEPS = 6
+
+
+@functools.cache
+def pretraining() -> Any:
+    return configured("stage=pretrain", "data.pairs.train=[unread.tsv]")
+
+
+@functools.cache
+def shipped(name: str) -> Any:
+    """The configuration of conf/model/NAME.yaml."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "model" / f"{name}.yaml"))
+    family = re.fullmatch(r"/schema/model/(\w+)@_here_", values.pop("defaults")[0])
+    return FAMILIES[family[1]](**values)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Any, int]:
+    """A configuration that may be illegal, and its number of ranks."""
+    config = copy.copy(pretraining())
+    config.model = copy.copy(shipped(draw(st.sampled_from(MODELS))))
+    for group in ("parallel", "training", "optimizer"):
+        setattr(config, group, copy.copy(getattr(config, group)))
+    model, parallel, training = config.model, config.parallel, config.training
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    if draw(st.booleans()):
+        model.layers = draw(st.integers(2, 40))
+        if hasattr(model, "dense_layers"):
+            model.dense_layers = draw(st.integers(0, model.layers))
+        if hasattr(model, "encoder_layers"):
+            model.encoder_layers = draw(st.none() | st.integers(1, model.layers - 1))
+    common = math.gcd(model.heads, model.kv_heads, model.ffn_hidden, getattr(model, "expert_ffn_hidden", 0))
+    parallel.tensor = draw(st.sampled_from([size for size in range(1, 17) if common % size == 0]))
+    experts = getattr(model, "experts", 1)
+    parallel.expert = draw(st.sampled_from([size for size in range(1, 33) if experts % size == 0]))
+    parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not getattr(model, "mtp_depth", 0) else 1
+    parallel.context_kind, parallel.sequence_parallel = pick("ring", "ulysses"), draw(st.booleans())
+    parallel.pipeline, parallel.schedule = pick(1, 2, 3, 4, 7, 8), pick("1f1b", "interleaved", "zbv")
+    parallel.stages_per_rank = pick(None, None, 3) if parallel.schedule == "interleaved" else None
+    parallel.zero_stage = draw(st.integers(0, 2 if parallel.schedule == "zbv" else 3))
+    training.sequence_length = pick(1, 3) * 2 * parallel.context * parallel.tensor * pick(4, 8, 32)
+    assume(training.sequence_length <= model.max_positions)
+    if model.objective == "causal" and draw(st.booleans()):
+        training.sequence_warmup = [
+            WarmupConfig(10 * (k + 1), training.sequence_length // divisor) for k, divisor in enumerate((4, 2)[: pick(1, 2)])
+        ]
+    training.micro_batch_size = pick(1, 2, 3, 8)
+    data = pick(1, 2, 3, 16)
+    shards = data * parallel.expert * training.micro_batch_size
+    fewest = parallel.pipeline * (2 if parallel.schedule == "zbv" else 1)
+    training.global_batch_size = shards * fewest * pick(1, 2, 5)
+    if draw(st.booleans()):
+        training.batch_rampup = [WarmupConfig(5, shards * fewest), WarmupConfig(50, shards * fewest)]
+    training.steps = pick(3, 1000, 10**6)
+    config.optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
+    config.optimizer.decay_steps = draw(st.integers(0, training.steps // 2))
+    world = data * parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
+    return config, world
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(jobs())
+def test_every_legal_job_has_a_legal_small_version(job: tuple[Any, int]) -> None:
+    planned, world_size = job
+    assume(not preflight.violations(planned, world_size))
+    unchanged = copy.deepcopy(planned)
+    small = shrink(planned, world_size, STEPS)
+    assert planned == unchanged
+    assert preflight.violations(small.config, small.world_size) == []
+    axes_in_use(planned, world_size, small)
+    options_are_kept(planned, small)
+    before, after = leaves(planned), leaves(small.config)
+    assert {change.key for change in small.changes} == {key for key, value in before.items() if after[key] != value}
+
+
+def axes_in_use(planned: Any, world_size: int, small: Shrunk) -> None:
+    before, after = Layout.of(planned, world_size), Layout.of(small.config, small.world_size)
+    for axis in ("tensor", "pipeline", "context", "expert", "data", "stages_per_rank"):
+        assert (getattr(before, axis) > 1) == (getattr(after, axis) > 1), axis
+        assert getattr(after, axis) <= getattr(before, axis), axis
+    assert (before.micro_batches > 1) == (after.micro_batches > 1)
+    if before.pipeline > 2 and before.schedule == "1f1b":
+        assert after.pipeline == 3
+
+
+def options_are_kept(planned: Any, small: Shrunk) -> None:
+    old, new = planned.model, small.config.model
+    for field in dataclasses.fields(old):
+        if field.name not in SIZES:
+            assert getattr(old, field.name) == getattr(new, field.name), field.name
+        elif isinstance(size := getattr(old, field.name), int):
+            assert getattr(new, field.name) <= size, field.name
+    assert old.heads // old.kv_heads == new.heads // new.kv_heads
+    for group in ("optimizer", "parallel", "precision", "training", "data"):
+        after = leaves(getattr(small.config, group))
+        for key, value in leaves(getattr(planned, group)).items():
+            if isinstance(value, str | bool | float):
+                assert after[key] == value, key
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested dataclasses."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        found |= leaves(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else {f"{prefix}{field.name}": value}
+    return found
+
+
+def test_a_70b_job() -> None:
+    words = ("model=llama3-70b", "training.sequence_length=8192", "training.micro_batch_size=1", "optimizer.schedule=wsd")
+    planned = configured("stage=pretrain", *words, "parallel.tensor=8", "parallel.pipeline=4")
+    small = shrink(planned, 64, STEPS)
+    assert small.world_size == 2 * 3 * 2
+    assert (small.config.model.heads, small.config.model.kv_heads) == (16, 2)
+    assert small.config.optimizer.schedule == "wsd"
+    assert count_model_parameters(small.config.model) < 1e6
+    assert [(c.planned, c.small) for c in small.changes if c.key == "model.layers"] == [(80, 3)]
+
+
+@pytest.mark.parametrize("changes, kept", [({"capacity_factor": 1.5}, "capacity_factor"), ({"window": 64}, "window")])
+def test_options_of_experts(changes: dict[str, Any], kept: str) -> None:
+    planned = configured("stage=pretrain", "model=mixtral-8x7b", *(f"model.{key}={value}" for key, value in changes.items()))
+    assert getattr(shrink(planned, 1, STEPS).config.model, kept) is not None
