@@ -64,7 +64,7 @@ def _deepspeed(device: torch.device) -> Any:
     """Import deepspeed without its warnings, and without the shared-memory operator that it would compile on a CPU."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed refuses to start without it
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed makes this GPU the current one; the launcher counts all GPUs of the node
     # DeepSpeed uses deprecated names of collectives: two lines per rank in every job's log.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed

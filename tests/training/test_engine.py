@@ -1,6 +1,7 @@
 """Engines on four ranks: exact resume, resume in another layout, and skipped steps on non-finite gradients."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -148,3 +149,19 @@ def test_compiled_tensor_parallel_blocks_train_alike(worlds):
     plain = worlds(2).run(_losses, settings)
     compiled = worlds(2).run(_losses, (*settings, "training.compile=on"))
     assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=1e-4)
+
+
+def _local_rank() -> str:
+    from pipeline.training.zero import _deepspeed
+
+    before, os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "3"
+    try:
+        _deepspeed(torch.device("cuda", 1))
+        return os.environ["LOCAL_RANK"]
+    finally:
+        os.environ["LOCAL_RANK"] = before
+
+
+def test_deepspeed_uses_the_gpu_of_the_mesh(worlds):
+    """A launcher that shows each rank some of the node's GPUs numbers them from 0; LOCAL_RANK counts all ranks of the node."""
+    assert worlds(4).run(_local_rank) == ["1"] * 4
