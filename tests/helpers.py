@@ -76,20 +76,29 @@ def pipeline(*arguments: object, expect: int = 0, **options: Any) -> str:
     return printed
 
 
-def start_ranks(count: int, *arguments: object, output: int | None = None) -> list[warm.Process]:
-    """Start `python -m pipeline ARGUMENTS` on several ranks, each with the variables that torchrun sets, and no launcher above them."""
+def start_ranks(
+    count: int, *arguments: object, output: int | None = None, own: dict[int, tuple[str, ...]] | None = None
+) -> list[warm.Process]:
+    """Start `python -m pipeline ARGUMENTS` on several ranks, each with the variables that torchrun sets, and no launcher above them.
+
+    Args:
+        own: rank -> further arguments of this rank.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "none"}
     job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    return [warm.start("-m", "pipeline", *arguments, environment=environment(**job, **place), output=output) for place in places]
+    return [
+        warm.start("-m", "pipeline", *arguments, *(own or {}).get(rank, ()), environment=environment(**job, **place), output=output)
+        for rank, place in enumerate(places)
+    ]
 
 
-def run_ranks(count: int, *arguments: object, timeout: float = 400) -> str:
+def run_ranks(count: int, *arguments: object, timeout: float = 400, own: dict[int, tuple[str, ...]] | None = None) -> str:
     """Run `start_ranks` to the end; returns what all ranks printed, both streams. A rank that fails ends the others."""
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile() as output:
-        ranks = start_ranks(count, *arguments, output=output.fileno())
+        ranks = start_ranks(count, *arguments, output=output.fileno(), own=own)
         codes: list[int | None] = [None]
         while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(0.02)

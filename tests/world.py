@@ -1,6 +1,5 @@
 """A gloo process group that is started once and runs functions of many tests on all ranks."""
 
-import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -48,7 +47,6 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
     """Be a rank."""
     pipe = Connection(pipe_fd)
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()

@@ -50,7 +50,8 @@ class TrainingConfig:
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,
-        "time without progress after which the run ends and names the slowest rank; loading and saving may take 6 times as long",
+        "time without progress after which the run ends and names the slowest rank; a collective of a step fails one minute later; loading "
+        "and saving may take 6 times as long",
         unit="minutes",
         above=0,
         at_most=600,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.errors import UserError
 
-#: Timeout of collectives; on a slow shared file system, a rank can take long to save a checkpoint.
-TIMEOUT = timedelta(hours=1)
+#: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
+INPUT_OUTPUT = 6.0
+#: Default of training.timeout_minutes.
+MINUTES = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,20 @@ class Mesh:
         return self.layout.coordinates(self.rank)
 
 
-def init_distributed(rank: int, world_size: int, local_rank: int, init_method: str) -> torch.device:
-    """Initialize the default process group, NCCL on GPUs and gloo on CPUs, and return this rank's device.
+def init_distributed(rank: int, world_size: int, local_rank: int, init_method: str, minutes: float = MINUTES) -> torch.device:
+    """Initialize the default process group and return this rank's device.
+
+    The default group has all ranks. It serves barriers and objects before and after training and in checkpoints, over gloo. Tensors of a
+    step are reduced over the groups of the mesh. On GPUs it has NCCL too, whose communicator is created by the first collective on a GPU.
 
     Args:
         rank: global rank of this process.
         world_size: total number of ranks.
         local_rank: rank within the node; selects the GPU.
         init_method: URL of the rendezvous with rank 0: `tcp://host:port`, or `env://` under torchrun.
+        minutes: training.timeout_minutes. Ranks wait for each other INPUT_OUTPUT times as long, since they load and save for so long.
     """
+    timeout = timedelta(minutes=minutes * INPUT_OUTPUT)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -71,9 +78,9 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
     else:
         device, backend = torch.device("cpu"), "gloo"
     if world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 
@@ -114,22 +121,72 @@ def on_rank_0(call: Callable[[], Any]) -> Any:
     return answer[0]
 
 
-def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """Create this rank's process groups."""
+def backend_of_groups(device: torch.device) -> str | None:
+    """The backend of the groups of the mesh: they reduce tensors on this device only, so that they need no other backend's connections.
+
+    None, which is the backend of the default group, for the meta device of a dry run.
+    """
+    return {"cuda": "nccl", "cpu": "gloo"}.get(device.type)
+
+
+def timeout_of_groups(minutes: float) -> timedelta:
+    """Timeout of the collectives of a step: one minute after the watchdog, which names the rank that the others wait for.
+
+    Args:
+        minutes: training.timeout_minutes, the timeout of the watchdog.
+    """
+    return timedelta(minutes=minutes + 1)
+
+
+def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES) -> Mesh:
+    """Create this rank's process groups, at most eight, and connect their ranks.
+
+    Args:
+        layout: of the job.
+        device: of the tensors that the groups reduce.
+        minutes: training.timeout_minutes.
+    """
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout has another world size"
     ends = (layout.holder(0), layout.holder(layout.stage_count - 1))
     world = dist.group.WORLD
     assert world is not None
-    groups = dict(_groups(world, replace(layout, schedule="", stages_per_rank=1, micro_batches=1), rank, ends))
+    axes = replace(layout, schedule="", stages_per_rank=1, micro_batches=1)
+    groups = dict(_groups(world, axes, rank, ends, device, minutes))
     tied_embedding = groups.pop("tied_embedding")
     at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]
     return Mesh(layout, rank, device, **groups, tied_embedding=tied_embedding if at_an_end else None)
 
 
 @cache
-def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int]) -> dict[str, ProcessGroup]:  # noqa: ARG001 - of the cache
-    """Create the groups that contain a rank, by their name in Mesh; cached, since each costs threads and connections.
+def _groups(
+    world: ProcessGroup,  # noqa: ARG001 - of the cache
+    layout: Layout,
+    rank: int,
+    ends: tuple[int, int],
+    device: torch.device,
+    minutes: float,
+) -> dict[str, ProcessGroup]:
+    """Create and connect the groups that contain a rank, by their name in Mesh; cached, since each costs threads and connections."""
+    create = partial(dist.new_group, timeout=timeout_of_groups(minutes), backend=backend_of_groups(device))
+    groups = _create_groups(layout, rank, ends, create)
+    for group in dict.fromkeys(groups.values()):
+        _connect(group, device)
+    return groups
+
+
+def _connect(group: ProcessGroup, device: torch.device) -> None:
+    """Create the communicator of a group by a collective, which all its ranks enter.
+
+    NCCL would create it at the first collective or, where the first operation is a mixed batch of sends and receives of the pipeline
+    schedule, wait for ranks that have none.
+    """
+    if device.type != "meta" and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _create_groups(layout: Layout, rank: int, ends: tuple[int, int], create: Callable[..., ProcessGroup]) -> dict[str, ProcessGroup]:
+    """Create the groups that contain a rank, by their name in Mesh.
 
     A rank creates only its own groups, so the time does not grow with the world size. All ranks create the same number of groups, because
     torch names such a group by its members and the number of groups created before. A group with the members of an existing one reuses it.
@@ -139,7 +196,7 @@ def _groups(world: ProcessGroup, layout: Layout, rank: int, ends: tuple[int, int
     created: dict[tuple[int, ...], ProcessGroup] = {}
 
     def new(members: tuple[int, ...]) -> ProcessGroup:
-        return dist.new_group(list(members), timeout=TIMEOUT, use_local_synchronization=True)
+        return create(list(members), use_local_synchronization=True)
 
     def group(**axes: Iterable[int]) -> ProcessGroup:
         """The ranks at all combinations of these indices, and at this rank's index on the other axes."""

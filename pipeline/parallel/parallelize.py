@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,15 +91,15 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
 
 
 def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> None:
-    """Materialize every weight with its initial values: slices of the full weight, which depends only on the seed and the name."""
+    """Materialize every weight on the device with its initial values, which depend only on the seed, the name and the element."""
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor:
         piece = model.pieces[parameter]
-        value = init_piece(piece, registry.initial_std(config.model, piece.name), config.training.seed)
+        std = registry.initial_std(config.model, piece.name)
         local_dtype = dtype if parameter.requires_grad else torch.float32
-        local = value.to(device=device, dtype=local_dtype, copy=True, memory_format=torch.contiguous_format)
+        local = init_piece(piece, std, config.training.seed, dtype=local_dtype, device=device)
         if not parameter.requires_grad:
             model.fixed[local] = piece
             return local
@@ -114,14 +113,10 @@ def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> 
         stage.reset_buffers()
 
 
-def init_piece(piece: Piece, std: Init, seed: int) -> Tensor:
-    """Return the initial value of a piece, fp32 on the CPU. For stacked experts, only the matrices of the piece are drawn."""
-    if len(piece.full_shape) < 3:
-        return piece.narrow(initial_tensor(piece.name, piece.full_shape, std, seed))
-    first = piece.start(0)
-    slices = tuple(replace(s, dim=s.dim - 1) for s in piece.slices if s.dim > 0)
-    matrices = (Piece(f"{piece.name}.{index}", piece.full_shape[1:], slices) for index in range(first, first + piece.shape[0]))
-    return torch.stack([matrix.narrow(initial_tensor(matrix.name, matrix.full_shape, std, seed)) for matrix in matrices])
+def init_piece(piece: Piece, std: Init, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """Return the initial value of a piece. Only its own elements are drawn, on the device."""
+    part = [(piece.start(dim), size) for dim, size in enumerate(piece.shape)]
+    return initial_tensor(piece.name, piece.full_shape, std, seed, part=part, dtype=dtype, device=device)
 
 
 def compile_enabled(config: RunConfig, device: torch.device) -> bool:

@@ -33,19 +33,21 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """
     stage = config.stage
     assert isinstance(stage, Evaluate)
-    checkpoint = Checkpoint(native.find(Path(config.run_dir), stage.checkpoint))
-    save.check_same_model(checkpoint, config)
     data = registry.open_validation(config, (ranks.rank, ranks.world_size))
     if data is None:
         rule = "has a validation split shorter than training.sequence_length"
         raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
     check_vocabulary(config, data)
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+    minutes = config.training.timeout_minutes
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
-        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device))
+        # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
+        checkpoint = Checkpoint(meshes.on_rank_0(lambda: native.find(Path(config.run_dir), stage.checkpoint)))
+        save.check_same_model(checkpoint, config)
+        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
         state = loop.load(trainer, checkpoint)
         loss, bits = loop.validate(config, trainer, data, state.step, None, stage.batches)
-        verification.finish([data], device)
+        verification.finish([data])
         if ranks.rank == 0:
             result = {"checkpoint": str(checkpoint.path), "step": state.step, "validation_loss": loss, "bits_per_byte": bits}
             with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:

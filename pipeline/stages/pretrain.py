@@ -54,12 +54,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         log.info("%s", _summary(config, ranks))
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     blend.check_epochs(config, training_data.samples)
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous())
+    minutes = config.training.timeout_minutes
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         check_device(config, device)
-        with ExitStack() as run_dir, Watchdog(config.training.timeout_minutes) as watchdog:
+        with ExitStack() as run_dir, Watchdog(minutes) as watchdog:
             start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
-            mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device)
+            mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
             trainer = Trainer(config, mesh)
             state = _resume(config, trainer, start, training_data)
             hosts = _hosts()
@@ -75,7 +76,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog)
-            unverified = verification.finish([training_data, validation_data], device)
+            unverified = verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 _finish(config, state, hosts, unverified)
     except ToBeContinued:

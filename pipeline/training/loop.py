@@ -18,12 +18,13 @@ from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import ToBeContinued
+from pipeline.parallel.mesh import INPUT_OUTPUT
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
 from pipeline.training.metrics import Metrics
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
-from pipeline.training.watchdog import INPUT_OUTPUT, Watchdog
+from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 

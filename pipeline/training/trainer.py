@@ -78,7 +78,8 @@ class Trainer:
         """The number of positions and of targets other than IGNORE in the global batch, int64 (2,)."""
         counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])
         for group in (self.mesh.data, self.mesh.expert):
-            dist.all_reduce(counts, group=group)
+            if group.size() > 1:
+                dist.all_reduce(counts, group=group)
         return counts // self.mesh.layout.context  # context ranks have the same sequences
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
@@ -89,13 +90,21 @@ class Trainer:
         return self._pipelines[shape]
 
     def _global_mean(self, loss: Tensor, requests: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
-        """Average the losses of all shares of the batch, which the ranks of the last stage hold, and count requests, over all ranks."""
+        """Average the losses of all shares of the batch, which the ranks of the last stage hold, and count requests, over all ranks.
+
+        The sums run over two axes of the mesh that together have all ranks, in fp64: a sum over all ranks at once would need a communicator
+        of the whole job, and in fp32 the groups of an axis could round the same sum differently.
+        """
         flags = [loss.new_full((), float(request)) for request in requests]  # filled on the device: a copy from the host would wait
         if self.mesh.layout.world_size == 1:
             return loss, torch.stack(flags) if flags else loss.new_zeros(0)
-        totals = torch.stack([loss if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss), *flags])
-        dist.all_reduce(totals)
-        return totals[0] / (self.mesh.layout.batch_shards * self.mesh.layout.context), totals[1:]
+        own = loss if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss)
+        totals = torch.stack([own, *flags]).double()
+        for group in (self.mesh.data, self.mesh.model):
+            if group.size() > 1:
+                dist.all_reduce(totals, group=group)
+        shares = self.mesh.layout.batch_shards * self.mesh.layout.context
+        return (totals[0] / shares).to(loss.dtype), totals[1:].to(loss.dtype)
 
 
 def _with_scale(batch: Batch, counts: Tensor) -> Batch:

@@ -19,12 +19,11 @@ WAIT_SECONDS = 60.0
 """Maximum time that the end of a run is delayed. A short run on a large corpus opens all shards; to read them in full may take hours."""
 
 
-def finish(data: Sequence[Objective | None], device: torch.device, seconds: float = WAIT_SECONDS) -> int:
+def finish(data: Sequence[Objective | None], seconds: float = WAIT_SECONDS) -> int:
     """Complete the background verification of all shards that any rank has read, and warn about those that remain. Collective.
 
     Args:
         data: the training and validation data of the run.
-        device: of the process group.
         seconds: maximum time to wait.
 
     Returns:
@@ -35,7 +34,7 @@ def finish(data: Sequence[Objective | None], device: torch.device, seconds: floa
     """
     deadline = time.monotonic() + seconds
     streams = [getattr(each.samples, "stream", None) for each in data if each is not None]
-    counts = [_finish(stream, device, deadline) for stream in streams if stream is not None and stream.lazy_checks]
+    counts = [_finish(stream, deadline) for stream in streams if stream is not None and stream.lazy_checks]
     unverified, read = (sum(count) for count in zip(*counts, strict=True)) if counts else (0, 0)
     if unverified and dist.get_rank() == 0:
         what = "were not verified against their checksums before it ended; data.verify=all verifies all shards before the run"
@@ -43,15 +42,15 @@ def finish(data: Sequence[Objective | None], device: torch.device, seconds: floa
     return unverified
 
 
-def _finish(stream: TokenStream, device: torch.device, deadline: float) -> tuple[int, int]:
+def _finish(stream: TokenStream, deadline: float) -> tuple[int, int]:
     """The number of shards of a stream that are not verified, and of those that were read."""
-    read = _any_rank(stream.read_shards, device)
-    verified = _any_rank(stream.wait_verified(read, max(0.0, deadline - time.monotonic())), device)
+    read = _any_rank(stream.read_shards)
+    verified = _any_rank(stream.wait_verified(read, max(0.0, deadline - time.monotonic())))
     return int(np.count_nonzero(read & ~verified)), int(np.count_nonzero(read))
 
 
-def _any_rank(flags: np.ndarray, device: torch.device) -> np.ndarray:
-    """The logical or of the flags of all ranks."""
-    combined = torch.from_numpy(flags.astype(np.int32)).to(device)
+def _any_rank(flags: np.ndarray) -> np.ndarray:
+    """The logical or of the flags of all ranks, over gloo."""
+    combined = torch.from_numpy(flags.astype(np.int32))
     dist.all_reduce(combined, dist.ReduceOp.MAX)
-    return combined.cpu().numpy() > 0
+    return combined.numpy() > 0

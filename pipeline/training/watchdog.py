@@ -25,11 +25,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel.mesh import INPUT_OUTPUT
 
 log = logging.getLogger("pipeline")
 
-#: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
-INPUT_OUTPUT = 6.0
 #: Exit code of a run that the watchdog ends.
 EXIT_CODE = 1
 #: The ranks that print their stacks if no single one is slowest.

@@ -152,14 +152,13 @@ def test_balance_losses_of_sharded_and_full_sequences_are_equal(world):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_stacked_experts_are_initialized_matrix_by_matrix():
+def test_the_initial_values_of_stacked_experts_do_not_depend_on_the_layout():
     from pipeline.layers.init import initial_tensor
     from pipeline.parallel.parallelize import init_piece
     from pipeline.parallel.pieces import slice_weight
 
     full = initial_tensor("blocks.0.mlp.experts.up", (4, 6, 8), 0.02, 3)
     assert math.isclose(full.std(), 0.02, rel_tol=0.2)
-    assert torch.equal(full[2], initial_tensor("blocks.0.mlp.experts.up.2", (6, 8), 0.02, 3))
     for expert, tensor in ((0, 0), (1, 2)):
         piece = slice_weight("blocks.0.mlp.experts.up", (4, 6, 8), "expert_column", {"expert": (2, expert), "tensor": (3, tensor)})
         assert torch.equal(init_piece(piece, 0.02, 3), piece.narrow(full))

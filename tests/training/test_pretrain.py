@@ -95,6 +95,15 @@ def test_evaluate_and_convert_read_the_checkpoint_in_one_process(eight, tokens, 
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
+def test_all_ranks_evaluate_the_checkpoint_that_rank_0_finds(eight, tokens, tmp_path):
+    """Rank 1 sees an older listing of the checkpoints, as on a file system that caches it."""
+    shutil.copytree(eight[0] / "checkpoints" / "step-00000004", tmp_path / "checkpoints" / "step-00000004")
+    common = ("stage=evaluate", *TINY, "precision=fp32", f"data.tokens={tokens}", f"run_dir={eight[0]}", "parallel.tensor=2")
+    run_ranks(2, *common, "stage.batches=8", own={1: (f"run_dir={tmp_path}",)})
+    found = json.loads((eight[0] / "evaluation.json").read_text())
+    assert found["validation_loss"] == pytest.approx(lines(eight[0])[-1]["validation_loss"], rel=1e-5)
+
+
 def test_evaluation_counts_every_target_once(eight, tokens):
     """The result depends neither on the batch size nor on the layout; the training data and its sequence length are not required."""
     common = ("stage=evaluate", *TINY, "precision=fp32", f"data.tokens={tokens}", f"run_dir={eight[0]}")

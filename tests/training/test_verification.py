@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from pipeline import artifact
@@ -18,20 +17,21 @@ from pipeline.training import verification
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch.device("cpu")
+    yield
     dist.destroy_process_group()
 
 
-def test_a_run_that_ends_before_its_shards_are_verified_says_so(tokens, one_rank, caplog, monkeypatch):
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_that_ends_before_its_shards_are_verified_says_so(tokens, caplog, monkeypatch):
     shards = Corpus.of(tokens, artifact.read(tokens, key="data.tokens", stage="tokenize"), "train").shards
     busy, verify = threading.Event(), Shard.verify
     monkeypatch.setattr(Shard, "verify", lambda shard: (shard is shards[0] and busy.wait(), verify(shard)))
     stream = TokenStream(shards, lazy_checks=True)
     stream.read(np.cumsum([0, *(shard.entry["tokens"] for shard in shards[:2])]), 5)
     data = [SimpleNamespace(samples=SimpleNamespace(stream=stream)), None]
-    assert verification.finish(data, one_rank, 0.01) == 3
+    assert verification.finish(data, 0.01) == 3
     assert "3 of 3 token shards that this run has read were not verified" in caplog.text
     caplog.clear()
     busy.set()
-    assert verification.finish(data, one_rank) == 0
+    assert verification.finish(data) == 0
     assert not caplog.text

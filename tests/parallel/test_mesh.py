@@ -1,0 +1,124 @@
+"""The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config.layout import Layout
+from pipeline.parallel import mesh as meshes
+from tests.world import causal, share, tiny, trainer
+
+
+class Collectives(TorchDispatchMode):
+    """Records the process groups of all collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            self.seen += [
+                dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+            ]
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device, backend", [("cuda:3", "nccl"), ("cpu", "gloo"), ("meta", None)])
+def test_groups_of_the_mesh_have_one_backend(device, backend):
+    assert meshes.backend_of_groups(torch.device(device)) == backend
+
+
+#: 1,024 ranks, with every axis larger than 1.
+LAYOUTS = [
+    Layout(pipeline=8, data=4, tensor=4, expert=4, context=2),
+    Layout(pipeline=4, data=32, tensor=8),
+    Layout(pipeline=4, data=32, tensor=8, schedule="zbv", stages_per_rank=2),
+    Layout(pipeline=1, data=1024, tensor=1),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("rank", [0, 517, 1023])
+def test_a_rank_of_a_large_job_has_at_most_eight_groups(layout, rank):
+    device = meshes.init_fake(rank, layout.world_size)
+    try:
+        mesh = meshes.build_mesh(layout, device)
+        assert len(dist.distributed_c10d._world.pg_map) <= 8
+        assert mesh.data.size() == layout.data * layout.context
+    finally:
+        meshes.destroy_process_group()
+
+
+def _creation(layout):
+    """Sizes of the groups that were created with more than one rank, and of those that communicated, in this order."""
+    created = []
+
+    def create(members, **options):
+        group = dist.new_group(members, **options)
+        created.append(group)
+        return group
+
+    groups = meshes._create_groups(layout, dist.get_rank(), (0, layout.pipeline - 1), create)
+    assert {id(group) for group in created} == {id(group) for group in groups.values()}
+    with Collectives() as found:
+        for group in dict.fromkeys(groups.values()):
+            meshes._connect(group, torch.device("cpu"))
+    return [g.size() for g in created if g.size() > 1], [g.size() for g in found.seen]
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 1), Layout(1, 1, 2, context=2)], ids=str)
+def test_every_group_communicates_when_it_is_created(world, layout):
+    for created, communicated in world.run(_creation, layout):
+        assert communicated == created
+        assert created
+
+
+def _new_mesh():
+    """Collectives on groups of the mesh, by build_mesh; with a timeout that no other test has, so that the groups are new."""
+    with Collectives() as found:
+        mesh = meshes.build_mesh(Layout(2, 1, 2), torch.device("cpu"), 7.5)
+    timeout = mesh.tensor._get_backend(torch.device("cpu")).options._timeout
+    return sorted(group.size() for group in found.seen), timeout, mesh.tensor.name()
+
+
+def test_a_mesh_is_connected_when_it_is_built_and_its_collectives_end_after_the_watchdog(world):
+    for sizes, timeout, backend in world.run(_new_mesh):
+        assert sizes == [2, 2, 4]
+        assert timeout == timedelta(minutes=8.5)
+        assert backend == "gloo"
+
+
+def _step(*overrides):
+    """A training step: the sizes of its groups, its loss, and the requests counted."""
+    _, local = trainer(*tiny("model=llama-tiny", "model.layers=4", "model.ffn_hidden=64", "model.kv_heads=2", *overrides))
+    tokens = torch.arange(16 * 9).remainder(67).view(16, 9)
+    shares = causal(*share(local, tokens))
+    local.train(*shares)
+    with Collectives() as found:
+        loss, result = local.train(*shares, (dist.get_rank() == 3, True, False))
+    assert dist.get_world_size() == 4
+    return [group.size() for group in found.seen], float(loss), result.requests.tolist()
+
+
+STEPS = [
+    ("parallel.tensor=2", "parallel.zero_stage=0"),
+    ("parallel.pipeline=2", "parallel.zero_stage=0"),
+    ("parallel.tensor=2", "parallel.zero_stage=1"),
+    ("parallel.tensor=2", "parallel.zero_stage=3"),
+    ("parallel.pipeline=2", "parallel.zero_stage=2"),
+]
+
+
+@pytest.mark.parametrize("overrides", STEPS, ids=" ".join)
+def test_a_step_has_no_collective_over_the_world(world, overrides):
+    found = world.run(partial(_step, *overrides))
+    losses = {loss for _, loss, _ in found}
+    assert len(losses) == 1, "equal on all ranks"
+    for sizes, _, requests in found:
+        assert set(sizes) == {2}
+        assert requests == [1, 4, 0]
