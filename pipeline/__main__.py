@@ -55,10 +55,10 @@ def run_hydra(arguments: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from pipeline.config import compose, layout
+    from pipeline.config import compose
     from pipeline.config.paths import CONF_DIR
     from pipeline.errors import UserError
-    from pipeline.launch import hydra_launcher, preflight, ranks
+    from pipeline.launch import hydra_launcher
 
     compose.register()
     hydra_launcher.register()
@@ -67,31 +67,52 @@ def run_hydra(arguments: list[str]) -> None:
     except UserError as error:
         report(error)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them; user errors are printed below without a traceback
-    application = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(run_one)
+    composing = True
+
+    def task(composed: object) -> None:
+        nonlocal composing
+        composing = False  # Hydra composes and validates all runs of a sweep before it starts the first one
+        run_one(composed)
+
     try:
         if any(argument.startswith(("-", "hydra")) for argument in arguments):
-            application()
-        else:  # without sweeps and Hydra flags: hydra.main would compose the configuration twice
-            with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-                composed = hydra.compose("config", arguments, return_hydra_config=True)
-            HydraConfig.instance().set_config(composed)  # the dry run reads the command line from it
-            with open_dict(composed):
-                del composed["hydra"]
-            run_one(composed)
+            hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(task)()
+            return
+        # Without sweeps and Hydra flags: hydra.main would compose the configuration twice.
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            composed = hydra.compose("config", arguments, return_hydra_config=True)
     except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
         report(error)
     except compose.COMPOSITION_ERRORS as error:
-        overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
-        violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
-        if not violations:
+        if not composing:
             raise
-        try:
-            config = compose.to_run_config(valid)
-            violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
-        except UserError as more:
-            violations += more.violations
-        report(UserError(violations))
-        raise AssertionError("report() does not return") from error
+        report_composition_error(error, arguments)
+    HydraConfig.instance().set_config(composed)  # the dry run reads the command line from it
+    with open_dict(composed):
+        del composed["hydra"]
+    run_one(composed)
+
+
+def report_composition_error(error: Exception, arguments: list[str]) -> None:
+    """Print why a command line does not compose, with what else is wrong in it, and exit with code 2.
+
+    Raises:
+        Exception: `error`, if no argument explains it.
+    """
+    from pipeline.config import compose, layout
+    from pipeline.errors import UserError
+    from pipeline.launch import preflight, ranks
+
+    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
+    violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
+    if not violations:
+        raise error
+    try:
+        config = compose.to_run_config(valid)
+        violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
+    except UserError as more:
+        violations += more.violations
+    report(UserError(violations))
 
 
 def run_one(composed: object) -> None:

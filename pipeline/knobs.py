@@ -83,7 +83,7 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:
 def range_violations(node: Any, prefix: str = "") -> list[Violation]:
     """Return a violation for every field of nested dataclasses whose value is outside its legal range."""
     return [
-        Violation(key, repr(value) if "control" in rule else value, rule, f"set {key} ({knob.meaning}) to a legal value")
+        Violation(key, value if str(value).isprintable() else repr(value), rule, f"set {key} ({knob.meaning}) to a legal value")
         for key, knob, value in walk(node, prefix)
         if (rule := knob.violated(value))
     ]

@@ -99,3 +99,23 @@ def test_help_lists_stages_and_keys() -> None:
     ):
         assert word in text
     assert "\x1b" not in text
+
+
+def test_an_error_of_a_stage_is_not_explained_by_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It passes unchanged. The option of this group is in a folder that the explanation of a command line does not read."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from pipeline import __main__, stages
+
+    def fail(*_: object) -> None:
+        raise ValueError("a defect of the stage")
+
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntraining: {steps: 3}\n")
+    monkeypatch.setattr(stages, "run", fail)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["stage=shard"], [f"--config-dir={tmp_path}", "stage=shard", "experiment=mine"]):
+        monkeypatch.setattr("sys.argv", ["pipeline", *arguments, "data.input=[x]", f"run_dir={tmp_path}/run"])
+        with pytest.raises(ValueError, match="a defect of the stage"):
+            __main__.run_hydra(arguments)
+        GlobalHydra.instance().clear()

@@ -1,38 +1,21 @@
 """Text shards from documents, at the command line."""
 
-import gzip
 import io
 import json
-import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
-import webdataset
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.shard import shuffle, text_shards
 from pipeline.data.shard.shuffle import Order, Tally
-from tests import warm
-from tests.helpers import RAW, environment, pipeline, program, prose, same_files, words, write_corpus
-
-
-def samples(folder: Path, split: str = "*") -> list[dict]:
-    """Read every document of the shards with webdataset."""
-    paths = [str(path) for path in sorted(folder.glob(f"{split}-*.tar"))]
-    return list(webdataset.WebDataset(paths, shardshuffle=False, empty_check=False).decode()) if paths else []
-
-
-def json_line(text: str, **more: object) -> str:
-    return json.dumps({"text": text, **more}, ensure_ascii=False) + "\n"
+from tests.data.library import LIBRARY, samples
+from tests.data.raw_files import json_line
+from tests.helpers import RAW, pipeline, prose, same_files, write_corpus
 
 
 def read_json(path: Path) -> dict:
@@ -43,30 +26,6 @@ def line_offsets(path: Path) -> list[int]:
     """The offset of every line of a file, in bytes."""
     lines = path.read_bytes().splitlines(keepends=True)
     return [sum(map(len, lines[:number])) for number in range(len(lines))]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    """Prose in three files, with copies, near copies, and documents to repair and to drop."""
-    folder = tmp_path_factory.mktemp("library") / "documents"
-    folder.mkdir()
-    for part in range(3):
-        lines = [json_line(prose(100 * part + n), number=n) for n in range(60)]
-        lines += [json_line(prose(n)) for n in range(0, 60, 10)] if part else []  # copies of documents in the first file
-        lines += [json_line(prose(n, 40) + f" Printed for the {part}. time.") for n in range(500, 503)]  # near copies in each file
-        lines += [json_line("too short"), json_line("click here " * 200), json_line("MÃ¤rchen. " + prose(900 + part))]
-        (folder / f"part {part}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder
-
-
-LIBRARY = ("stage=shard", "data.part_megabytes=0.03", "data.shard_megabytes=0.05", "data.validation_fraction=0.1")
-
-
-@pytest.fixture(scope="module")
-def cleaned(library) -> Path:
-    """The shards of the library with the default steps, written by one process."""
-    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={library.parent}/cleaned")
-    return library.parent / "cleaned"
 
 
 @pytest.mark.slow
@@ -255,65 +214,6 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
         assert ("validation" in splits) == (validation_wanted and total >= 2)
 
 
-def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, shards):
-    settings = [
-        "stage=shard",
-        *RAW,
-        f"data.input=[{corpus}]",
-        f"data.shards={shards}",
-        "data.part_megabytes=0.1",
-        "data.shard_megabytes=0.05",
-    ]
-    before = {path: path.stat().st_mtime_ns for path in shards.iterdir()}
-    assert "nothing to do" in pipeline(*settings, "data.validation_fraction=0.1")
-    refused = pipeline(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
-    assert "data.validation_fraction=0.2" in refused
-    assert "was created with data.validation_fraction=0.1" in refused
-    assert "clean.length.least=3" in refused
-    assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
-
-
-def test_an_invalid_input_or_output_is_explained(tmp_path):
-    assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
-    assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
-    assert not (tmp_path / "s").exists()
-    (tmp_path / "short.txt").write_text("short")
-    below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
-    assert "cannot be written: Not a directory" in below_a_file
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
-    assert "cleaning and deduplication dropped all 1 non-empty documents" in printed
-
-
-def test_few_bad_documents_are_quarantined_and_many_end_the_job(tmp_path):
-    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
-    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    printed = pipeline(*settings, f"data.shards={tmp_path}/s", ranks=2)
-    assert "1 unreadable documents" in printed
-    (bad,) = [json.loads(line) for line in (tmp_path / "s" / "quarantine.jsonl").read_text().splitlines()]
-    assert (bad["file"], bad["position"]) == ("x.jsonl", "line 100")
-    assert "text" in bad["reason"]
-    assert len(samples(tmp_path / "s")) == 99
-    with open(tmp_path / "x.jsonl", "a") as handle:
-        handle.write("{}\n")
-    refused = pipeline(*settings, f"data.shards={tmp_path}/t", ranks=2, expect=2)
-    assert "data.quarantine_limit=0.01: 2 of 101 documents could not be read: x.jsonl line 100" in refused
-    assert not list((tmp_path / "t").glob("*.tar"))
-    assert "2 unreadable documents" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
-
-
-def test_a_truncated_file_weighs_as_the_bytes_that_are_lost(tmp_path):
-    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(1000)))
-    with gzip.open(tmp_path / "y.jsonl.gz", "wt") as handle:
-        handle.writelines(json_line(words(n, 9)) for n in range(1000))
-    whole = (tmp_path / "y.jsonl.gz").read_bytes()
-    (tmp_path / "y.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s")
-    size = (tmp_path / "x.jsonl").stat().st_size + len(whole) // 2
-    refused = pipeline(*settings, expect=2)
-    assert f"about {len(whole) // 2:,} of {size:,} bytes, in damaged files, could not be read: y.jsonl.gz byte" in refused
-    assert "1 unreadable documents" in pipeline(*settings, "data.quarantine_limit=0.2")
-
-
 def test_the_division_into_parts_changes_nothing(library, tmp_path):
     """Which of equal documents and lines is kept, which near duplicates are found, and all bytes of shards and report."""
     for megabytes in (0.01, 0.05, 100):
@@ -323,98 +223,6 @@ def test_the_division_into_parts_changes_nothing(library, tmp_path):
     assert same_files(tmp_path / "0.01", tmp_path / "100")
     kept = {sample["txt"]: sample["json"]["source"] for sample in samples(tmp_path / "100")}
     assert {kept[prose(n)] for n in range(0, 60, 10)} == {"part 0.jsonl"}, "of equal documents, the first is kept"
-
-
-def test_a_changed_input_file_is_noticed_on_resume_and_a_copied_one_is_not(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    text = "".join(json_line(words(n, 9)) for n in range(50)) + "{}\n"
-    for name in ("x.jsonl", "y.jsonl"):
-        (folder / name).write_text(text)
-    settings = ("stage=shard", *RAW, f"data.shards={tmp_path}/s")
-    assert "data.quarantine_limit" in pipeline(*settings, f"data.input=[{folder}]", expect=2)
-    (folder / "y.jsonl").write_text(text.replace("Wald", "Feld", 1))
-    refused = pipeline(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1", expect=2)
-    assert "data.input/y.jsonl=" in refused
-    assert "data.input/x.jsonl=" not in refused
-    shutil.rmtree(tmp_path / "s")
-    pipeline(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1")
-    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
-    assert "nothing to do" in pipeline(*settings, f"data.input=[{tmp_path}/copy]")
-    (tmp_path / "copy" / "x.jsonl").write_text(text.replace("Wald", "Feld", 1))
-    assert "was created with data.input=2 files" in pipeline(*settings, f"data.input=[{tmp_path}/copy]", expect=2)
-
-
-def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
-    """As under a launcher with a mismatched PMI: every process would see a world of one rank."""
-    (tmp_path / "x.txt").write_text("x")
-    place = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", expect=2, env=place)
-    assert "started 4 ranks, MPI sees 1" in printed
-    assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
-    """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
-    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
-    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    pipeline(*settings, f"data.shards={tmp_path}/complete")
-    folder = tmp_path / "limited"
-    for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
-        limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
-        printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited, cold=True)
-        assert f"{folder}: cannot be written" in printed
-        assert "Traceback" not in printed
-        assert [path.name for path in folder.iterdir()] == [".unfinished"]
-    pipeline(*settings, f"data.shards={folder}")
-    assert same_files(tmp_path / "complete", folder)
-
-
-def start(*arguments: object) -> warm.Process:
-    return warm.start("-m", "pipeline", *arguments, environment=environment())
-
-
-def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) -> None:
-    while process.poll() is None and not list(folder.glob(mark)):
-        time.sleep(0.001)
-
-
-@pytest.mark.slow
-def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
-    folder = tmp_path / "killed"
-    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    for mark in (
-        ".unfinished/part-000001.json",
-        ".unfinished/plan.json",
-        "train-00001.tar",
-    ):  # reading, before writing, writing
-        process = start(*settings)
-        wait_for(folder, mark, process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
-        assert not (folder / "manifest.json").exists()
-    recorded = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
-    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in recorded}
-    assert done
-    pipeline(*settings, ranks=2)
-    assert same_files(cleaned, folder)
-    assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
-
-
-def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
-    folder = tmp_path / "s"
-    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    with open(tmp_path / "printed", "w") as output:
-        process = warm.start("-m", "pipeline", *settings, environment=environment(), output=output.fileno())
-        wait_for(folder, ".unfinished/part-*.json", process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT
-    printed = (tmp_path / "printed").read_text()
-    assert printed.endswith("interrupted; run the same command again to continue\n")
-    assert "Traceback" not in printed
-    pipeline(*settings)
-    assert same_files(cleaned, folder)
 
 
 def test_dropped_documents_are_saved_with_the_reason_and_can_be_read_again(library, cleaned, tmp_path):
@@ -435,78 +243,3 @@ def test_dropped_documents_are_saved_with_the_reason_and_can_be_read_again(libra
             assert (kept[of] == entry["text"]) == (kind == "exact")
     pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/0/dropped.jsonl.zst]", f"data.shards={tmp_path}/again")
     assert sorted(sample["txt"] for sample in samples(tmp_path / "again")) == sorted(entry["text"] for entry in dropped)
-
-
-@pytest.mark.slow
-def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
-    folder = tmp_path / "killed"
-    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    command = [program("mpirun"), "-n", "2", sys.executable, "-m", "pipeline", *settings]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(folder, ".unfinished/part-*.json", process)
-    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "stage=shard" in " ".join(child.cmdline())]
-    victim = [rank for rank in ranks if "python" in rank.name()][-1]
-    victim.kill()
-    assert process.wait(timeout=60) != 0
-    psutil.wait_procs(ranks, timeout=30)
-    assert not (folder / "manifest.json").exists()
-    pipeline(*settings, ranks=2)
-    assert same_files(cleaned, folder)
-
-
-def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
-    folder = tmp_path / "s"
-    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    first = start(*settings)
-    wait_for(folder, ".lock", first)
-    while not (folder / ".lock").read_text():  # the owner's name is written once the lock is held
-        time.sleep(0.001)
-    first.send_signal(signal.SIGSTOP)
-    try:
-        for ranks in (0, 2):
-            refused = pipeline(*settings, ranks=ranks, expect=2)
-            assert f"data.shards={folder}: is being written by another job" in refused
-    finally:
-        first.send_signal(signal.SIGCONT)
-    assert first.wait(timeout=120) == 0
-    assert same_files(cleaned, folder)
-    assert not (folder / ".lock").exists()
-
-
-def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
-    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
-    for task in ("3", "1"):
-        assert "this task has read its parts" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
-        assert not (tmp_path / "s" / "manifest.json").exists()
-    pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
-    assert same_files(cleaned, tmp_path / "s")
-    gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
-    assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
-
-
-def test_files_of_another_program_are_neither_overwritten_nor_removed(library, tmp_path):
-    folder = tmp_path / "s"
-    folder.mkdir()
-    mine = [folder / name for name in ("train-00000.tar", "train-00007.tar", "report.html")]
-    for path in mine:
-        path.write_text("mine")
-    printed = pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
-    assert f"data.shards={folder}: contains files of another run or program: report.html, train-00000.tar, train-00007.tar" in printed
-    assert sorted(folder.iterdir()) == sorted(mine)
-    assert {path.read_text() for path in mine} == {"mine"}
-    (folder / "manifest.json").write_text('{"name": "of another program"}')
-    assert "manifest.json that no stage wrote" in pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
-
-
-def test_an_unfinished_run_is_not_discarded_by_other_settings(tmp_path):
-    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(50)) + "{}\n")
-    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s")
-    assert "data.quarantine_limit" in pipeline(*settings, expect=2)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/.unfinished/*")}
-    refused = pipeline(*settings, "data.seed=3", "data.quarantine_limit=1", expect=2)
-    assert f"data.seed=3: {tmp_path}/s holds an unfinished run with data.seed=0" in refused
-    assert "1 problem" in refused
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/.unfinished/*")} == before
-    pipeline(*settings, "data.quarantine_limit=1")
-    assert len(samples(tmp_path / "s")) == 50

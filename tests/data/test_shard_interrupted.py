@@ -1,0 +1,126 @@
+"""Text shards of runs that end early or share their work: full disks, kills, job arrays."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import warm
+from tests.data.library import LIBRARY
+from tests.data.raw_files import json_line
+from tests.helpers import RAW, environment, pipeline, program, same_files, words
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
+    """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
+    pipeline(*settings, f"data.shards={tmp_path}/complete")
+    folder = tmp_path / "limited"
+    for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
+        limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
+        printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited, cold=True)
+        assert f"{folder}: cannot be written" in printed
+        assert "Traceback" not in printed
+        assert [path.name for path in folder.iterdir()] == [".unfinished"]
+    pipeline(*settings, f"data.shards={folder}")
+    assert same_files(tmp_path / "complete", folder)
+
+
+def start(*arguments: object) -> warm.Process:
+    return warm.start("-m", "pipeline", *arguments, environment=environment())
+
+
+def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) -> None:
+    while process.poll() is None and not list(folder.glob(mark)):
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
+    folder = tmp_path / "killed"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    for mark in (
+        ".unfinished/part-000001.json",
+        ".unfinished/plan.json",
+        "train-00001.tar",
+    ):  # reading, before writing, writing
+        process = start(*settings)
+        wait_for(folder, mark, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+        assert not (folder / "manifest.json").exists()
+    recorded = {path.name.removesuffix(".json") for path in (folder / ".unfinished").iterdir()}
+    done = {path.name: path.stat().st_ino for path in folder.glob("*.tar") if path.name in recorded}
+    assert done
+    pipeline(*settings, ranks=2)
+    assert same_files(cleaned, folder)
+    assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
+
+
+def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
+    folder = tmp_path / "s"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    with open(tmp_path / "printed", "w") as output:
+        process = warm.start("-m", "pipeline", *settings, environment=environment(), output=output.fileno())
+        wait_for(folder, ".unfinished/part-*.json", process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    printed = (tmp_path / "printed").read_text()
+    assert printed.endswith("interrupted; run the same command again to continue\n")
+    assert "Traceback" not in printed
+    pipeline(*settings)
+    assert same_files(cleaned, folder)
+
+
+@pytest.mark.slow
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
+    folder = tmp_path / "killed"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    command = [program("mpirun"), "-n", "2", sys.executable, "-m", "pipeline", *settings]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(folder, ".unfinished/part-*.json", process)
+    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "stage=shard" in " ".join(child.cmdline())]
+    victim = [rank for rank in ranks if "python" in rank.name()][-1]
+    victim.kill()
+    assert process.wait(timeout=60) != 0
+    psutil.wait_procs(ranks, timeout=30)
+    assert not (folder / "manifest.json").exists()
+    pipeline(*settings, ranks=2)
+    assert same_files(cleaned, folder)
+
+
+def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
+    folder = tmp_path / "s"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    first = start(*settings)
+    wait_for(folder, ".lock", first)
+    while not (folder / ".lock").read_text():  # the owner's name is written once the lock is held
+        time.sleep(0.001)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        for ranks in (0, 2):
+            refused = pipeline(*settings, ranks=ranks, expect=2)
+            assert f"data.shards={folder}: is being written by another job" in refused
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=120) == 0
+    assert same_files(cleaned, folder)
+    assert not (folder / ".lock").exists()
+
+
+def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
+    for task in ("3", "1"):
+        assert "this task has read its parts" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
+        assert not (tmp_path / "s" / "manifest.json").exists()
+    pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
+    assert same_files(cleaned, tmp_path / "s")
+    gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
+    assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
