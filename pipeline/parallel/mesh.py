@@ -34,7 +34,6 @@ class Mesh:
         data: ranks with the same experts: all data x context indices.
         dense: ranks with the same weights other than experts: all data x expert x context indices.
         pipeline: ranks that hold the other stages for the same samples.
-        model: one complete replica of the model: all pipeline x expert x tensor ranks of this data and context index.
         tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank
             holds both stages.
     """
@@ -48,13 +47,17 @@ class Mesh:
     data: ProcessGroup
     dense: ProcessGroup
     pipeline: ProcessGroup
-    model: ProcessGroup
     tied_embedding: ProcessGroup | None
 
     @property
     def coordinates(self) -> Coordinates:
         """This rank's coordinates: its index on every mesh axis."""
         return self.layout.coordinates(self.rank)
+
+    @property
+    def all_ranks(self) -> tuple[ProcessGroup, ...]:
+        """Groups that together connect all ranks: a sum over one after the other is a sum over all ranks."""
+        return self.dense, self.pipeline, self.tensor
 
 
 def init_distributed(rank: int, world_size: int, local_rank: int, init_method: str, minutes: float = MINUTES) -> torch.device:
@@ -213,7 +216,6 @@ def _create_groups(layout: Layout, rank: int, ends: tuple[int, int], create: Cal
         "data": group(data=range(layout.data), context=range(layout.context)),
         "dense": group(data=range(layout.data), expert=experts, context=range(layout.context)),
         "pipeline": group(pipeline=stages),
-        "model": group(pipeline=stages, expert=experts, tensor=pieces),
     }
     if ends[0] == ends[1] or layout.pipeline == 2:
         return named | {"tied_embedding": named["pipeline"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,12 @@ class LocalModel(nn.Module):
         self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
         self.pieces = pieces
         self.fixed: dict[Tensor, Piece] = {}
+        self._initial_value: Callable[[Piece], Tensor] | None = None
+
+    def materialize(self, parameter: nn.Parameter) -> None:
+        """Allocate and draw a weight that init_weights has left without storage."""
+        if parameter.untyped_storage().nbytes() == 0 and self._initial_value is not None:
+            parameter.data = self._initial_value(self.pieces[parameter])
 
     def stage_modules(self) -> Iterator[Stack]:
         """The stages in order of their index."""
@@ -91,24 +97,33 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
 
 
 def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> None:
-    """Materialize every weight on the device with its initial values, which depend only on the seed, the name and the element."""
+    """Materialize every weight on the device with its initial values, which depend only on the seed, the name and the element.
+
+    Under ZeRO 3 a rank could not hold all its weights: they get no storage until LocalModel.materialize.
+    """
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
 
+    def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
+        std = registry.initial_std(config.model, piece.name)
+        return init_piece(piece, std, config.training.seed, dtype=dtype, device=device)
+
     def materialized(_: str, parameter: nn.Parameter) -> Tensor:
         piece = model.pieces[parameter]
-        std = registry.initial_std(config.model, piece.name)
-        local_dtype = dtype if parameter.requires_grad else torch.float32
-        local = init_piece(piece, std, config.training.seed, dtype=local_dtype, device=device)
         if not parameter.requires_grad:
-            model.fixed[local] = piece
-            return local
-        trainable = nn.Parameter(local)
+            fixed = initial_value(piece, torch.float32)
+            model.fixed[fixed] = piece
+            return fixed
+        if config.parallel.zero_stage == 3:
+            trainable = nn.Parameter(torch.empty(piece.shape, dtype=dtype, device=device))
+            trainable.untyped_storage().resize_(0)
+        else:
+            trainable = nn.Parameter(initial_value(piece))
         pieces[trainable] = piece
         return trainable
 
     replace_weights(model.stage_modules(), materialized)
-    model.pieces = pieces
+    model.pieces, model._initial_value = pieces, initial_value
     for stage in model.stage_modules():
         stage.reset_buffers()
 

@@ -58,7 +58,8 @@ class ReplicatedEngine(Engine):
     def step(self) -> StepResult:
         """See Engine. Clipping is passed as the optimizer's grad_scale and skipping as found_inf: neither reads the gradients once more."""
         primary = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
-        norm = gradient_clipping.global_norm(primary, [self._mesh.model], self._mesh.device)
+        model = (self._mesh.tensor, self._mesh.expert, self._mesh.pipeline)  # one replica
+        norm = gradient_clipping.global_norm(primary, model, self._mesh.device)
         skipped = (~norm.isfinite()).float()
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]

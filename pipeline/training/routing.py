@@ -41,7 +41,9 @@ class RouterStatistics:
         load, (entropy, dropped, loss, batches) = records[:, :-4], records[:, -4:].unbind(dim=1)
         self._update_biases(load, 1 - skipped.to(load.device))
         batches = batches.clamp(min=1)
-        sums = torch.stack([(entropy / batches).sum(), (dropped / batches).sum(), (loss / batches).sum(), batches.new_tensor(len(records))])
+        sums = torch.stack(
+            [(entropy / batches).sum(), (dropped / batches).sum(), (loss / batches).sum(), batches.new_full((), len(records))]
+        )
         imbalance = load.new_zeros(len(records) + 1)
         imbalance[1:] = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
         load_max = imbalance.amax()
@@ -58,9 +60,8 @@ class RouterStatistics:
             record = moe.take_record()
             if record is not None:
                 row.copy_(record)
-        for group in (self._mesh.data, self._mesh.expert):  # tensor ranks have identical records
-            if group.size() > 1:
-                dist.all_reduce(records, group=group)
+        if self._mesh.dense.size() > 1:  # tensor ranks have identical records
+            dist.all_reduce(records, group=self._mesh.dense)
         return records
 
     def _update_biases(self, load: Tensor, enabled: Tensor) -> None:

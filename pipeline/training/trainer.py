@@ -77,9 +77,8 @@ class Trainer:
     def _counts(self, targets: Tensor) -> Tensor:
         """The number of positions and of targets other than IGNORE in the global batch, int64 (2,)."""
         counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])
-        for group in (self.mesh.data, self.mesh.expert):
-            if group.size() > 1:
-                dist.all_reduce(counts, group=group)
+        if self.mesh.dense.size() > 1:
+            dist.all_reduce(counts, group=self.mesh.dense)
         return counts // self.mesh.layout.context  # context ranks have the same sequences
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
@@ -92,7 +91,7 @@ class Trainer:
     def _global_mean(self, loss: Tensor, requests: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
         """Average the losses of all shares of the batch, which the ranks of the last stage hold, and count requests, over all ranks.
 
-        The sums run over two axes of the mesh that together have all ranks, in fp64: a sum over all ranks at once would need a communicator
+        The sums run over the groups of Mesh.all_ranks, in fp64: a sum over all ranks at once would need a communicator
         of the whole job, and in fp32 the groups of an axis could round the same sum differently.
         """
         flags = [loss.new_full((), float(request)) for request in requests]  # filled on the device: a copy from the host would wait
@@ -100,7 +99,7 @@ class Trainer:
             return loss, torch.stack(flags) if flags else loss.new_zeros(0)
         own = loss if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss)
         totals = torch.stack([own, *flags]).double()
-        for group in (self.mesh.data, self.mesh.model):
+        for group in self.mesh.all_ranks:
             if group.size() > 1:
                 dist.all_reduce(totals, group=group)
         shares = self.mesh.layout.batch_shards * self.mesh.layout.context

@@ -54,7 +54,7 @@ class ZeroEngine(Engine):
         groups: list[dict[str, Any]] = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0} for b in self._buckets]
         optimizer = self._kind.build(groups, config.optimizer, config.optimizer.lr)
         clipping, stage = config.optimizer.gradient_clipping, config.parallel.zero_stage
-        self._zero = BucketZeroOptimizer(optimizer, self._buckets, self._global_norm, clipping, shard_weights=stage == 3)
+        self._zero = BucketZeroOptimizer(optimizer, self._buckets, self._global_norm, clipping, model.materialize, shard_weights=stage == 3)
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
         self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished)
         self._updates = 0
@@ -88,7 +88,7 @@ class ZeroEngine(Engine):
             for parameter, where in bucket.partition_slices().items()
             if is_primary_copy(bucket.pieces[parameter], self._mesh, sharded=True)
         ]
-        return gradient_clipping.global_norm(primary, [self._mesh.data, self._mesh.model], self._mesh.device)
+        return gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device)
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.utils.timer import NoopTimer
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket
@@ -29,6 +29,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         buckets: every group is partitioned over the ranks of its bucket.
         global_norm: returns the norm of the full gradient, from the gradients passed to `set_gradient`.
         clipping: largest norm; 0 for no clipping.
+        materialize: allocates a weight that has no storage; called for one bucket after the other.
         shard_weights: free the matrices after they have been partitioned (ZeRO 3). Vectors are few and remain.
     """
 
@@ -40,10 +41,12 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         buckets: list[Bucket],
         global_norm: Callable[[], Tensor],
         clipping: float,
+        materialize: Callable[[nn.Parameter], None],
         *,
         shard_weights: bool,
     ) -> None:
         self._buckets, self._global_norm, self._clipping, self._shard_weights = buckets, global_norm, clipping, shard_weights
+        self._materialize = materialize
         self.weights: list[FlatWeights] = []
         self._weights_are_views = False
         names = {parameter: piece.name for bucket in buckets for parameter, piece in bucket.pieces.items()}
@@ -77,6 +80,12 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         """Set this rank's partitions of the weights from the fp32 master weights."""
         for flat, master in zip(self.weights, self.single_partition_of_fp32_groups, strict=True):
             flat.partition.copy_(master)
+
+    def flatten_dense_tensors_aligned(self, tensors: list[nn.Parameter], *args: Any, **options: Any) -> Tensor:
+        """Called by DeepSpeed with the weights of a group, to copy them into its flat weights."""
+        for parameter in tensors:
+            self._materialize(parameter)
+        return super().flatten_dense_tensors_aligned(tensors, *args, **options)
 
     def get_partition_info(self, *args: Any) -> Any:
         """Called by DeepSpeed when it has partitioned a group: keep only this rank's partition of the weights under ZeRO 3."""

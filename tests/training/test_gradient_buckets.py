@@ -135,6 +135,32 @@ def test_gradients_are_reduced_while_the_backward_pass_runs(recorded, stage):
     assert MAX_PENDING < BLOCKS
 
 
+def started() -> tuple[int, int, int]:
+    """The most bytes of weights that a rank holds while ZeRO 3 starts, the largest bucket, and the weights of the model, in elements."""
+    from pipeline.parallel.parallelize import LocalModel
+
+    held: list[int] = []
+    draw = LocalModel.materialize
+
+    def spy(model: LocalModel, parameter: torch.nn.Parameter) -> None:
+        draw(model, parameter)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.pieces}
+        held.append(sum(storages.values()))
+
+    LocalModel.materialize = spy  # type: ignore[method-assign]
+    try:
+        _, job = trainer(*SETTINGS, "parallel.zero_stage=3")
+    finally:
+        LocalModel.materialize = draw  # type: ignore[method-assign]
+    sizes = [bucket.elements for bucket in job.engine._reducer.buckets]
+    return max(held), max(sizes), sum(sizes)
+
+
+def test_zero_3_starts_without_holding_the_model(worlds):
+    for held, largest, elements in worlds(RANKS).run(started):
+        assert 0 < held <= 2 * 2 * largest < 2 * elements
+
+
 def reduced_and_mean(*overrides: str) -> float:
     """The largest difference between the reduced gradient and the fp32 mean of the micro-batches' gradients, relative to the largest."""
     config, job = trainer(*SETTINGS, *overrides)

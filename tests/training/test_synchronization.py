@@ -1,4 +1,4 @@
-"""The step of ZeRO stage 0 has no host-device synchronization."""
+"""The step of ZeRO stage 0 has no host-device synchronization, those of the other stages have one: DeepSpeed examines the norm."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ class Synchronizations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])
-def test_the_step_does_not_synchronize(model, dtype):
+@pytest.mark.parametrize("zero, allowed", [(0, 0), (1, 1), (3, 1)])
+@pytest.mark.parametrize("model, dtype", [("llama-tiny", "bf16"), ("gpt-tiny", "fp32")])
+def test_the_step_does_not_synchronize(model, dtype, zero, allowed):
     compose.register()
     overrides = [
         f"model={model}",
         f"precision={dtype}",
-        "parallel.zero_stage=0",
+        f"parallel.zero_stage={zero}",
         "training.global_batch_size=2",
         "training.micro_batch_size=1",
     ]
@@ -48,7 +48,7 @@ def test_the_step_does_not_synchronize(model, dtype):
         with Synchronizations() as found:
             for _ in range(2):
                 trainer.train(*causal(tokens, torch.zeros(2, 16, dtype=torch.int32)))
-            assert found.seen == []
+            assert len(found.seen) == 2 * allowed
             torch.arange(3)[torch.tensor(1)]
             assert found.seen, "a synchronization is detected"
     finally:
