@@ -92,6 +92,7 @@ def _context(config: RunConfig) -> Iterator[Violation]:
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
     """Each pipeline stage holds at least one layer, and each schedule has its own rules."""
     parallel = config.parallel
+    yield from _layers_per_stage(config)
     if parallel.pipeline == 1:
         return
     per_rank, stages = stages_per_rank(config), parallel.pipeline * stages_per_rank(config)
@@ -107,6 +108,19 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
         )
     if parallel.schedule == "zbv":
         yield from _zbv(config, per_rank)
+
+
+def _layers_per_stage(config: RunConfig) -> Iterator[Violation]:
+    """The numbers of layers that are set for each stage are those of the model."""
+    given, stages = config.parallel.layers_per_stage, config.parallel.pipeline * stages_per_rank(config)
+    if not given:
+        return
+    key, shown = "parallel.layers_per_stage", "[" + ",".join(map(str, given)) + "]"
+    if len(given) != stages:
+        yield Violation(key, shown, f"has {len(given)} stages; the pipeline has {stages}", f"list {stages} numbers, or leave it empty")
+    elif sum(given) != config.model.layers:
+        rule = f"has {sum(given)} layers; the model has model.layers={config.model.layers}"
+        yield Violation(key, shown, rule, f"choose numbers with the sum {config.model.layers}, or set parallel.balance=flops instead")
 
 
 def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:

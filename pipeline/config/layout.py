@@ -34,6 +34,8 @@ class Layout:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     micro_batches: int = 1
+    blocks: tuple[int, ...] = ()
+    """Number of blocks of each stage; empty to distribute them evenly."""
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> Layout:
@@ -49,6 +51,7 @@ class Layout:
             schedule=parallel.schedule,
             stages_per_rank=stages_per_rank(config),
             micro_batches=training.global_batch_size // (data * parallel.expert * training.micro_batch_size),
+            blocks=blocks_per_stage(config),
         )
 
     @property
@@ -94,7 +97,14 @@ class Layout:
         return next(rank for rank in range(self.pipeline) if stage in self.stages(rank))
 
     def layers(self, stage: int, layers: int) -> range:
-        """Return the blocks of a stage. Remaining blocks are assigned one per stage from stage 1 on, since stage 0 holds the embedding."""
+        """Return the blocks of a stage.
+
+        Without `blocks`, remaining blocks are assigned one per stage from stage 1 on, since stage 0 holds the embedding.
+        """
+        if self.blocks:
+            assert sum(self.blocks) == layers, f"{self.blocks} are not {layers} blocks"
+            first = sum(self.blocks[:stage])
+            return range(first, first + self.blocks[stage])
         base, remainder = divmod(layers, self.stage_count)
         first = stage * base + max(0, min(stage - 1, remainder))
         return range(first, first + base + (1 <= stage <= remainder))
@@ -106,6 +116,20 @@ def stages_per_rank(config: RunConfig) -> int:
         return 1
     default = 1 if config.parallel.schedule == "1f1b" else 2
     return config.parallel.stages_per_rank or default
+
+
+def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
+    """Return the number of blocks of each stage that the configuration sets; empty to distribute them evenly."""
+    parallel = config.parallel
+    if parallel.layers_per_stage:
+        return tuple(parallel.layers_per_stage)
+    if parallel.balance == "layers" or parallel.pipeline == 1:
+        return ()
+    from pipeline.config.balance import balanced
+    from pipeline.models.costs import costs_per_token  # loads torch
+
+    costs = costs_per_token(config.model, config.training.sequence_length)
+    return balanced(costs.first, costs.blocks, costs.last, parallel.pipeline * stages_per_rank(config))
 
 
 def job_size(config: RunConfig, started: int) -> int:

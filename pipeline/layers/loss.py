@@ -103,7 +103,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
+        # In place, and the weight takes the result as its .grad: an fp32 copy would be as large as the embedding. A graph that is kept for
+        # another backward pass (zbv computes the gradients of inputs and of weights in two) needs the unscaled gradients again.
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        factors = [None if grad is None else grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        pairs = zip(ctx.saved_tensors, factors, strict=True)
+        scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
         return (*scaled, None, None, None, None, None)
 
 

@@ -154,7 +154,7 @@ def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES) -
     ends = (layout.holder(0), layout.holder(layout.stage_count - 1))
     world = dist.group.WORLD
     assert world is not None
-    axes = replace(layout, schedule="", stages_per_rank=1, micro_batches=1)
+    axes = replace(layout, schedule="", stages_per_rank=1, micro_batches=1, blocks=())
     groups = dict(_groups(world, axes, rank, ends, device, minutes))
     tied_embedding = groups.pop("tied_embedding")
     at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]

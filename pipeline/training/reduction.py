@@ -193,10 +193,14 @@ class _State:
     def add(self, parameter: nn.Parameter) -> None:
         """Move a weight's gradient into the flat gradient; later ones are added there by autograd."""
         if parameter not in self._present:
-            assert parameter.grad is not None
-            view = self.bucket.view(self._allocated(), parameter)
-            view.copy_(parameter.grad)
-            parameter.grad = view
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.dtype == torch.float32 and gradient.numel() == self.bucket.elements and gradient.is_contiguous():
+                self.flat = gradient.view(-1)  # the only weight: the output head, whose loss computes an fp32 gradient
+            else:
+                view = self.bucket.view(self._allocated(), parameter)
+                view.copy_(gradient)
+                parameter.grad = view
             self._present.add(parameter)
         self.missing -= 1
 

@@ -1,0 +1,95 @@
+"""FLOPs of the parts of a model: each block, and what the first and the last pipeline stage compute besides their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.mla import LatentAttention
+from pipeline.layers.moe import MoE
+from pipeline.models import registry
+from pipeline.models.config import ModelConfig
+
+#: Embedding tables: lookups, not matrix products.
+LOOKED_UP = ("embed.tokens.", "embed.positions.", "embed.segments.")
+#: Weights that are applied once per sequence, not per token: BERT's pooler and next-sentence head.
+ONCE = ("head.sentence.",)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Forward and backward FLOPs per token.
+
+    Attributes:
+        first: of the embedding, whose lookup has none.
+        blocks: of each block.
+        last: of the output head, with its MTP modules.
+    """
+
+    first: float
+    blocks: tuple[float, ...]
+    last: float
+
+    @property
+    def total(self) -> float:
+        """Of the full model."""
+        return self.first + sum(self.blocks) + self.last
+
+
+def costs_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> Costs:
+    """Count FLOPs as Chowdhery et al. 2022 (PaLM, appendix B) do for MFU.
+
+    6 FLOPs per weight of a matrix product (including the output head, excluding the embedding lookup; of an MoE layer, only the experts
+    that a token is routed to), and 12 * layers * hidden * sequence for the attention products, not halved for causality. In a layer with
+    sliding-window attention, the window replaces the sequence length; where values are narrower than queries and keys, both widths count.
+    An MTP module counts as a layer with an output head. Recomputation is not counted. For an encoder-decoder, the result is per encoder
+    token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
+    """
+    with torch.device("meta"):
+        full = registry.build(model)
+    if isinstance(full, EncoderDecoder):
+        return _encoder_decoder_costs(full, model, sequence_length, sequence_length if decoder_length is None else decoder_length)
+    sums = dict.fromkeys(["embed", *(f"blocks.{index}" for index in range(len(full.blocks))), "head"], 0.0)
+    for name, parameter in full.named_parameters():
+        if parameter.dim() == 2 and not name.startswith(LOOKED_UP):
+            sums[_part(name)] += parameter.numel() / (max(1, sequence_length) if name.startswith(ONCE) else 1)
+    for name, module in full.named_modules():
+        sums[_part(name)] += _score_width(module, model, sequence_length)
+        if isinstance(module, MoE):
+            sums[_part(name)] += sum(int(p.numel() * module.router.top_k / len(p)) for p in module.experts.parameters())
+    output = full.get_parameter("embed.tokens.weight").numel()
+    sums["head"] += output * (getattr(model, "mtp_depth", 0) + bool(model.tie_embeddings))
+    first, *blocks, last = (6.0 * value for value in sums.values())
+    return Costs(first, tuple(blocks), last)
+
+
+def _part(name: str) -> str:
+    """The part of the model that a parameter or module belongs to: "embed", "blocks.3" or "head"."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "blocks" and len(words) > 1 else "embed" if words[0] == "embed" else "head"
+
+
+def _score_width(layer: torch.nn.Module, model: ModelConfig, sequence_length: int) -> int:
+    """Return keys x heads x (width of queries and keys + width of values) of an attention layer, 0 for another module."""
+    if isinstance(layer, LatentAttention):
+        return sequence_length * model.heads * (model.head_dim + layer.v_head_dim)
+    if isinstance(layer, Attention):
+        return min(sequence_length, layer.window or sequence_length) * model.heads * 2 * model.head_dim
+    return 0
+
+
+def _encoder_decoder_costs(full: EncoderDecoder, model: ModelConfig, source: int, target: int) -> Costs:
+    """FLOPs per encoder token: keys and values of cross-attention are computed from encoder tokens, all else from decoder tokens."""
+    ratio, width = target / source, 12.0 * model.heads * model.head_dim
+    blocks = []
+    for index, block in full.blocks.items():
+        encodes = int(index) < full.encoder_blocks
+        weights = 0.0
+        for name, parameter in block.named_parameters():
+            reads_source = encodes or name in ("cross.key.weight", "cross.value.weight")
+            weights += parameter.numel() * (1 if reads_source else ratio) if parameter.dim() == 2 else 0
+        blocks.append(6.0 * weights + width * (source if encodes else ratio * (target + source)))
+    return Costs(0.0, tuple(blocks), 6.0 * ratio * model.vocab_size * model.hidden)
