@@ -18,9 +18,9 @@ from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
-from pipeline.planner.memory import model_state
+from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.planner.ranks import rank_state
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
@@ -82,9 +82,9 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
 def memory_lines(config: RunConfig, layout: Layout, model: LocalModel) -> Iterator[str]:
     """Yield the size of weights, gradients and optimizer state on the rank."""
     zero = config.parallel.zero_stage
-    parameters, dtype = count_local_parameters(model), DTYPES[config.precision.dtype]
+    parameters = count_local_parameters(model)
     ranks, tensors = layout.data * layout.context, OPTIMIZERS[config.optimizer.name].state
-    state = model_state(parameters, dtype=dtype, zero_stage=zero, data=ranks, state_tensors=len(tensors))
+    state = rank_state(config, layout, parameters)
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     over, kept = f"over {ranks} data ranks", f"{master}{' and '.join(tensors)}"
     yield f"model state under ZeRO {zero} (without activations and buffers)"
