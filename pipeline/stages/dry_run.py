@@ -18,10 +18,9 @@ from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import DTYPES, LocalModel, parallelize
-from pipeline.planner.memory import model_state
+from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
-from pipeline.training.buckets import build_buckets
+from pipeline.planner.ranks import rank_state
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
@@ -83,9 +82,7 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
 def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
     """Yield the size of weights, gradients and optimizer state on the rank."""
     zero = config.parallel.zero_stage
-    dtype, tensors = DTYPES[config.precision.dtype], OPTIMIZERS[config.optimizer.name].state
-    buckets = build_buckets(model, local, sequence_parallel=config.parallel.sequence_parallel)
-    state = model_state(buckets, dtype=dtype, zero_stage=zero, state_tensors=len(tensors))
+    state, tensors = rank_state(config, model, local), OPTIMIZERS[config.optimizer.name].state
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     over = f", sharded over {local.dense.size()} data ranks"
     if local.layout.expert > 1:

@@ -75,7 +75,7 @@ def test_a_wrong_gradient_is_not_certified(tmp_path: Path) -> None:
     """The ranks are those that the stage starts. One gradient is scaled by 1.01, of a weight on one of two tensor ranks."""
     words = (*JOB[:2], "parallel.tensor=2", "stage.world_size=2", "stage.steps=3", "precision=fp32")
     printed = pipeline(*words, f"run_dir={tmp_path}", env={SPOIL: NORM}, expect=1)
-    assert re.search(rf"gradient in fp32: differs by \d.\de-03 \({NORM}\)", printed), printed
+    assert re.search(rf"gradient in fp32: differs by \d.\de-0[23] \({NORM}\)", printed), printed
     assert "Traceback" not in printed
     written = json.loads((tmp_path / "certificate.json").read_text())
     assert written["certified"] is False

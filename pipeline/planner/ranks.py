@@ -1,0 +1,75 @@
+"""Model state of the ranks of a layout, from their part of the model; and what other frameworks hold in the same layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from pipeline.config.layout import Coordinates, Layout
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import DTYPES, LocalModel, partition_model
+from pipeline.planner.memory import FP32, ModelState, model_state
+from pipeline.training.buckets import build_buckets
+from pipeline.training.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class Held:
+    """Number of parameters of a rank before ZeRO.
+
+    Attributes:
+        dense: of weights that all expert ranks hold.
+        experts: of weights that are sharded over the expert axis.
+    """
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+def held_parameters(model: LocalModel) -> Held:
+    """Count the parameters of a rank."""
+    experts = sum(p.numel() for p, piece in model.pieces.items() if piece.is_sliced_along("expert"))
+    return Held(sum(p.numel() for p in model.pieces) - experts, experts)
+
+
+def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
+    """Return the bytes of a rank's state from its buckets, as training/ shards them. The model may be on the meta device."""
+    buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+    tensors = OPTIMIZERS[config.optimizer.name].state
+    dtype = DTYPES[config.precision.dtype]
+    return model_state(buckets, dtype=dtype, zero_stage=config.parallel.zero_stage, state_tensors=len(tensors))
+
+
+def fullest_rank(config: RunConfig, layout: Layout) -> tuple[int, Held]:
+    """Return the rank that holds the most parameters, and their numbers. Ranks that differ in other axes hold as many."""
+    found = {}
+    for pipeline, tensor in product(range(layout.pipeline), sorted({0, layout.tensor - 1})):
+        rank = layout.rank(Coordinates(pipeline=pipeline, data=0, expert=0, context=0, tensor=tensor))
+        found[rank] = held_parameters(partition_model(config, layout, rank))
+    rank = max(found, key=lambda rank: found[rank].total)
+    return rank, found[rank]
+
+
+def megatron_bytes(config: RunConfig, layout: Layout, held: Held) -> float:
+    """Return the model state of Megatron-LM's distributed optimizer in the same layout.
+
+    Weights, fp32 gradients, and 12 bytes of fp32 master weight and two moments over the ranks that hold the same weight: those of data and
+    context, for dense weights also of the expert axis (Megatron-LM, docs/source/api-guide/dist_optimizer.md).
+    """
+    whole, data = DTYPES[config.precision.dtype].itemsize + FP32, layout.data * layout.context
+    return held.total * whole + 3 * FP32 * (held.dense / (data * layout.expert) + held.experts / data)
+
+
+def fsdp2_bytes(layout: Layout, held: Held) -> float:
+    """Return the model state of PyTorch's FSDP2 in the same layout, with the mesh axes that shard the same weights flattened to one.
+
+    fp32 weights, gradients and two moments, all sharded; without the gathered weights of the blocks in use.
+    """
+    data = layout.data * layout.context
+    return 4 * FP32 * (held.dense / (data * layout.expert) + held.experts / data)

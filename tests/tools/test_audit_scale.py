@@ -1,0 +1,41 @@
+"""tools/audit_scale: its bytes by independent arithmetic, and the parts of the model that they follow from."""
+
+import json
+
+import pytest
+
+from pipeline.config.layout import Layout
+from pipeline.planner import ranks
+from tests.helpers import ROOT, python
+from tests.world import configured
+
+#: Published numbers of parameters.
+LLAMA3_70B = 70_553_706_496
+GIB = 2**30
+
+
+def test_a_table_of_one_case(tmp_path):
+    code, printed = python(ROOT / "tools" / "audit_scale", "--case=llama3-70b 64 zero", f"--json={tmp_path}/rows.json")
+    assert code == 0, printed
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["parameters"] == LLAMA3_70B
+    assert row["fsdp2"] == 16 * LLAMA3_70B / 64
+    assert row["megatron"] == 6 * LLAMA3_70B + 12 * LLAMA3_70B / 64
+    assert row["total"] == row["weights"] + row["gradients"] + row["optimizer"]
+    assert row["groups"] <= 8
+    assert f"{row['total'] / GIB:9.2f}" in printed
+    assert python(ROOT / "tools" / "audit_scale", "--case=nothing")[0] == 2
+
+
+def test_the_fullest_rank_of_a_pipeline_and_its_experts():
+    words = ("model=mixtral-8x22b", "parallel.expert=8", "parallel.pipeline=4", "parallel.tensor=2", "training.sequence_length=4096")
+    config = configured("stage=pretrain", *words, "training.micro_batch_size=1", "training.global_batch_size=128")
+    layout = Layout.of(config, 128)
+    rank, held = ranks.fullest_rank(config, layout)
+    assert layout.coordinates(rank).pipeline == 0 or layout.coordinates(rank).pipeline == 3  # with the embedding, or norm and head
+    hidden, width = 6144, 16384
+    assert held.experts == 14 * 3 * hidden * width // 2  # of 56 layers and 8 experts, with half of each matrix
+    attention = (2 * hidden * hidden + 2 * hidden * 8 * 128) // 2  # eight key and value heads of width 128
+    assert held.dense == pytest.approx(14 * (attention + 8 * hidden + 2 * hidden) + 32000 * hidden // 2, abs=hidden)
+    assert ranks.megatron_bytes(config, layout, held) == 6 * held.total + 12 * (held.dense / 16 + held.experts / 2)
+    assert ranks.fsdp2_bytes(layout, held) == 16 * (held.dense / 16 + held.experts / 2)
