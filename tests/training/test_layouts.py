@@ -80,7 +80,7 @@ class Model:
     steps: int = 3
 
 
-EPS = "optimizer.eps=1e-6"  # Adam turns the rounding error of a gradient near zero into a step of full size
+EPS = "optimizer.eps=1e-5"  # Adam turns the rounding error of a gradient near zero into a step of full size
 CLIPPED = ("optimizer.gradient_clipping=0.5", EPS)
 LONG = ("training.sequence_length=32", "model.max_positions=32", "training.global_batch_size=8", "training.document_mask=true")
 DECODER = (*CLIPPED, *LONG, "training.steps=3", "model.layers=4", "optimizer.lr=0.001", "optimizer.warmup_steps=1")
