@@ -31,6 +31,8 @@ FP32_CEILING = 1e-3
 LOW_FACTOR = 4
 #: Rounding error of a bf16 number.
 LOW_FLOOR = 2.0**-8
+#: Largest tolerance in lower precisions, also if the plain loop diverges.
+LOW_CEILING = 0.5
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
 #: rounding, or a token whose experts are equally likely, changes gradients by more.
 SEEDS = 4
@@ -65,11 +67,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result: comparisons, or why the ranks failed."""
+    """The result.
+
+    Attributes:
+        small: the job that was trained.
+        comparisons: in every precision; none if the ranks failed.
+        failures: a line for each quantity above its tolerance, or why the ranks failed; empty for a certified job.
+        details: the traceback of a rank that failed.
+    """
 
     small: Shrunk
     comparisons: list[Comparison]
     failures: list[str]
+    details: str = ""
 
 
 def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, spoil: str | None = None) -> Certificate:
@@ -91,7 +101,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
         try:
             run_ranks(small.world_size, train_all, configs, folder, spoil, seconds=seconds)
         except RanksFailedError as error:
-            return Certificate(small, [], [str(error)])
+            return Certificate(small, [], [str(error)], error.details)
         runs = {precision: torch.load(f"{folder}/{precision}", weights_only=False) for precision in configs}
     found = [compare_fp32(runs.pop("fp32"), reference, rounding)]
     found += [compare_low(dtype, run, train_plain(configs[dtype], DTYPES[dtype]), reference) for dtype, run in runs.items()]
@@ -153,11 +163,11 @@ def compare_fp32(run: Outcome, reference: Outcome, rounding: dict[str, Differenc
 def compare_low(dtype: str, run: Outcome, reference: Outcome, precise: Outcome) -> Comparison:
     """Compare in a low precision: the order of additions changes the rounding of every activation, and in MoE layers also the routing."""
     rounding = differences(reference, precise, together=True)
-    tolerances = {name: LOW_FACTOR * max(found.value, LOW_FLOOR) for name, found in rounding.items()}
+    tolerances = {name: min(LOW_FACTOR * max(found.value, LOW_FLOOR), LOW_CEILING) for name, found in rounding.items()}
     method = (
         f"layout in {dtype}, plain loop in {dtype} with fp32 gradients and master weights, all weights together; tolerance "
-        f"{LOW_FACTOR} x the difference of the plain loop in {dtype} and fp32, at least {LOW_FACTOR * LOW_FLOOR:.1e}; finds wrong "
-        "scales and lost updates, while the comparison in fp32 finds the wrong gradient of a single weight"
+        f"{LOW_FACTOR} x the difference of the plain loop in {dtype} and fp32, from {LOW_FACTOR * LOW_FLOOR:.1e} to {LOW_CEILING:g}; finds "
+        "wrong scales and lost updates, while the comparison in fp32 finds the wrong gradient of a single weight"
     )
     return Comparison(dtype, method, rounding, tolerances, differences(run, reference, together=True))
 

@@ -84,7 +84,15 @@ def _gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str
 
 
 class RanksFailedError(Exception):
-    """A local rank raised an exception, was killed, or did not end in time; the message has the rank and its traceback."""
+    """A local rank raised an exception, was killed, or did not end in time.
+
+    Attributes:
+        details: the traceback of the rank, empty without one.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        self.details = details
+        super().__init__(message)
 
 
 def preload() -> None:
@@ -119,7 +127,8 @@ def run_ranks(size: int, function: Callable[..., None], *arguments: object, seco
                 if deadline is not None and time.monotonic() > deadline:
                     raise RanksFailedError(f"the ranks did not finish within {seconds:g} s: one of them may wait for another forever")
         except (ProcessRaisedException, ProcessExitedException) as error:
-            raise RanksFailedError(str(error).strip()) from None
+            details = str(error).strip()
+            raise RanksFailedError(f"rank {error.error_index}: {details.splitlines()[-1]}", details) from None
         finally:
             for process in context.processes:
                 if process.is_alive() and process.pid is not None:

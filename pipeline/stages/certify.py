@@ -90,6 +90,7 @@ def content(config: RunConfig, layout: Layout, found: Certificate, seconds: floa
     return {
         "certified": not found.failures,
         "failures": found.failures,
+        "details": found.details,
         "planned": {
             "world_size": layout.world_size,
             "layout": dataclasses.asdict(layout),

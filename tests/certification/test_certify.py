@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 from pipeline import __main__
 from pipeline.certification import certificate
-from pipeline.certification.comparison import QUANTITIES, Outcome, differences
+from pipeline.certification.comparison import QUANTITIES, Difference, Outcome, differences
 from pipeline.certification.distributed import RanksFailedError
 from pipeline.stages.certify import SPOIL
 from tests.helpers import pipeline
@@ -85,12 +86,14 @@ def test_a_wrong_gradient_is_not_certified(tmp_path: Path) -> None:
 
 def test_ranks_that_fail(certify) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise RanksFailedError("rank 1: RuntimeError: a collective differs")
+        raise RanksFailedError("rank 1: RuntimeError: a collective differs", "Traceback ...")
 
     code, printed, written = certify(*JOB, ranks=fail)
     assert code == 1
     assert "not certified" in printed
     assert "rank 1: RuntimeError" in printed
+    assert "Traceback" not in printed
+    assert written["details"] == "Traceback ..."
     assert written["failures"] == ["rank 1: RuntimeError: a collective differs"]
     assert written["comparisons"] == []
 
@@ -126,6 +129,16 @@ def test_differences() -> None:
     lost = outcome(1.0, 1.0)
     del lost.tensors["moment"]["norm.weight"]
     assert differences(lost, outcome(1.0, 1.0))["moment"].value == float("inf")
+
+
+def test_a_plain_loop_that_diverges_certifies_nothing() -> None:
+    def outcome(loss: float) -> Outcome:
+        return Outcome([loss], [loss], {kind: {"norm.weight": torch.full((2,), loss)} for kind in ("gradient", "moment", "weight")})
+
+    exact = dict.fromkeys(QUANTITIES, Difference(math.inf, "step 1"))
+    assert len(certificate.compare_fp32(outcome(math.nan), outcome(math.nan), exact).failures()) == len(QUANTITIES)
+    assert len(certificate.compare_low("bf16", outcome(math.nan), outcome(math.nan), outcome(1.0)).failures()) == len(QUANTITIES)
+    assert not certificate.compare_low("bf16", outcome(1.001), outcome(1.0), outcome(1.0)).failures()
 
 
 def test_the_reference_shares_no_code_with_the_engines() -> None:
