@@ -39,11 +39,12 @@ def model_state(buckets: Iterable[Bucket], *, dtype: torch.dtype, zero_stage: in
     """
     buckets = list(buckets)
     whole, share = sum(bucket.elements for bucket in buckets), sum(bucket.partition_elements for bucket in buckets)
-    sharded_weights = sum(bucket.partition_elements if bucket.decays else bucket.elements for bucket in buckets)
+    # Under ZeRO 3, matrices are rounded from the master weights when they are gathered.
+    kept_weights = sum(bucket.elements for bucket in buckets if not bucket.decays or bucket.group.size() == 1)
     # Without ZeRO, fp32 weights are their own master copy; DeepSpeed always keeps a separate one.
     master = 0 if zero_stage == 0 and dtype == torch.float32 else FP32
     return ModelState(
-        weights=(sharded_weights if zero_stage == 3 else whole) * dtype.itemsize,
+        weights=(kept_weights if zero_stage == 3 else whole) * dtype.itemsize,
         gradients=(share if zero_stage >= 2 else whole) * FP32,
         optimizer=(share if zero_stage else whole) * (master + state_tensors * FP32),
     )

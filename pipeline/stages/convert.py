@@ -44,7 +44,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     output = Path(stage.output or Path(config.run_dir) / "hf")
     path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
-        lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
+        lambda: _open_tokenizer(config),
     )
     settings = {
         "stage.checkpoint": f"{path.name} {digest(path / INDEX)}",
@@ -80,6 +80,19 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
         artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def _open_tokenizer(config: RunConfig) -> TextEncoder:
+    """Open the tokenizer.
+
+    Raises:
+        UserError: tokenizer.path holds none.
+    """
+    path, imported = Path(config.tokenizer.path), Path(config.run_dir) / FOLDER
+    if not (path / "tokenizer.json").is_file() and (imported / "tokenizer.json").is_file():
+        fix = f"set tokenizer.path={imported}, the tokenizer of the imported model, or the one of the training data"
+        raise UserError.of("tokenizer.path", path, "holds no tokenizer.json", fix)
+    return TextEncoder(path, config.tokenizer.end_of_document)
 
 
 def imported_original(folder: Path, tokenizer_folder: Path) -> Original | None:

@@ -48,7 +48,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     settings = {"stage.input": {file.name: digest(file) for file in (source / "config.json", *files)}}
     complete = artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings)
     if complete:
-        log.info("convert: %s is already imported, nothing to do; continue with stage=pretrain %s", source, complete.totals["model"])
+        log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
         return
     weights = ImportedWeights(StockWeights(source, adapter), model)
     _, unused = collect_errors(lambda: _check_run(run_dir), weights.check)
@@ -72,7 +72,13 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     index = native.Index(native.TrainState(), saved_config)
     path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
     copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})
-    log.info("convert: wrote %s (%s); continue with stage=pretrain run_dir=%s %s", path, adapter.architecture, run_dir, overrides)
+    log.info("convert: wrote %s (%s); %s", path, adapter.architecture, _continue_with(run_dir, overrides))
+
+
+def _continue_with(run_dir: Path, model: str) -> str:
+    """The settings of the stages that follow, for the log."""
+    tokenizer = f" tokenizer.path={run_dir / FOLDER}" if (run_dir / FOLDER / "tokenizer.json").is_file() else ""
+    return f"continue with stage=pretrain run_dir={run_dir}{tokenizer} {model}"
 
 
 def _check_run(run_dir: Path) -> None:

@@ -24,7 +24,8 @@ class FlatWeights:
     Args:
         bucket: the bucket.
         flat: (elements,), the whole weights; its storage is empty while they are freed.
-        partition: (partition_elements,), this rank's weights; a view of `flat` if that is never freed.
+        partition: (partition_elements,), this rank's weights: a view of `flat` if that is never freed, else the fp32 master weights,
+            which are rounded for every gathering.
         freed: whether `flat` is freed after each use.
     """
 
@@ -35,6 +36,7 @@ class FlatWeights:
         self._bytes = flat.untyped_storage().nbytes()
         self._present, self._uses = True, 0
         self._work: Any = None
+        self._sent: Tensor | None = None
 
     def start(self) -> None:
         """Start to gather freed weights."""
@@ -46,15 +48,20 @@ class FlatWeights:
     def refresh(self) -> None:
         """Start to gather the partitions, which have changed."""
         if self.bucket.group.size() > 1:
-            self._work = dist.all_gather_into_tensor(self.flat, self.partition, group=self.bucket.group, async_op=True)
+            self._sent = self.partition.to(self.flat.dtype)  # kept until the end of the collective
+            self._work = dist.all_gather_into_tensor(self.flat, self._sent, group=self.bucket.group, async_op=True)
+
+    def _wait(self) -> None:
+        """Wait for the gathering (on a GPU, the current stream waits)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._sent = None
 
     def acquire(self) -> None:
         """Make the weights available, until `release`."""
         self.start()
         self._uses += 1
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
 
     def release(self) -> None:
         """End a use."""
@@ -66,9 +73,7 @@ class FlatWeights:
         """Free the weights, unless they are kept."""
         self._uses = 0
         if self._freed and self._present:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
+            self._wait()
             self.flat.untyped_storage().resize_(0)
             self._present = False
 

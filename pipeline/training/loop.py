@@ -18,7 +18,7 @@ from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import ToBeContinued
-from pipeline.parallel.mesh import INPUT_OUTPUT
+from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
 from pipeline.training.metrics import Metrics
@@ -55,7 +55,8 @@ def train(
         The final state; its checkpoint has been written.
 
     Raises:
-        UserError: too many steps in a row were skipped, the weights are not finite, or a checkpoint could not be written.
+        UserError: too many steps in a row were skipped, the weights are not finite, a checkpoint could not be written, or the run directory
+            was removed.
         ToBeContinued: a signal announced the end of the job, and a checkpoint was written.
     """
     training, checkpoint = config.training, config.checkpoint
@@ -83,6 +84,7 @@ def train(
             if last or decision.save or decision.stop is not None or (checkpoint.every and state.step % checkpoint.every == 0):
                 metrics.flush()
                 watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
+                on_rank_0(metrics.check_file)
                 state = dataclasses.replace(state, updates=trainer.engine.updates())
                 index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
@@ -145,8 +147,9 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     save.check_same_run(checkpoint, config, training_data)
     state = load(trainer, checkpoint)
     log.info("continuing from %s: step %d, %d samples", path, state.step, state.samples)
-    for key, old, new in save.changed_settings(checkpoint, config):
-        log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
+    if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
+        for key, old, new in save.changed_settings(checkpoint, config):
+            log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
     return state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 import uuid
 from dataclasses import dataclass
@@ -66,9 +67,9 @@ class Metrics:
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = config.training.steps, {}  # type: int, dict[str, Any]
         if rank == 0:
-            path = Path(config.run_dir) / FILE
-            _truncate_after(path, resumed.step)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._path = Path(config.run_dir) / FILE
+            _truncate_after(self._path, resumed.step)
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             self._wandb = _init_wandb(config, resumed.step)
 
     def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
@@ -95,6 +96,20 @@ class Metrics:
         if self._rank == 0 and self._pending is not None:
             self._write(self._pending)
             self._pending = None
+
+    def check_file(self) -> None:
+        """Refuse, on rank 0, to continue without the file: a checkpoint would create the directory again, or be written into another run's.
+
+        Raises:
+            UserError: the run directory was removed or renamed, or another file has taken the place of metrics.jsonl.
+        """
+        written = os.fstat(self._file.fileno())
+        if not self._path.is_file() or not os.path.samestat(self._path.stat(), written):
+            rule = f"was removed or renamed while the run was writing to it: {FILE} is gone; no further checkpoint was written"
+            fix = (
+                "move the folder back if it was renamed, and run the same command again: it continues from the newest checkpoint in run_dir"
+            )
+            raise UserError.of("run_dir", self._config.run_dir, rule, fix)
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Write the line of a validation, with "validation_loss" and "bits_per_byte"."""

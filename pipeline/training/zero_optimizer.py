@@ -88,14 +88,17 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         return super().flatten_dense_tensors_aligned(tensors, *args, **options)
 
     def get_partition_info(self, *args: Any) -> Any:
-        """Called by DeepSpeed when it has partitioned a group: keep only this rank's partition of the weights under ZeRO 3."""
+        """Called by DeepSpeed when it has partitioned a group: free its weights under ZeRO 3.
+
+        The master weights then take the place of this rank's partition of them, which step() sets from the master weights.
+        """
         index = len(self.weights)
         bucket, flat = self._buckets[index], self.bit16_groups_flat[index]
         assert bucket.elements == flat.numel(), f"{bucket.name}: DeepSpeed's partitions have another size"
         partitions, rank = self.parallel_partitioned_bit16_groups[index], bucket.group.rank()
         freed = self._shard_weights and bucket.decays and bucket.group.size() > 1
         if freed:
-            partitions[rank] = partitions[rank].clone()
+            partitions[rank] = self.single_partition_of_fp32_groups[index].data
         self.weights.append(FlatWeights(bucket, flat, partitions[rank], freed=freed))
         self.weights[-1].free()
         return super().get_partition_info(*args)

@@ -97,8 +97,10 @@ def test_the_checkpoint_holds_the_stock_weights(run):
     assert not checkpoint.tensor("head.weight", "exp_avg").any()
 
 
-def test_the_export_is_the_imported_model(run, tokenizer):
+def test_the_export_is_the_imported_model(run, tokenizer, tmp_path):
     _, run_dir, stock, _ = run
+    refused = pipeline("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tmp_path}/none", expect=2)
+    assert f"set tokenizer.path={run_dir / 'imported'}, the tokenizer of the imported model" in refused
     pipeline("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tokenizer}")
     again = LlamaForCausalLM.from_pretrained(run_dir / "hf").state_dict()
     assert again.keys() == stock.state_dict().keys()
@@ -136,7 +138,6 @@ def test_pretrain_continues_in_any_layout(run, tokens, tmp_path):
                 f"run_dir={folder}",
                 *overrides,
                 f"data.tokens={tokens}",
-                f"tokenizer.path={run_dir / 'imported'}",
                 *layout,
             ),
             *("training.steps=2", "training.sequence_length=32", "training.global_batch_size=8", "training.micro_batch_size=2"),
@@ -144,6 +145,7 @@ def test_pretrain_continues_in_any_layout(run, tokens, tmp_path):
             ranks=ranks,
         )
         assert "step-00000000: step 0, 0 samples" in output
+        assert "changed since" not in output, "nothing was trained with the settings of the import"
         trained = Checkpoint(find(folder, "latest")).tensor("head.weight")
         torch.testing.assert_close(trained, stock.lm_head.weight, rtol=0, atol=2e-3)  # two steps of AdamW with lr 3e-4
         losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line])
@@ -156,7 +158,8 @@ def test_a_second_import(run, tmp_path):
     assert "nothing to do" in pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}")
     save_gpt(tmp_path / "gpt")
     assert "was created with stage.input=" in pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
-    assert overrides[0].startswith("model=llama")
+    assert overrides[0] == f"tokenizer.path={run_dir / 'imported'}"
+    assert overrides[1].startswith("model=llama")
 
 
 def test_unsupported_features_are_reported_before_anything_is_written(tmp_path):

@@ -108,6 +108,24 @@ def test_a_run_that_diverges_fails_and_saves_nothing(tokens, tmp_path, settings,
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
+@pytest.mark.parametrize("ranks, replaced", [(1, False), (2, True)])
+def test_a_run_whose_directory_is_removed_ends_with_one_message(tokens, tmp_path, started, ranks, replaced):
+    """The directory is not created again, and that of another run in its place is left alone."""
+    with open(tmp_path / "log", "wb") as output:
+        steps = ("training.steps=100000", "checkpoint.every=0", "checkpoint.every_minutes=0.02")
+        processes = started(ranks, *arguments(tokens, tmp_path / "run", *steps), output=output.fileno())
+        wait_for_step(tmp_path / "run", 2)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        if replaced:
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "metrics.jsonl").touch()
+        assert [process.wait(60) for process in processes] == [2] * ranks
+    log = (tmp_path / "log").read_text()
+    assert f"run_dir={tmp_path / 'run'}: was removed or renamed while the run was writing to it" in log
+    assert "Traceback" not in log
+    assert not (tmp_path / "run").exists() or [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
 def test_files_of_a_run(tokens, tmp_path):
     """Modes are those of other new files; a missing manifest is written by the next start; a damaged checkpoint can be set aside."""
     common = arguments(tokens, tmp_path / "run", "checkpoint.every=2", "checkpoint.keep=9")
