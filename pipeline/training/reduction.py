@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class GradientReducer:
             for parameter in state.bucket.pieces:
                 # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
                 parameter.grad_dtype = None
-                parameter.register_post_accumulate_grad_hook(_Arrival(self, state))
+                parameter.register_post_accumulate_grad_hook(partial(self.arrived, state))
 
     @contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:
@@ -138,16 +139,6 @@ class GradientReducer:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
-
-
-class _Arrival:
-    """The hook of a weight that autograd calls after it has added to the weight's gradient."""
-
-    def __init__(self, reducer: GradientReducer, state: _State) -> None:
-        self._reducer, self._state = reducer, state
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        self._reducer.arrived(self._state, parameter)
 
 
 class _State:

@@ -1,0 +1,219 @@
+"""The implementations of tools/bench_scale: the same model under our engines, PyTorch's FSDP2 and DeepSpeed's engine, on gloo ranks.
+
+usage: scale_implementations.py '{"implementation": ..., "ranks": ..., ...}'; prints the results of rank 0 as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: A Llama of 60 M parameters.
+MODEL = (
+    *("model=llama-tiny", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.layers=8", "model.ffn_hidden=1376"),
+    *("model.vocab_size=32000", "model.max_positions=256"),
+)
+C10D = torch.ops.c10d
+#: Collective -> (its name, which argument is the whole tensor).
+COLLECTIVES = {
+    C10D.allreduce_.default: ("all-reduce", 0),
+    C10D._reduce_scatter_base_.default: ("reduce-scatter", 1),
+    C10D._allgather_base_.default: ("all-gather", 0),
+    C10D.reduce_scatter_.default: ("reduce-scatter", 1),
+    C10D.allgather_.default: ("all-gather", 0),
+    C10D.allgather_into_tensor_coalesced_.default: ("all-gather", 0),
+    C10D.broadcast_.default: ("broadcast", 0),
+    C10D.reduce_.default: ("reduce", 0),
+}
+GRADIENTS = ("all-reduce", "reduce-scatter", "reduce")
+
+
+class Traffic(TorchDispatchMode):
+    """Records the collectives of a step in order, as (name, bytes of the whole tensor), and when a gradient was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation in COLLECTIVES:
+            name, whole = COLLECTIVES[operation]
+            self.events.append((name, sum(t.nbytes for t in torch.utils._pytree.tree_leaves(args[whole]) if isinstance(t, Tensor))))
+        return operation(*args, **(kwargs or {}))
+
+    def summary(self) -> dict[str, Any]:
+        """Bytes by collective, and the share of the gradients' bytes that was issued before the last gradient was computed."""
+        total: Counter[str] = Counter()
+        for name, size in self.events:
+            total[name] += size
+        last = max((index for index, event in enumerate(self.events) if event[0] == "gradient"), default=0)
+        early = sum(size for name, size in self.events[:last] if name in GRADIENTS)
+        reduced = sum(total[name] for name in GRADIENTS)
+        return {"bytes": {name: size for name, size in total.items() if size}, "early": early / max(1, reduced)}
+
+
+def configuration(options: dict[str, Any], zero: int) -> Any:
+    """The checked configuration of the job."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from pipeline.config import compose
+    from pipeline.config.paths import CONF_DIR
+    from pipeline.launch import preflight
+
+    compose.register()
+    batch = options["ranks"] * options["micro_batches"] * options["sequences"]
+    words = (
+        *("stage=pretrain", *MODEL, "precision=bf16", f"parallel.zero_stage={zero}", "training.document_mask=false"),
+        *(f"training.sequence_length={options['sequence']}", f"training.global_batch_size={batch}", "training.steps=1000"),
+        f"training.micro_batch_size={options['sequences']}",
+    )
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        config = compose.to_run_config(hydra_compose("config", list(words)))
+    preflight.check(config, options["ranks"])
+    return config
+
+
+def plain_model(config: Any) -> Any:
+    """The model without parallelism, in fp32, with our initial weights."""
+    from tools.audit.initial_weights import initialize
+
+    from pipeline.models import registry
+
+    model = registry.build(config.model)
+    initialize(model, config.model, config.training.seed)
+    return model
+
+
+def ours(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
+    """The Trainer of stage=pretrain."""
+    from pipeline.config.layout import Layout
+    from pipeline.parallel import mesh as meshes
+    from pipeline.training.trainer import Trainer
+
+    config = configuration(options, int(options["implementation"][-1]))
+    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, options["ranks"]), torch.device("cpu")))
+    return lambda tokens, targets: trainer.train(tokens, {"targets": targets}), list(trainer.model.pieces)
+
+
+def fsdp2(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
+    """fully_shard of every block and of the rest, bf16 products, fp32 reduction, and the same optimizer."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    config = configuration(options, 0)
+    model = plain_model(config)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (options["ranks"],))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        for part, labels in zip(tokens.chunk(options["micro_batches"]), targets.chunk(options["micro_batches"]), strict=True):
+            (model(part, targets=labels) / options["micro_batches"]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, list(model.parameters())
+
+
+def deepspeed(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
+    """DeepSpeed's own engine with its accumulation, fp32 communication and fp32 accumulation."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    import deepspeed as library
+
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = configuration(options, 0)
+    model = plain_model(config)
+    settings = {
+        "train_micro_batch_size_per_gpu": options["sequences"],
+        "gradient_accumulation_steps": options["micro_batches"],
+        "gradient_clipping": config.optimizer.gradient_clipping,
+        "zero_optimization": {"stage": int(options["implementation"][-1]), "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 60,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        for part, labels in zip(tokens.chunk(options["micro_batches"]), targets.chunk(options["micro_batches"]), strict=True):
+            engine.backward(engine(part, targets=labels))
+            engine.step()
+
+    return step, list(model.parameters())
+
+
+def resident(kind: str) -> int:
+    """VmHWM or VmRSS of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(kind):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"no {kind}")
+
+
+def measure(rank: int, options: dict[str, Any], folder: str) -> None:
+    """Run one implementation on this rank; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options["ranks"])
+        build = {"ours": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}[options["implementation"].partition("-")[0]]
+        before = resident("VmRSS")
+        step, parameters = build(options)
+        generator = torch.Generator().manual_seed(rank)
+        shape = (options["micro_batches"] * options["sequences"], options["sequence"])
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            while True:
+                yield tuple(torch.randint(32000, shape, generator=generator) for _ in range(2))  # type: ignore[misc]
+
+        data = batches()
+        step(*next(data))
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
+        times = []
+        for _ in range(options["steps"]):
+            dist.barrier()
+            started = time.perf_counter()
+            step(*next(data))
+            dist.barrier()
+            times.append(time.perf_counter() - started)
+        peak = resident("VmHWM") - before
+        traffic = Traffic()
+        for parameter in parameters:
+            parameter.register_hook(lambda _: traffic.events.append(("gradient", 0)))
+        with traffic:
+            step(*next(data))
+    if rank == 0:
+        tokens = options["ranks"] * shape[0] * shape[1]
+        result = {"peak": peak, "tokens_per_second": tokens / sorted(times)[len(times) // 2], **traffic.summary()}
+        Path(folder, "result").write_text(json.dumps(result))
+
+
+def main() -> None:
+    """Start the ranks and print the result."""
+    options = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure, (options, folder), nprocs=options["ranks"])
+        print(Path(folder, "result").read_text())
+
+
+if __name__ == "__main__":
+    main()
