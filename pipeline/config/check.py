@@ -173,6 +173,9 @@ def _training(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "training.activation_checkpointing", "selective", rule, "set it to full or none, or choose another parallel.zero_stage"
         )
+    if training.compile == "on" and config.parallel.zero_stage == 3:
+        rule = "ZeRO 3 gathers weights in hooks within each block, which torch.compile cannot trace"
+        yield Violation("training.compile", "on", rule, "set it to auto or off, or set parallel.zero_stage to 0, 1 or 2")
     if training.sequence_length > config.model.max_positions:
         rule = f"must not exceed model.max_positions={config.model.max_positions}"
         yield Violation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention import Core, plain, sdpa
-from pipeline.layers.flex import automatic, flex
+from pipeline.layers.attention_kernel import automatic
+from pipeline.layers.flex import flex
 from pipeline.layers.init import Init, initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
@@ -68,9 +69,6 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         apply_activation_checkpointing(stage, config.training.activation_checkpointing)
         if compile_enabled(config, mesh.device):
-            if mesh.layout.context > 1:
-                for layer in attention_layers(stage):
-                    layer.core = torch.compiler.disable(layer.core)  # it contains collectives
             for block in stage.blocks.values():
                 block.compile()
     if mesh.device.type != "meta":
@@ -125,8 +123,10 @@ def init_piece(piece: Piece, std: Init, seed: int) -> Tensor:
 
 
 def compile_enabled(config: RunConfig, device: torch.device) -> bool:
-    """Whether the blocks are compiled. torch.compile does not support the split backward pass of zbv."""
+    """Whether the blocks are compiled. torch.compile does not support the split backward pass of zbv, nor the hooks of ZeRO 3."""
     if config.parallel.schedule == "zbv" and config.parallel.pipeline > 1:
+        return False
+    if config.parallel.zero_stage == 3:  # DeepSpeed gathers weights in hooks of modules within the block: dozens of graph breaks
         return False
     return config.training.compile == "on" or (config.training.compile == "auto" and device.type == "cuda")
 
@@ -139,7 +139,17 @@ def apply_activation_checkpointing(model: Stack, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
     for block in model.blocks.values():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
+        block.forward = _checkpointed(block.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return `forward` under `checkpoint`. A function, not a partial: torch.compile does not compile a forward that is torch's own code."""
+
+    def forward_and_recompute(*args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        return output
+
+    return forward_and_recompute
 
 
 #: Operations whose results selective activation checkpointing saves: the most FLOPs per byte.
@@ -150,6 +160,7 @@ _SAVED_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.pipeline.ring_attention.default,
 }
 
 
