@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.layers.linear import Linear
+from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.mask import Mask
 from pipeline.layers.rotary import RotaryTables, rotate
 
@@ -124,6 +124,7 @@ class Attention(nn.Module):
         assert head_norm is None or width_norm is None, "queries and keys have one norm"
         self.head_dim, self.window, self.scale, self.rope = head_dim, window, scale, rope
         self.core: Core = sdpa
+        self.project: Projection = project
         self.query = Linear(hidden, heads * head_dim, bias=bias)
         self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -144,8 +145,10 @@ class Attention(nn.Module):
             (batch, sequence, hidden).
         """
         context = context or AttentionContext()
-        source = x if memory is None else memory
-        q, k, v = self.query(x), self.key(source), self.value(source)
+        if memory is None:
+            q, k, v = self.project(x, self.query, self.key, self.value)
+        else:
+            q, k, v = *self.project(x, self.query), *self.project(memory, self.key, self.value)
         if self.norm_before_split:
             q, k = self._norm(q, k)
         q, k, v = self._split_heads(q), self._split_heads(k), self._split_heads(v)

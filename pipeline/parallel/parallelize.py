@@ -61,7 +61,8 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
     plan = registry.plan(config.model)
     for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
-            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
+            sequence = config.parallel.sequence_parallel
+            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=sequence, gather_again=gather_again(config))
         expert.apply(stage, mesh)
         for layer in attention_layers(stage):
             layer.core = CORES[config.training.attention]
@@ -122,6 +123,16 @@ def init_piece(piece: Piece, std: Init, seed: int) -> Tensor:
     return torch.stack([matrix.narrow(initial_tensor(matrix.name, matrix.full_shape, std, seed)) for matrix in matrices])
 
 
+def gather_again(config: RunConfig) -> bool:
+    """Whether inputs of tensor-parallel regions are gathered again in the backward pass instead of being saved.
+
+    With activation checkpointing, the blocks recompute them anyway. ZeRO 3 gathers different weights during recomputation, and zbv's split
+    backward pass would gather twice.
+    """
+    zbv = config.parallel.schedule == "zbv" and config.parallel.pipeline > 1
+    return config.training.activation_checkpointing == "none" and config.parallel.zero_stage < 3 and not zbv
+
+
 def compile_enabled(config: RunConfig, device: torch.device) -> bool:
     """Whether the blocks are compiled. torch.compile does not support the split backward pass of zbv, nor the hooks of ZeRO 3."""
     if config.parallel.schedule == "zbv" and config.parallel.pipeline > 1:
@@ -152,18 +163,20 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
     return forward_and_recompute
 
 
-#: Operations whose results selective activation checkpointing saves: the most FLOPs per byte.
+#: Operations other than matrix products whose results selective activation checkpointing saves: the most FLOPs or communication per byte.
+#: The sums of row-parallel products are saved, sharded along the sequence with sequence parallelism, instead of the products.
 _SAVED_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.pipeline.ring_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
 }
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
-    """Save the results of matrix products and attention, recompute all others."""
-    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    """Save the results of matrix products, attention and reductions over ranks, recompute all others."""
+    saved = operation in _SAVED_OPS or tensor.is_saved_product(operation)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
