@@ -40,11 +40,13 @@ class TrainingConfig:
     )
     attention: str = knob(
         "auto",
-        "attention kernel: PyTorch SDPA, flex attention, or the unfused formula (plain); auto uses sdpa, but flex on a GPU if "
-        "document masks, windows or ALiBi would require a (sequence, sequence) tensor with sdpa",
+        "attention kernel: PyTorch SDPA, flex attention, or the unfused formula (plain); auto chooses by GPU, dtype, head widths and mask "
+        "(FlashAttention 3, cuDNN, FlashAttention 2, flex, memory-efficient) and logs the choice",
         choices=("auto", "sdpa", "flex", "plain"),
     )
-    compile: str = knob("auto", "compile the blocks with torch.compile; auto compiles on a GPU", choices=("auto", "on", "off"))
+    compile: str = knob(
+        "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
+    )
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
     validation_batches: int = knob(8, "global batches per validation", at_least=1)
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)

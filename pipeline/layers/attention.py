@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.layers.linear import Linear
+from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.mask import Mask
 from pipeline.layers.rotary import RotaryTables, rotate
 
@@ -48,7 +48,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = No
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
     """Unfused reference implementation, which tests compare the other cores with."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = repeat_kv(q, k, v)
     scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     bias = mask.score_bias(q.shape[2], k.shape[2], q.device, q.dtype)
     if bias is not None:
@@ -61,6 +61,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = N
     # Not -inf: with all keys masked, the softmax and its gradient stay finite, and the second masked_fill zeroes them.
     weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(dim=3).masked_fill(~allowed, 0.0)
     return weights.to(v.dtype) @ v
+
+
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values for each query head."""
+    repeats = q.shape[1] // k.shape[1]
+    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class Attention(nn.Module):
         assert head_norm is None or width_norm is None, "queries and keys have one norm"
         self.head_dim, self.window, self.scale, self.rope = head_dim, window, scale, rope
         self.core: Core = sdpa
+        self.project: Projection = project
         self.query = Linear(hidden, heads * head_dim, bias=bias)
         self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -138,8 +145,10 @@ class Attention(nn.Module):
             (batch, sequence, hidden).
         """
         context = context or AttentionContext()
-        source = x if memory is None else memory
-        q, k, v = self.query(x), self.key(source), self.value(source)
+        if memory is None:
+            q, k, v = self.project(x, self.query, self.key, self.value)
+        else:
+            q, k, v = *self.project(x, self.query), *self.project(memory, self.key, self.value)
         if self.norm_before_split:
             q, k = self._norm(q, k)
         q, k, v = self._split_heads(q), self._split_heads(k), self._split_heads(v)

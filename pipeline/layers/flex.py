@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.layers.attention import sdpa
 from pipeline.layers.mask import Mask
 
 
@@ -23,13 +22,6 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = No
     options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     attention, _ = _functions(q.is_cuda)
     return attention(q, k, v, score_mod=_score_mod(mask, positions), block_mask=blocks, **options)
-
-
-def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-    """FlexAttention on a GPU where SDPA would need a (queries, keys) tensor, else SDPA; also SDPA for a bias, which is such a tensor."""
-    needs_mask = mask.has_rules(k.shape[2], window) or mask.slopes is not None
-    core = flex if q.is_cuda and needs_mask and mask.bias is None else sdpa
-    return core(q, k, v, mask, window=window, scale=scale)
 
 
 @cache

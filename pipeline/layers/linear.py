@@ -5,7 +5,22 @@ The initial values of torch.nn would be overwritten, and drawing them on the met
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Projection(Protocol):
+    """Interface of `project`: several linear layers with the same input. Tensor parallelism replaces it."""
+
+    def __call__(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        """(batch, sequence, hidden) -> the output of each layer."""
+        ...
+
+
+def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Apply linear layers to the same input; see Projection."""
+    return [linear(x) for linear in linears]
 
 
 class Linear(nn.Linear):

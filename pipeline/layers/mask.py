@@ -40,7 +40,12 @@ class Mask:
     _cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def cached(self, name: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`, cached under `name`: blocks share the mask and compute what they derive from it once."""
+        """Return the result of `compute`, cached under `name`: blocks share the mask and compute what they derive from it once.
+
+        A compiled block computes it itself: within recomputation, torch.compile does not support writing to a shared dict.
+        """
+        if torch.compiler.is_compiling():
+            return compute()
         if name not in self._cache:
             self._cache[name] = compute()
         return self._cache[name]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.init import Constant
-from pipeline.layers.linear import Linear
+from pipeline.layers.linear import Linear, Projection, project
 
 #: gelu_tanh is the tanh approximation that GPT-2 was trained with (Hendrycks & Gimpel 2016), gelu the exact function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,12 +55,14 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, activation: str | nn.Module = "gelu_tanh") -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.project: Projection = project
         self.up = Linear(hidden, ffn_hidden, bias=bias)
         self.down = Linear(ffn_hidden, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden)."""
-        return self.down(self.activation(self.up(x)))
+        (inner,) = self.project(x, self.up)
+        return self.down(self.activation(inner))
 
 
 class GatedMLP(nn.Module):
@@ -72,10 +74,12 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden: int, ffn_hidden: int, *, bias: bool, activation: str = "silu") -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
+        self.project: Projection = project
         self.gate = Linear(hidden, ffn_hidden, bias=bias)
         self.up = Linear(hidden, ffn_hidden, bias=bias)
         self.down = Linear(ffn_hidden, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden)."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = self.project(x, self.gate, self.up)
+        return self.down(self.activation(gate) * up)

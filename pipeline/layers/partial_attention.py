@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pipeline.layers.attention_kernel import PartialKernel, case, choose_partial, facts_of, pad_values
 from pipeline.layers.mask import Mask
 
 #: Maximum number of elements of the score tensor, if no fused kernel applies; queries are processed in chunks to stay below it.
@@ -28,11 +29,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None =
     Returns:
         The output (batch, heads, queries, value_dim) and L (batch, heads, queries); zeros and -inf for a query whose keys are all masked.
     """
-    if _has_kernel(q, k, v, mask, window):
-        causal, (repeated_k, repeated_v) = mask.causal, _repeat_kv(q, k, v)
-        if q.is_cuda:
-            return _ATEN._scaled_dot_product_flash_attention(q, repeated_k, repeated_v, 0.0, causal, False, scale=scale)[:2]
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, repeated_k, repeated_v, 0.0, causal, scale=scale)
+    kernel = choose_partial(case(*facts_of(q, k, v, mask, window)))
+    if kernel != "unfused":
+        return flash_forward(kernel, q, k, v, causal=mask.causal, scale=scale)
     outputs, lses = [], []
     for rows, chunk_mask in _row_chunks(q, k, mask):
         scores = _scores(q[:, :, rows], k, chunk_mask, window, scale)
@@ -68,9 +67,9 @@ def backward(
     Returns:
         Contributions to the gradients of q, k and v.
     """
-    if _has_kernel(q, k, v, mask, window):
-        grads = _kernel_backward(grad, q, *_repeat_kv(q, k, v), out, lse, mask.causal, scale)
-        return grads[0], _sum_kv_grad(grads[1], k), _sum_kv_grad(grads[2], v)
+    kernel = choose_partial(case(*facts_of(q, k, v, mask, window)))
+    if kernel != "unfused":
+        return flash_backward(kernel, grad, q, k, v, out, lse, causal=mask.causal, scale=scale)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     compute_dtype = lse.dtype
     grads_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=compute_dtype), torch.zeros_like(v, dtype=compute_dtype)
@@ -94,28 +93,53 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out * (lse - finite).exp().unsqueeze(3) + other * (other_lse - finite).exp().unsqueeze(3), merged_lse
 
 
-def _has_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) -> bool:
-    """Whether flash attention applies: no mask other than causal, head_dim = value_dim; on a GPU, 16 bits and a supported head_dim."""
-    if mask.has_rules(k.shape[2], window) or mask.slopes is not None or mask.bias is not None or q.shape[3] != v.shape[3]:
-        return False
-    if mask.causal and q.shape[2] != k.shape[2]:
-        return False
-    if q.is_cuda:
-        return q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    return q.device.type == "cpu"
+def flash_forward(kernel: PartialKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Compute `forward` with flash attention. Its kernels read the key head of each query head, so k and v are not repeated."""
+    q, k, padded_v = _unit_stride(q), _unit_stride(k), _unit_stride(pad_values(q, v))
+    if kernel == "flash":
+        out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, padded_v, 0.0, causal, False, scale=scale)[:2]
+    else:
+        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, padded_v, 0.0, causal, scale=scale)
+    return out[..., : v.shape[3]], lse
 
 
-def _kernel_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v from the backward kernel, with k and v repeated for every query head."""
-    if not q.is_cuda:
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-    rng_state = torch.empty(0, dtype=torch.int64, device=q.device)  # RNG state of dropout, unused
-    lengths = (None, None, q.shape[2], k.shape[2])
-    return _ATEN._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, *lengths, 0.0, causal, rng_state, rng_state, scale=scale
-    )
+def flash_backward(
+    kernel: PartialKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `backward` with flash attention.
+
+    The CUDA kernel reads `lse` without its strides, and `grad` and `out` in the layout (batch, queries, heads, value_dim).
+    """
+    q, k, padded_v = _unit_stride(q), _unit_stride(k), _unit_stride(pad_values(q, v))
+    grad, out, lse = _kernel_layout(pad_values(q, grad)), _kernel_layout(pad_values(q, out)), lse.contiguous()
+    if kernel == "flash":
+        rng_state = torch.empty(0, dtype=torch.int64, device=q.device)  # RNG state of dropout, unused
+        lengths = (None, None, q.shape[2], k.shape[2])
+        grads = _ATEN._scaled_dot_product_flash_attention_backward(
+            grad, q, k, padded_v, out, lse, *lengths, 0.0, causal, rng_state, rng_state, scale=scale
+        )
+    else:
+        grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, padded_v, out, lse, 0.0, causal, scale=scale)
+    return grads[0], grads[1], grads[2][..., : v.shape[3]]
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """Make the last stride 1."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _kernel_layout(x: Tensor) -> Tensor:
+    """Return (batch, heads, queries, dim), contiguous as (batch, queries, heads, dim)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _row_chunks(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, Mask]]:
@@ -163,14 +187,3 @@ def _group_queries(x: Tensor, shared: Tensor) -> Tensor:
 def _ungroup_queries(x: Tensor, q: Tensor) -> Tensor:
     """Invert _group_queries; q has the query heads."""
     return x.unflatten(2, (q.shape[1] // x.shape[1], -1)).flatten(1, 2)
-
-
-def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values for each query head."""
-    repeats = q.shape[1] // k.shape[1]
-    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
-
-
-def _sum_kv_grad(grad: Tensor, shared: Tensor) -> Tensor:
-    """Sum the gradient of a key or value head over its query heads."""
-    return grad if grad.shape == shared.shape else grad.unflatten(1, (shared.shape[1], -1)).sum(dim=2)

@@ -13,8 +13,8 @@
 | scatter_heads_gather_sequence: all-to-all | scatter_sequence_gather_heads |
 | scatter_sequence_gather_heads: all-to-all | scatter_heads_gather_sequence |
 
-Activations are (batch, sequence, hidden); the sequence collectives shard dim 1. Inputs are cloned before an in-place collective,
-since autograd may share the same buffer with other consumers.
+Activations are (batch, sequence, hidden); the sequence collectives shard dim 1. No collective works in place, since autograd may share
+the same buffer with other consumers.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+#: The functional collectives: operators that torch.compile traces, and whose results selective activation checkpointing can save.
+_OPS = torch.ops._c10d_functional
 
-def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Return the reduction over the group as a new tensor."""
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """Return the reduction (sum or max) over the group as a new tensor."""
     if group.size() == 1:
         return tensor
-    reduced = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(reduced, op=op, group=group)
-    return reduced
+    return _result(_OPS.all_reduce(tensor.contiguous(), op, group.group_name))
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -42,19 +42,21 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return list(_all_gather_heads(tensor, group).chunk(group.size()))
 
 
+def _result(pending: Tensor) -> Tensor:
+    """Wait for a functional collective: later operations on the device see its result."""
+    waited: Tensor = _OPS.wait_tensor(pending)
+    return waited
+
+
 def _all_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(batch, sequence / ranks, hidden) on each rank -> (batch, sequence, hidden)."""
-    gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-    return gathered.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+    return _all_gather_heads(tensor, group).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(batch, sequence, hidden), summed over the ranks -> the local (batch, sequence / ranks, hidden)."""
     chunks = tensor.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    local = chunks.new_empty((tensor.shape[0], *chunks.shape[1:]))
-    dist.reduce_scatter_tensor(local, chunks, group=group)
-    return local
+    return _result(_OPS.reduce_scatter_tensor(chunks, "sum", group.size(), group.group_name))
 
 
 def _local_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -69,9 +71,7 @@ def _local_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def _all_gather_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(heads / ranks, ...) on each rank -> (heads, ...)."""
-    gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-    return gathered
+    return _result(_OPS.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
 
 
 def _scatter_heads_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -88,9 +88,8 @@ def _scatter_sequence_gather_heads(tensor: Tensor, group: ProcessGroup) -> Tenso
 
 def _all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Send row i of dim 0 to rank i; row i of the result is received from rank i."""
-    received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor, group=group)
-    return received
+    rows = [1] * group.size()
+    return _result(_OPS.all_to_all_single(tensor, rows, rows, group.group_name))
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention import Core, plain, sdpa
-from pipeline.layers.flex import automatic, flex
+from pipeline.layers.attention_kernel import automatic
+from pipeline.layers.flex import flex
 from pipeline.layers.init import Init, initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
@@ -65,7 +66,8 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
     plan = registry.plan(config.model)
     for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
-            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=config.parallel.sequence_parallel)
+            sequence = config.parallel.sequence_parallel
+            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=sequence, gather_again=gather_again(config))
         expert.apply(stage, mesh)
         for layer in attention_layers(stage):
             layer.core = CORES[config.training.attention]
@@ -73,9 +75,6 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         apply_activation_checkpointing(stage, config.training.activation_checkpointing)
         if compile_enabled(config, mesh.device):
-            if mesh.layout.context > 1:
-                for layer in attention_layers(stage):
-                    layer.core = torch.compiler.disable(layer.core)  # it contains collectives
             for block in stage.blocks.values():
                 block.compile()
     if mesh.device.type != "meta":
@@ -134,6 +133,15 @@ def init_piece(piece: Piece, std: Init, seed: int, *, dtype: torch.dtype = torch
     return initial_tensor(piece.name, piece.full_shape, std, seed, part=part, dtype=dtype, device=device)
 
 
+def gather_again(config: RunConfig) -> bool:
+    """Whether inputs of tensor-parallel regions are gathered again in the backward pass instead of being saved.
+
+    With activation checkpointing, the blocks recompute them anyway, and zbv's split backward pass would gather twice.
+    """
+    zbv = config.parallel.schedule == "zbv" and config.parallel.pipeline > 1
+    return config.training.activation_checkpointing == "none" and not zbv
+
+
 def compile_enabled(config: RunConfig, device: torch.device) -> bool:
     """Whether the blocks are compiled. torch.compile does not support the split backward pass of zbv."""
     if config.parallel.schedule == "zbv" and config.parallel.pipeline > 1:
@@ -149,20 +157,33 @@ def apply_activation_checkpointing(model: Stack, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
     for block in model.blocks.values():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options)
+        block.forward = _checkpointed(block.forward, options)
 
 
-#: Operations whose results selective activation checkpointing saves: the most FLOPs per byte.
+def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return `forward` under `checkpoint`. A function, not a partial: torch.compile does not compile a forward that is torch's own code."""
+
+    def forward_and_recompute(*args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        return output
+
+    return forward_and_recompute
+
+
+#: Operations other than matrix products whose results selective activation checkpointing saves: the most FLOPs or communication per byte.
+#: The sums of row-parallel products are saved, sharded along the sequence with sequence parallelism, instead of the products.
 _SAVED_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.pipeline.ring_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
 }
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
-    """Save the results of matrix products and attention, recompute all others."""
-    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    """Save the results of matrix products, attention and reductions over ranks, recompute all others."""
+    saved = operation in _SAVED_OPS or tensor.is_saved_product(operation)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,17 +8,21 @@ layers at the entry, row-parallel ones at the exit (Shoeybi et al. 2019). Entry 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.linear import Projection, project
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import NextSentenceHead
+from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
 from pipeline.models.plan import role
@@ -26,6 +30,11 @@ from pipeline.parallel import collectives
 from pipeline.parallel.pieces import Piece
 
 RegionBoundary = Callable[[Tensor], Tensor]
+
+#: Whether the product of a RowParallelLinear is being computed: selective activation checkpointing saves its sum over the ranks instead.
+_PARTIAL_PRODUCT: ContextVar[bool] = ContextVar("partial product", default=False)
+#: The operators of nn.Linear.
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class RowParallelLinear(nn.Module):
@@ -38,8 +47,49 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, input / ranks) -> (batch, sequence, output)."""
-        y = self.leave(F.linear(x, self.weight))
+        y = self.leave(_partial_product(x, self.weight))
         return y if self.bias is None else y + self.bias
+
+
+def _partial_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute F.linear, and mark the product as partial."""
+    if torch.compiler.is_compiling():  # the compiler saves only what the backward pass reads, and that is the sum
+        return F.linear(x, weight)
+    token = _PARTIAL_PRODUCT.set(True)
+    try:
+        return F.linear(x, weight)
+    finally:
+        _PARTIAL_PRODUCT.reset(token)
+
+
+def is_saved_product(operation: object) -> bool:
+    """Whether selective activation checkpointing saves the result of an operation as that of a matrix product."""
+    return operation in PRODUCTS and not _PARTIAL_PRODUCT.get()
+
+
+def gathered_projection(enter: RegionBoundary) -> Projection:
+    """Linear layers behind one entry to a tensor-parallel region. Their input, which is as large as on a single rank, is saved."""
+
+    def projected(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        return project(enter(x), *linears)
+
+    return projected
+
+
+def regathered_projection(enter: RegionBoundary) -> Projection:
+    """As gathered_projection, but only the local input is saved, and gathered again in the backward pass (Korthikanti et al. 2022)."""
+
+    def policy(context: object, operation: object, *args: object, **options: object) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
+        return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def projected(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        def gather_and_project(x: Tensor) -> tuple[Tensor, ...]:
+            return tuple(project(enter(x), *linears))
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts))
+
+    return projected
 
 
 class ParallelRMSNorm(nn.Module):
@@ -84,7 +134,7 @@ class VocabParallelHead(nn.Module):
         self.factor, self.label_smoothing = head.factor, head.label_smoothing
         self.first_token, self.vocabulary = piece.start(0), piece.full_shape[0]
         self.enter = enter
-        self.reduce_max = partial(collectives.all_reduce, group=group, op=dist.ReduceOp.MAX)
+        self.reduce_max = partial(collectives.all_reduce, group=group, op="max")
         self.reduce_sum = partial(collectives.all_reduce, group=group)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
@@ -108,7 +158,15 @@ class VocabParallelHead(nn.Module):
         return loss * mean_factor(targets, loss_scale)
 
 
-def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, str], group: ProcessGroup, *, sequence: bool) -> None:
+def apply(
+    model: nn.Module,
+    pieces: dict[nn.Parameter, Piece],
+    plan: dict[str, str],
+    group: ProcessGroup,
+    *,
+    sequence: bool,
+    gather_again: bool = False,
+) -> None:
     """Insert the collectives around the tensor-parallel regions of a model with sharded weights.
 
     Args:
@@ -117,6 +175,7 @@ def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, s
         plan: the family's parallel plan.
         group: the tensor-parallel group.
         sequence: shard activations along the sequence between the regions.
+        gather_again: gather inputs of attention and feed-forward again in the backward pass instead of saving them.
     """
     enter: RegionBoundary = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
     leave: RegionBoundary = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)
@@ -124,7 +183,9 @@ def apply(model: nn.Module, pieces: dict[nn.Parameter, Piece], plan: dict[str, s
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         roles = {name: role(plan, f"{prefix}.{name}.weight") for name in linears}
-        if "column" in roles.values():
+        if "column" in roles.values() and isinstance(module, Attention | MLP | GatedMLP):
+            module.project = (regathered_projection if sequence and gather_again else gathered_projection)(enter)
+        elif "column" in roles.values():
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
             if roles[name] == "row":

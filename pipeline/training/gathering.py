@@ -7,7 +7,7 @@ block starts before the computation of this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class FlatWeights:
 
 
 class WeightGatherer:
-    """Hooks on the blocks and the other modules of every stage that make weights available when they are used.
+    """Makes the weights of the blocks and of the other modules of every stage available when they are used.
 
     Args:
         weights: the weights of all buckets.
@@ -115,21 +115,31 @@ class WeightGatherer:
         for index, unit in enumerate(units):
             following = used[index + 1] if index + 1 < len(units) else []
             preceding = used[index - 1] if index > 0 else []
-            unit.register_forward_pre_hook(partial(self._before_forward, used[index], following))
-            unit.register_forward_hook(partial(self._after_forward, used[index], preceding))
+            # Around the compiled call: torch.compile would trace hooks of the module, and break its graph there.
+            call = unit._compiled_call_impl or unit._call_impl
+            unit._compiled_call_impl = partial(self._call, call, used[index], following, preceding)
 
-    def _before_forward(self, weights: list[FlatWeights], following: list[FlatWeights], _module: nn.Module, _args: Any) -> None:
+    def _call(
+        self,
+        call: Callable[..., Any],
+        weights: list[FlatWeights],
+        following: list[FlatWeights],
+        preceding: list[FlatWeights],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Call a module with its weights, and make them available again for its backward pass."""
         for flat in weights:
             flat.acquire()
         for flat in following:
             flat.start()
-
-    def _after_forward(self, weights: list[FlatWeights], preceding: list[FlatWeights], _module: nn.Module, _args: Any, output: Any) -> None:
+        output = call(*args, **options)
         for flat in weights:
             flat.release()
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, weights, preceding))
+        return output
 
     def _before_backward(self, weights: list[FlatWeights], preceding: list[FlatWeights], _grad: Tensor) -> None:
         for flat in weights:
@@ -141,7 +151,7 @@ class WeightGatherer:
 
 
 def _units(stage: nn.Module) -> list[nn.Module]:
-    """The modules with weights whose hooks run outside of compiled code, in the order of their use."""
+    """The modules with weights, in the order of their use."""
     units = []
     for name, child in stage.named_children():
         units += list(child.children()) if name == "blocks" else [child]

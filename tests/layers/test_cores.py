@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from pipeline.layers import partial_attention
 from pipeline.layers.additive_attention import AdditiveAttention
 from pipeline.layers.attention import AttentionContext, plain, sdpa
-from pipeline.layers.flex import automatic, flex
+from pipeline.layers.attention_kernel import automatic
+from pipeline.layers.flex import flex
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
 

@@ -1,0 +1,204 @@
+"""The choice of the attention kernel: the only file that decides it.
+
+`choose` is a pure function of the facts in `Case`, so that the rules for every GPU can be tested without one. They follow PyTorch's own
+rules (`can_use_cudnn_attention`, `can_use_flash_attention` and `can_use_mem_efficient_attention` of sdp_utils.cpp) and add to them what
+PyTorch does not do: FlexAttention where SDPA would need a (queries, keys) tensor, FlashAttention 3 where it is installed, values that are
+padded to the width of the queries (multi-head latent attention on GPUs whose cuDNN has no such kernel), and no silent use of the unfused
+math kernel, which allocates the scores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipeline.layers.attention import repeat_kv, sdpa
+from pipeline.layers.flex import flex
+from pipeline.layers.mask import Mask
+
+log = logging.getLogger("pipeline")
+
+#: torch: PyTorch's own choice on devices other than NVIDIA GPUs. math: the unfused formula. flash_3 and flash_2 share an operator.
+Kernel = Literal["flash_3", "cudnn", "flash_2", "flex", "efficient", "math", "torch"]
+#: Kernels of partial attention (layers/partial_attention.py): flash attention's operator for CUDA, that for CPUs, or the unfused formula.
+PartialKernel = Literal["flash", "flash_cpu", "unfused"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_HOPPER = (9, 0)
+_MAX_FLASH_HEAD_DIM = 256
+_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_BACKENDS = {
+    "flash_3": SDPBackend.FLASH_ATTENTION,
+    "flash_2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+#: The cases whose choice was logged.
+_LOGGED: set[Case] = set()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the choice of the kernel depends on.
+
+    Attributes:
+        device: type of the device.
+        dtype: dtype of queries, keys and values.
+        head_dim: width of a head's queries and keys.
+        value_dim: width of a head's values.
+        capability: compute capability of an NVIDIA GPU, else (0, 0).
+        masked: whether a mask rule other than `causal`, a window or ALiBi slopes apply; SDPA would need a (queries, keys) tensor for them.
+        bias: whether a tensor is added to the scores.
+        aligned: whether the mask is not causal, or there are as many queries as keys.
+        grad: whether gradients are needed.
+        flash_3: whether FlashAttention 3 is installed.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    capability: tuple[int, int] = (0, 0)
+    masked: bool = False
+    bias: bool = False
+    aligned: bool = True
+    grad: bool = True
+    flash_3: bool = False
+
+
+def choose(case: Case) -> Kernel:
+    """Return the kernel of full attention."""
+    if case.device != "cuda":
+        return "torch"
+    if case.masked and not case.bias:
+        return "flex" if case.dtype in (*_HALF, torch.float32) else "math"
+    if not case.bias:
+        if _flash_applies(case):
+            if case.flash_3 and case.capability == _HOPPER:
+                return "flash_3"
+            return "cudnn" if _cudnn_applies(case) else "flash_2"
+        if _cudnn_applies(case):
+            return "cudnn"
+    return "efficient" if _efficient_applies(case) else "math"
+
+
+def choose_partial(case: Case) -> PartialKernel:
+    """Return the kernel of attention over a subset of the keys. It returns logsumexp, and its backward pass takes that of all keys.
+
+    Forward and backward pass choose for themselves, and in both autograd is off: gradients are assumed to be needed.
+    """
+    case = replace(case, grad=True)
+    if case.masked or case.bias or not case.aligned or case.value_dim > case.head_dim:
+        return "unfused"
+    if case.device == "cpu":
+        return "flash_cpu"
+    # SDPA pads head widths that are not a multiple of 8; the operator itself refuses them.
+    return "flash" if case.device == "cuda" and case.head_dim % 8 == 0 and _flash_applies(case) else "unfused"
+
+
+def _flash_applies(case: Case) -> bool:
+    """FlashAttention 2 and 3: 16 bits, from Ampere on. Narrower values are padded to the width of the queries."""
+    if case.dtype not in _HALF or case.capability < (8, 0) or not case.aligned or case.value_dim > case.head_dim:
+        return False
+    # Consumer GPUs have too little shared memory for the backward pass of these widths.
+    small = (8, 6) <= case.capability <= (8, 9) or case.capability >= (12, 0)
+    return case.head_dim <= _MAX_FLASH_HEAD_DIM and not (small and case.grad and 192 < case.head_dim <= 224)
+
+
+def _cudnn_applies(case: Case) -> bool:
+    """cuDNN, where it is faster than FlashAttention 2: Hopper and Blackwell of data centers, which also have DeepSeek's head widths."""
+    if case.dtype not in _HALF or not (case.capability == _HOPPER or case.capability[0] == 10):
+        return False
+    widths = case.head_dim, case.value_dim
+    return (max(widths) <= 128 or widths == (192, 128)) and all(width % 8 == 0 for width in widths)
+
+
+def _efficient_applies(case: Case) -> bool:
+    """The memory-efficient kernel: any GPU and head width, if rows are aligned to 16 bytes."""
+    if case.dtype not in (*_HALF, torch.float32) or (case.dtype == torch.bfloat16 and case.capability < (8, 0)):
+        return False
+    alignment = 4 if case.dtype == torch.float32 else 8
+    return case.head_dim % alignment == 0 and case.value_dim % alignment == 0
+
+
+def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    """The core (layers/attention.py) of the chosen kernel."""
+    kernel = _choose_and_log(*facts_of(q, k, v, mask, window))
+    if kernel == "torch":
+        return sdpa(q, k, v, mask, window=window, scale=scale)
+    if kernel == "flex":
+        return flex(q, k, v, mask, window=window, scale=scale)
+    if kernel == "math":
+        with sdpa_kernel(SDPBackend.MATH):
+            return sdpa(q, k, v, mask, window=window, scale=scale)
+    if kernel == "efficient":  # not in all versions with fewer key heads
+        k, v = repeat_kv(q, k, v)
+    padded_v = pad_values(q, v) if kernel in ("flash_2", "flash_3") else v
+    # If the installed libraries lack the chosen kernel, PyTorch takes the next fused one, and raises an error if there is none.
+    with sdpa_kernel([_BACKENDS[kernel], *_FUSED], set_priority=True):
+        return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
+
+
+def pad_values(q: Tensor, v: Tensor) -> Tensor:
+    """Pad the width of the values with zeros to that of the queries, which adds columns of zeros to the output."""
+    return F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
+
+
+def facts_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) -> tuple[Any, ...]:
+    """Return the arguments of `case` for the arguments of a core: only constants, also while torch.compile traces."""
+    masked, aligned = mask.slopes is not None, True
+    # Branches, since torch.compile turns a branch on a symbolic length into a constant, but not the comparison itself.
+    if mask.has_rules(k.shape[2], window):
+        masked = True
+    if mask.causal and q.shape[2] != k.shape[2]:
+        aligned = False
+    flags = masked, mask.bias is not None, aligned, torch.is_grad_enabled()
+    return q.device.type, q.device.index or 0, q.dtype, q.shape[3], v.shape[3], *flags
+
+
+def case(
+    device: str, index: int, dtype: torch.dtype, head_dim: int, value_dim: int, masked: bool, bias: bool, aligned: bool, grad: bool
+) -> Case:
+    """Add what is known of the device."""
+    cuda = device == "cuda"
+    capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
+    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, cuda and has_flash_3())
+
+
+@cache
+def has_flash_3() -> bool:
+    """Whether FlashAttention 3 is installed; the first call lets PyTorch use it."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return False
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl("FA3")
+    return True
+
+
+def _choose_and_log(*facts: Any) -> Kernel:
+    """Choose the kernel, and log the choice once for each case."""
+    given = case(*facts)
+    kernel = choose(given)
+    if given not in _LOGGED:
+        _LOGGED.add(given)
+        rules = [name for name in ("masked", "bias") if getattr(given, name)]
+        widths = f"{given.head_dim}" if given.head_dim == given.value_dim else f"{given.head_dim}/{given.value_dim}"
+        described = ", ".join([str(given.dtype).removeprefix("torch."), f"head width {widths}", *rules])
+        cost = "; no fused kernel applies, so the (queries, keys) scores are allocated" if kernel == "math" else ""
+        log.info("attention kernel: %s (%s)%s", kernel, described, cost)
+    return kernel
+
+
+# While torch.compile traces, it calls the function and treats the result as a constant. This is what torch.compiler.assume_constant_result
+# does, which would import the compiler here.
+_choose_and_log._dynamo_marked_constant = True  # type: ignore[attr-defined]
