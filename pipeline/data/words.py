@@ -68,7 +68,7 @@ class Words:
     equal passages are cut equally.
 
     Attributes:
-        codes: (characters,) uint32, the code points of all texts, with a newline after each text.
+        codes: (characters,) the code points of all texts, with a newline after each text, in the smallest unsigned type that holds them.
         kinds: (characters,) uint8, the character classes: LETTER, DIGIT, ...
         text_starts: (texts + 1,) int64, the first character of each text.
         spans: the words.
@@ -77,8 +77,7 @@ class Words:
     def __init__(self, texts: Sequence[str]) -> None:
         self._sums: np.ndarray | None = None
         self.text_starts = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
-        joined = "".join([f"{text}\n" for text in texts])
-        self.codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
+        self.codes = _code_points("".join([f"{text}\n" for text in texts]))
         self.kinds = np.empty(len(self.codes), dtype=np.uint8)
         for start in range(0, len(self.codes), _CHUNK):
             _kinds().take(self.codes[start : start + _CHUNK], mode="clip", out=self.kinds[start : start + _CHUNK])
@@ -191,6 +190,17 @@ class Words:
         if len(codes) == len(self.codes):
             self._sums = sums
         return sums
+
+
+def _code_points(text: str) -> np.ndarray:
+    """The code points of a text in the smallest unsigned type that holds them."""
+    if text.isascii():
+        return np.frombuffer(text.encode("ascii"), np.uint8)
+    units = text.encode("utf-16-le", "surrogatepass")
+    if len(units) == 2 * len(text):
+        return np.frombuffer(units, "<u2")
+    del units
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 def is_sentence_end(character: str) -> bool:

@@ -54,6 +54,21 @@ class SweepRun:
     config: RunConfig
 
 
+@dataclass
+class Submission:
+    """The job of one run.
+
+    Attributes:
+        run: the run.
+        text: the script of the job.
+        state: finished, queued, or its new job; empty while it is to be submitted.
+    """
+
+    run: SweepRun
+    text: str
+    state: str = ""
+
+
 class ValidatingLauncher(Launcher):
     """Base class of the launchers: composes and validates the runs of a sweep."""
 
@@ -128,33 +143,35 @@ class SlurmLauncher(ValidatingLauncher):
         earlier = _read_record(folder / RECORD)
         self._check_submission(runs, earlier, folder)
         conf = _conf_copy(folder)
-        texts = {run.config.run_dir: job.render(_job(run, initial_job_idx + i, conf), run.config.cluster) for i, run in enumerate(runs)}
+        submissions = [
+            Submission(run, job.render(_job(run, number, conf), run.config.cluster))
+            for number, run in enumerate(runs, start=initial_job_idx)
+        ]
         if any(run.config.dry_run.enabled for run in runs):
-            print("\n".join(texts.values()), end="")
+            print("\n".join(one.text for one in submissions), end="")
             return []
-        states = _states(runs, earlier)
-        new = [run for run in runs if not states[run.config.run_dir]]
-        for run in new:
-            Path(run.config.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the log file in it when the job starts
+        queue = job.queued() if earlier else set()
+        for one in submissions:
+            one.state = _state(one.run.config, earlier.get(one.run.config.run_dir), queue)
+        new = [one for one in submissions if not one.state]
+        for one in new:
+            Path(one.run.config.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the log file in it when the job starts
         if new and not conf.is_dir():
             with atomic_folder(conf) as copy_of_conf:
                 shutil.copytree(CONF_DIR, copy_of_conf, dirs_exist_ok=True)
-        job_ids = dict(zip((run.config.run_dir for run in new), _submit_all([texts[run.config.run_dir] for run in new]), strict=True))
-        submitted = {
-            run.config.run_dir: {
-                "job": job_ids[run.config.run_dir],
-                "run_dir": run.config.run_dir,
-                "log": _log(run, str(job_ids[run.config.run_dir])),
-                "overrides": run.overrides,
+        for one, number in zip(new, _submit_all([one.text for one in new]), strict=True):
+            one.state = f"job {number}"
+            earlier[one.run.config.run_dir] = {
+                "job": number,
+                "run_dir": one.run.config.run_dir,
+                "log": _log(one.run, str(number)),
+                "overrides": one.run.overrides,
             }
-            for run in new
-        }
         with atomic_file(folder / RECORD, "w") as handle:
-            json.dump(list((earlier | submitted).values()), handle, indent=1)
+            json.dump(list(earlier.values()), handle, indent=1)
         common = set.intersection(*(set(run.overrides) for run in runs))
-        for run in runs:
-            what = states[run.config.run_dir] or f"job {job_ids[run.config.run_dir]}"
-            print(f"{what}: {run.config.run_dir}  {' '.join(o for o in run.overrides if o not in common)}".rstrip())
+        for one in submissions:
+            print(f"{one.state}: {one.run.config.run_dir}  {' '.join(o for o in one.run.overrides if o not in common)}".rstrip())
         return []
 
     def _check_submission(self, runs: list[SweepRun], earlier: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -225,19 +242,15 @@ def _meaning(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not re.match(r"\+*(cluster[.=]|dry_run[.=])", override)]
 
 
-def _states(runs: list[SweepRun], earlier: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The state of each run by its run_dir: finished, queued, or empty if it is to be submitted."""
-    queue = job.queued() if earlier else set()
-    states = {}
-    for run in runs:
-        manifest, before = Path(run.config.run_dir) / MANIFEST, earlier.get(run.config.run_dir)
-        states[run.config.run_dir] = ""
-        if before and before["job"] in queue:
-            states[run.config.run_dir] = f"queued as job {before['job']}"
-        elif manifest.is_file():
-            step = json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0)
-            states[run.config.run_dir] = "finished" if step >= run.config.training.steps else ""
-    return states
+def _state(config: RunConfig, before: dict[str, Any] | None, queue: set[int]) -> str:
+    """The state of a run: finished, queued, or empty if it is to be submitted."""
+    manifest = Path(config.run_dir) / MANIFEST
+    if before and before["job"] in queue:
+        return f"queued as job {before['job']}"
+    if not manifest.is_file():
+        return ""
+    step = json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0)
+    return "finished" if step >= config.training.steps else ""
 
 
 def _conf_copy(folder: Path) -> Path:

@@ -40,7 +40,7 @@ def words_of(text: str) -> list[str]:
 
 def span_texts(words: Words, spans) -> list[list[str]]:
     """The strings of the spans of every text."""
-    joined = words.codes.tobytes().decode("utf-32-le")
+    joined = "".join(map(chr, words.codes.tolist()))
     parts = [joined[start:end] for start, end in zip(spans.starts, spans.ends, strict=True)]
     return [parts[a:b] for a, b in zip(spans.offsets[:-1], spans.offsets[1:], strict=True)]
 
@@ -62,6 +62,14 @@ def test_a_hash_does_not_depend_on_the_neighbours(texts):
     together = Words(texts)
     for text, first, stop in zip(texts, together.offsets[:-1], together.offsets[1:], strict=True):
         assert np.array_equal(Words([text]).hashes, together.hashes[first:stop])
+
+
+@pytest.mark.parametrize("text, kind", [("a b", "u1"), ("aé", "u2"), ("“a” 漢", "u2"), ("\ud83d\ude00", "u2"), ("a😀漢", "u4"), ("", "u1")])
+def test_codes_are_in_the_smallest_type_that_holds_them(text, kind):
+    """Two surrogates, which are no valid text, are two characters."""
+    codes = Words([text, "x"]).codes
+    assert codes.tolist() == [ord(character) for character in f"{text}\nx\n"]
+    assert codes.dtype == np.dtype(kind)
 
 
 @given(TEXTS)

@@ -99,6 +99,8 @@ class Batch:
         for name in ("languages", "first_words"):
             if name in vars(self) and not (name == "first_words" and batch.changed.all()):
                 setattr(batch, name, getattr(self, name))
+        for name in ("words", "first_words", "changed_words"):  # large, and the caller may hold this batch
+            vars(self).pop(name, None)
         return batch
 
 

@@ -18,6 +18,8 @@ from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, 
 
 _BULLETS = np.array([ord(character) for character in "-*•‣▪●○–·・"])
 _ELLIPSIS = ord("…")
+_SPANS = 1 << 16
+"""Spans whose intermediate results are in memory at once."""
 _QUOTES = np.array([ord(character) for character in "…”’“」』"])
 
 
@@ -147,9 +149,14 @@ def _ellipses(words: Words) -> np.ndarray:
 
 def _with_letter(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return for every text (the number of spans with a letter, the number of spans)."""
-    letters = np.zeros(len(words.kinds) + 1, dtype=np.uint32)
-    np.cumsum(words.kinds & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
-    return _per_text(letters[spans.ends] > letters[spans.starts], spans.offsets), np.diff(spans.offsets)
+    found = np.empty(len(spans), dtype=bool)
+    for first in range(0, len(spans), _SPANS):
+        starts, ends = spans.starts[first : first + _SPANS], spans.ends[first : first + _SPANS]
+        base = starts[0]
+        letters = np.zeros(ends[-1] - base + 1, dtype=np.uint32)
+        np.cumsum(words.kinds[base : ends[-1]] & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
+        found[first : first + _SPANS] = letters[ends - base] > letters[starts - base]
+    return _per_text(found, spans.offsets), np.diff(spans.offsets)
 
 
 def _widths(words: Words, spans: Spans) -> np.ndarray:
@@ -166,7 +173,8 @@ def _sentence_ends(words: Words) -> np.ndarray:
     codes, kinds = words.codes, words.kinds
     spaced = (codes == ord(".")) | (codes == ord("!")) | (codes == ord("?"))
     closing = np.flatnonzero(spaced[:-1] & ((kinds[1:] & (SPACE | SENTENCE_END)) != 0))
-    others = np.flatnonzero((kinds & SENTENCE_END != 0) & (codes > 0x500) & ~np.isin(codes, _QUOTES))
+    others = np.flatnonzero((kinds & SENTENCE_END != 0) & (codes > 0x500))
+    others = others[~np.isin(codes[others], _QUOTES)]
     return np.sort(np.concatenate([closing, others])) if len(others) else closing
 
 

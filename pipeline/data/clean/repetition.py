@@ -124,9 +124,14 @@ def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
         return most, repeated
     bits = max(1, (count - 1).bit_length())
     above = np.uint32(32 - bits)
-    keys = np.sort((words.spans.texts[: len(hashes)].astype(np.uint32) << above) | (hashes >> np.uint32(bits)))
-    last = np.flatnonzero(np.concatenate([keys[1:] != keys[:-1], [True]]))
-    runs = np.diff(last, prepend=-1)
+    keys = words.spans.texts[: len(hashes)].astype(np.uint32)
+    keys <<= above  # in place: these arrays are large in a large text
+    hashes >>= np.uint32(bits)
+    keys |= hashes
+    del hashes
+    keys.sort()
+    last = np.flatnonzero(np.concatenate([keys[1:] != keys[:-1], [True]])).astype(words.spans.starts.dtype)
+    runs = np.diff(last, prepend=last.dtype.type(-1))
     often = np.flatnonzero(runs > 1)
     where = (keys[last[often]] >> above).astype(np.int64)
     np.maximum.at(most, where, runs[often])
