@@ -104,7 +104,7 @@ def test_ranks_that_fail(certify) -> None:
         (("parallel.tensor=3",), "parallel.tensor=3"),
         (("stage.world_size=6",), "world size=6"),
         (("stage.stepps=4",), "did you mean stage.steps"),
-        (("parallel.schedule=zbv", "parallel.pipeline=2", "parallel.zero_stage=3"), "parallel.zero_stage=3"),
+        (("parallel.schedule=zbv", "parallel.pipeline=2", "training.compile=on"), "training.compile=on"),
         (("model=mixtral-tiny", "model.capacity_factor=1.5", "parallel.tensor=1", "parallel.context=2"), "model.capacity_factor=1.5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -109,7 +109,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     parallel.context_kind, parallel.sequence_parallel = pick("ring", "ulysses"), draw(st.booleans())
     parallel.pipeline, parallel.schedule = pick(1, 2, 3, 4, 7, 8), pick("1f1b", "interleaved", "zbv")
     parallel.stages_per_rank = pick(None, None, 3) if parallel.schedule == "interleaved" else None
-    parallel.zero_stage = draw(st.integers(0, 2 if parallel.schedule == "zbv" else 3))
+    parallel.zero_stage = draw(st.integers(0, 3))
     training.sequence_length = pick(1, 3) * 2 * parallel.context * parallel.tensor * pick(4, 8, 32)
     assume(training.sequence_length <= model.max_positions)
     if model.objective == "causal" and draw(st.booleans()):
