@@ -40,6 +40,8 @@ def train_in_layout(config: RunConfig, spoil: str | None = None) -> Outcome:
     """
     mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
     model = parallelize(config, mesh)
+    for weight in model.pieces:
+        model.materialize(weight)
     with torch.no_grad():
         for parameter, piece in (*model.pieces.items(), *model.fixed.items()):
             parameter += piece.narrow(initial_noise(piece.name, piece.full_shape))

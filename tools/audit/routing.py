@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.certification.batches import random_batches, split
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.router import Router
-from tools.audit.numerics_cases import batches, split
 
 
 class Selections(NamedTuple):
@@ -111,7 +111,7 @@ def train(config: Any, world_size: int, replay: Run | None = None, *, spoil: boo
     trainer = Trainer(config, mesh, model)
     losses, norms = [], []
     shard = mesh.layout.batch_shard(mesh.coordinates)
-    for step, (tokens, batch) in enumerate(batches(config)):
+    for step, (tokens, batch) in enumerate(random_batches(config)):
         loss, result = trainer.train(*split(tokens, batch, mesh.layout.batch_shards)[shard])
         losses.append(float(loss))
         norms.append(float(result.gradient_norm))
