@@ -153,7 +153,8 @@ FAMILIES: dict[str, Model] = {
     "bloom": _model("bloom-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
-    "deepseek_v3": _model("deepseek-tiny", rows=SOME + EXPERT),
+    # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
+    "deepseek_v3": _model("deepseek-tiny", "training.seed=1", rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", rows=CONTEXT[:3]),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
