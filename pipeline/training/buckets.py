@@ -90,7 +90,7 @@ def build_buckets(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> 
             pieces=members[unit, replicas],
             group=mesh.data if replicas == "expert" else mesh.dense,
             tensor_sums=[p for p, piece in members[unit, replicas].items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
-            decays=unit != "vectors" and all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values()),
+            decays=all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values()),
         )
         for unit, replicas in ordered
     ]

@@ -57,6 +57,13 @@ class ZeroEngine(Engine):
         self._zero = BucketZeroOptimizer(optimizer, self._buckets, self._global_norm, clipping, model.materialize, shard_weights=stage == 3)
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
         self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished)
+        #: Index of a bucket and slice of its partition, for every weight that counts in the global norm.
+        self._primary = [
+            (index, where)
+            for index, bucket in enumerate(self._buckets)
+            for parameter, where in bucket.partition_slices().items()
+            if is_primary_copy(bucket.pieces[parameter], mesh, sharded=True)
+        ]
         self._updates = 0
 
     @contextmanager
@@ -82,12 +89,7 @@ class ZeroEngine(Engine):
 
     def _global_norm(self) -> Tensor:
         """The norm of the full gradient, before clipping."""
-        primary = [
-            self._zero.averaged_gradients[index].flat_partition[where]
-            for index, bucket in enumerate(self._buckets)
-            for parameter, where in bucket.partition_slices().items()
-            if is_primary_copy(bucket.pieces[parameter], self._mesh, sharded=True)
-        ]
+        primary = [self._zero.averaged_gradients[index].flat_partition[where] for index, where in self._primary]
         return gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device)
 
     def fragments(self) -> list[Fragment]:

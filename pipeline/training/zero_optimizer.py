@@ -48,7 +48,6 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         self._buckets, self._global_norm, self._clipping, self._shard_weights = buckets, global_norm, clipping, shard_weights
         self._materialize = materialize
         self.weights: list[FlatWeights] = []
-        self._weights_are_views = False
         names = {parameter: piece.name for bucket in buckets for parameter, piece in bucket.pieces.items()}
         super().__init__(
             optimizer,
@@ -62,7 +61,6 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
             clip_grad=clipping,
             has_moe_layers=True,  # calls _configure_moe_settings
         )
-        self._weights_are_views = True
 
     def set_gradient(self, group: int, partition: Tensor) -> None:
         """Pass the reduced fp32 gradient of this rank's partition of a parameter group."""
@@ -104,8 +102,8 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         return super().get_partition_info(*args)
 
     def _update_model_bit16_weights(self, group_index: int) -> None:
-        """Make the weights views of their group's flat weights, once."""
-        if not self._weights_are_views:
+        """Make the weights views of their group's flat weights. They still are after step()."""
+        if self.bit16_groups_flat:
             super()._update_model_bit16_weights(group_index)
 
     def _link_all_hp_params(self) -> None:
