@@ -102,16 +102,18 @@ def _accumulate(
     tokens, fields = batch[0], with_loss_scale(batch[1])
     samples = len(tokens) * tokens.shape[1] // config.training.sequence_length
     micro_batches = samples // config.training.micro_batch_size
+    fp16 = next(iter(learned.values())).dtype == torch.float16
+    loss_scale = config.precision.initial_loss_scale if fp16 else 1.0
     for moe in moe_layers(model):
-        moe.loss_scale = 1 / micro_batches
+        moe.loss_scale = loss_scale / micro_batches
     total = 0.0
     for inputs, rest in split(tokens, fields, micro_batches):
         loss = _loss(config, model, inputs, rest) / micro_batches
-        loss.backward()
+        (loss * loss_scale).backward()
         total += float(loss.detach())
         for name, parameter in learned.items():
             if parameter.grad is not None:
-                gradient, before = parameter.grad.to(masters[name].dtype), masters[name].grad
+                gradient, before = parameter.grad.to(masters[name].dtype) / loss_scale, masters[name].grad
                 masters[name].grad = gradient if before is None else before + gradient
                 parameter.grad = None
     return total

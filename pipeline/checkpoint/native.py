@@ -32,11 +32,15 @@ class TrainState:
         step: completed steps, including skipped ones.
         samples: consumed sequences; the next step starts after them.
         updates: optimizer updates; the learning rate depends on these.
+        loss_scale: factor of the loss of fp16; 0 in other dtypes.
+        finite_steps: consecutive steps with a finite gradient at this loss scale.
     """
 
     step: int = 0
     samples: int = 0
     updates: int = 0
+    loss_scale: float = 0.0
+    finite_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,16 @@ class ParallelConfig:
 class PrecisionConfig:
     """Number formats. Master weights, optimizer state and accumulated gradients are always fp32."""
 
-    dtype: str = knob("bf16", "dtype of weights and activations in matrix products", choices=("bf16", "fp32"))
+    dtype: str = knob("bf16", "dtype of weights and activations in matrix products", choices=("bf16", "fp16", "fp32"))
+    initial_loss_scale: float = knob(
+        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1
+    )
+    loss_scale_window: int = knob(
+        1000,
+        "fp16: the loss scale is doubled after this many steps with a finite gradient, and halved after one without",
+        unit="steps",
+        at_least=1,
+    )
 
 
 @dataclass

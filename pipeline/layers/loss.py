@@ -80,13 +80,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += torch.where(is_target, sums[0].log() - sums[1], 0.0).sum()
 
             if needs_grad_hidden or needs_grad_weight:
-                # d loss / d logits = softmax - smoothed one-hot, divided by the number of rows
-                grad_logits = exponentials.mul_(((1.0 / rows) / sums[0]).unsqueeze(1))
-                grad_logits.scatter_add_(
-                    1, local, torch.where(is_local, (label_smoothing - 1.0) / rows, 0.0).to(compute_dtype).unsqueeze(1)
-                )
+                # d sum / d logits = softmax - smoothed one-hot; divided by the number of rows in the backward pass, where fp16 can hold it
+                grad_logits = exponentials.div_(sums[0].unsqueeze(1))
+                grad_logits.scatter_add_(1, local, torch.where(is_local, label_smoothing - 1.0, 0.0).to(compute_dtype).unsqueeze(1))
                 if label_smoothing:
-                    grad_logits -= label_smoothing / full_vocabulary / rows
+                    grad_logits -= label_smoothing / full_vocabulary
                 grad_logits.masked_fill_(~is_target.unsqueeze(1), 0.0)
                 if grad_bias is not None:
                     grad_bias += grad_logits.sum(dim=0)
@@ -98,6 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight = product.to(compute_dtype) if grad_weight is None else grad_weight.add_(product)
 
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.rows = rows
         return total / rows
 
     @staticmethod
@@ -106,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place, and the weight takes the result as its .grad: an fp32 copy would be as large as the embedding. A graph that is kept for
         # another backward pass (zbv computes the gradients of inputs and of weights in two) needs the unscaled gradients again.
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        factors = [None if grad is None else grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        factors = [None if grad is None else (grad_loss / ctx.rows).to(grad.dtype) for grad in ctx.saved_tensors]
         pairs = zip(ctx.saved_tensors, factors, strict=True)
         scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
         return (*scaled, None, None, None, None, None)

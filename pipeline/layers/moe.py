@@ -92,7 +92,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.experts = router, experts
         self.aux_loss, self.capacity_factor = aux_loss or AuxLoss(), capacity_factor
-        self.loss_scale = 1.0
+        self.loss_scale: float | Tensor = 1.0
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
         self.record: Tensor | None = None
 
@@ -236,7 +236,7 @@ class _AddAuxLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
-        ctx.moe, ctx.record, ctx.grad_loss = moe, record, loss.new_full((), moe.loss_scale)
+        ctx.moe, ctx.record, ctx.grad_loss = moe, record, loss.new_ones(()) * moe.loss_scale
         return y.view_as(y)
 
     @staticmethod

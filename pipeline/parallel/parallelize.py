@@ -25,7 +25,7 @@ from pipeline.parallel.pieces import Piece
 
 #: training.attention -> attention core
 CORES: dict[str, Core] = {"auto": automatic, "sdpa": sdpa, "flex": flex, "plain": plain}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LocalModel(nn.Module):

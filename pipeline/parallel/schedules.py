@@ -44,8 +44,11 @@ class Pipeline:
         # Auxiliary losses of MoE layers are means over a micro-batch, and each tensor rank computes the full loss.
         self._aux_loss_scale = 1 / (micro_batches * layout.tensor)
 
+        self._loss_scale: Tensor | None = None
+
         def loss_fn(loss: Tensor, _: Tensor | None = None) -> Tensor:
-            return loss / micro_batches
+            mean = loss / micro_batches
+            return mean if self._loss_scale is None else mean * self._loss_scale
 
         self._schedule = (
             _build_schedule(stages, config, mesh, micro_batch, micro_batches, loss_fn)
@@ -53,19 +56,25 @@ class Pipeline:
             else SingleStageSchedule(stages["0"], micro_batches, loss_fn)
         )
 
-    def train(self, inputs: Tensor, batch: Batch) -> Tensor:
+    def train(self, inputs: Tensor, batch: Batch, loss_scale: Tensor | None = None) -> Tensor:
         """Forward and backward pass; gradients are added to the parameters' .grad.
 
         Args:
             inputs: int64 (sequences, sequence), this rank's tokens of one global batch.
             batch: the other model inputs, with targets.
+            loss_scale: 0-dim factor of the loss in the backward pass; None for 1.
 
         Returns:
             The mean loss of these sequences, 0-dim; zero on ranks without the last stage.
         """
         for moe in self._moe_layers:
-            moe.loss_scale = self._aux_loss_scale
-        return self._run_schedule(self._schedule.step, inputs, batch)
+            moe.loss_scale = self._aux_loss_scale if loss_scale is None else self._aux_loss_scale * loss_scale
+        self._loss_scale = loss_scale
+        try:
+            loss = self._run_schedule(self._schedule.step, inputs, batch)
+        finally:
+            self._loss_scale = None
+        return loss if loss_scale is None else loss / loss_scale
 
     def evaluate(self, inputs: Tensor, batch: Batch) -> Tensor:
         """Forward pass only; arguments and result as in train."""

@@ -15,6 +15,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training.buckets import is_primary_copy
+from pipeline.training.loss_scale import LossScale
 from pipeline.training.optimizers import OptimizerKind
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
@@ -41,9 +42,15 @@ class StepResult:
 
 
 class Engine(ABC):
-    """Owner of weights, gradients and optimizer state on this rank."""
+    """Owner of weights, gradients and optimizer state on this rank.
+
+    Attributes:
+        model: this rank's stages.
+        loss_scale: by whose factor the caller multiplies the loss before the backward pass.
+    """
 
     model: LocalModel
+    loss_scale: LossScale
 
     @abstractmethod
     def accumulate(self, micro_batches: int) -> AbstractContextManager[None]:

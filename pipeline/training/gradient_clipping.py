@@ -29,6 +29,15 @@ def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device:
     return square.sqrt()
 
 
-def clipping_divisor(norm: Tensor, largest: float) -> Tensor:
-    """The 0-dim tensor by which gradients of this norm are divided, so that the norm is at most `largest`; at least 1."""
-    return ((norm + 1e-6) / largest).clamp(min=1.0)
+def divisor(norm: Tensor, largest: float, loss_scale: Tensor | None = None) -> Tensor | None:
+    """The 0-dim tensor by which gradients are divided before the update, None for 1.
+
+    Args:
+        norm: their norm, without the loss scale.
+        largest: the norm is at most this afterwards; 0 for no clipping.
+        loss_scale: factor that the gradients still have; None for 1.
+    """
+    if largest == 0:
+        return loss_scale
+    clipping = ((norm + 1e-6) / largest).clamp(min=1.0)
+    return clipping if loss_scale is None else clipping * loss_scale

@@ -69,7 +69,7 @@ def train(
             watchdog.report(f"step {state.step + 1}")
             loss, result = trainer.train(tokens, batch, control.requests())
             size = warmup.batch_size(training, state.step)
-            state = TrainState(state.step + 1, state.samples + size, state.updates)
+            state = dataclasses.replace(state, step=state.step + 1, samples=state.samples + size)
             now = time.monotonic()
             metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": loader.stalls})
             started = now
@@ -85,7 +85,8 @@ def train(
                 metrics.flush()
                 watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
                 on_rank_0(metrics.check_file)
-                state = dataclasses.replace(state, updates=trainer.engine.updates())
+                factor, finite_steps = trainer.engine.loss_scale.state()
+                state = dataclasses.replace(state, updates=trainer.engine.updates(), loss_scale=factor, finite_steps=finite_steps)
                 index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
                 log.info("step %d: wrote %s", state.step, path)
@@ -160,6 +161,8 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
         UserError: the checkpoint is corrupt, or its weights have other shapes.
     """
     save.load(checkpoint, trainer.engine.fragments())
-    trainer.engine.loaded(checkpoint.train_state.updates)
+    state = checkpoint.train_state
+    trainer.engine.loaded(state.updates)
+    trainer.engine.loss_scale.load(state.loss_scale, state.finite_steps)
     dist.barrier()
-    return checkpoint.train_state
+    return state

@@ -18,6 +18,7 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, build_optimizer, create_state
 from pipeline.training.reduction import GradientReducer, Reduction
@@ -30,6 +31,7 @@ class ReplicatedEngine(Engine):
         self.model = model
         self._mesh = mesh
         self._clipping = config.optimizer.gradient_clipping
+        self.loss_scale = LossScale(config.precision, mesh.device)
         buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._reducer = GradientReducer(buckets, mesh, Reduction.ALL)
         self._parameters = list(model.pieces)
@@ -59,15 +61,16 @@ class ReplicatedEngine(Engine):
         """See Engine. Clipping is passed as the optimizer's grad_scale and skipping as found_inf: neither reads the gradients once more."""
         primary = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
         model = (self._mesh.tensor, self._mesh.expert, self._mesh.pipeline)  # one replica
-        norm = gradient_clipping.global_norm(primary, model, self._mesh.device)
+        norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, model, self._mesh.device))
         skipped = (~norm.isfinite()).float()
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self._optimizer.grad_scale = gradient_clipping.clipping_divisor(norm, self._clipping) if self._clipping > 0 else None  # type: ignore[attr-defined]
+        self._optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, self.loss_scale.factor)  # type: ignore[attr-defined]
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad = parameter.grad
         self._optimizer.step()
         self._updates += (1 - skipped).long()
+        self.loss_scale.update(skipped)
         if self._low:
             torch._foreach_copy_(self._low, self._masters)
         for master, parameter in zip(self._masters, self._parameters, strict=True):

@@ -50,11 +50,13 @@ class Trainer:
         """
         batch = self._with_loss_scale(batch)
         pipeline = self._pipeline(tokens, batch)
+        factor = self.engine.loss_scale.factor
         with self.engine.accumulate(pipeline.micro_batches):
-            loss = pipeline.train(tokens, batch)
+            loss = pipeline.train(tokens, batch, factor)
         result = self.engine.step()
         mean, counted = self._global_mean(loss, requests)
-        return mean, replace(result, requests=counted, more=self._routing.after_step(result.skipped))
+        more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
+        return mean, replace(result, requests=counted, more=more)
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of the targets without a gradient; arguments as in train. BERT's next-sentence loss is not included.

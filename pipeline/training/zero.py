@@ -19,6 +19,7 @@ from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gathering import WeightGatherer
+from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, create_state
 from pipeline.training.reduction import GradientReducer, Reduction
@@ -54,7 +55,10 @@ class ZeroEngine(Engine):
         groups: list[dict[str, Any]] = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0} for b in self._buckets]
         optimizer = self._kind.build(groups, config.optimizer, config.optimizer.lr)
         clipping, stage = config.optimizer.gradient_clipping, config.parallel.zero_stage
-        self._zero = BucketZeroOptimizer(optimizer, self._buckets, self._global_norm, clipping, model.materialize, shard_weights=stage == 3)
+        self.loss_scale = LossScale(config.precision, mesh.device)
+        self._zero = BucketZeroOptimizer(
+            optimizer, self._buckets, self._global_norm, clipping, self.loss_scale, model.materialize, shard_weights=stage == 3
+        )
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
         self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished)
         #: Index of a bucket and slice of its partition, for every weight that counts in the global norm.
@@ -85,12 +89,14 @@ class ZeroEngine(Engine):
         skipped = bool(self._zero.overflow)
         self._updates += not skipped
         norm = torch.as_tensor(self._zero._global_grad_norm, dtype=torch.float32)
-        return StepResult(norm, torch.tensor(float(skipped)), torch.tensor(rate))
+        result = StepResult(norm, torch.tensor(float(skipped)), torch.tensor(rate))
+        self.loss_scale.update(result.skipped.to(self._mesh.device, non_blocking=True))
+        return result
 
     def _global_norm(self) -> Tensor:
-        """The norm of the full gradient, before clipping."""
+        """The norm of the full gradient, without the loss scale, before clipping."""
         primary = [self._zero.averaged_gradients[index].flat_partition[where] for index, where in self._primary]
-        return gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device)
+        return self.loss_scale.divide(gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device))
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket
 from pipeline.training.gathering import FlatWeights
+from pipeline.training.loss_scale import LossScale
 
 
 class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
@@ -27,8 +28,9 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
     Args:
         optimizer: its parameter groups have the weights of the buckets, in order.
         buckets: every group is partitioned over the ranks of its bucket.
-        global_norm: returns the norm of the full gradient, from the gradients passed to `set_gradient`.
+        global_norm: returns the norm of the full gradient without the loss scale, from the gradients passed to `set_gradient`.
         clipping: largest norm; 0 for no clipping.
+        loss_scale: whose factor the gradients have.
         materialize: allocates a weight that has no storage; called for one bucket after the other.
         shard_weights: free the matrices after they have been partitioned (ZeRO 3). Vectors are few and remain.
     """
@@ -41,11 +43,13 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         buckets: list[Bucket],
         global_norm: Callable[[], Tensor],
         clipping: float,
+        loss_scale: LossScale,
         materialize: Callable[[nn.Parameter], None],
         *,
         shard_weights: bool,
     ) -> None:
         self._buckets, self._global_norm, self._clipping, self._shard_weights = buckets, global_norm, clipping, shard_weights
+        self._scale = loss_scale
         self._materialize = materialize
         self.weights: list[FlatWeights] = []
         names = {parameter: piece.name for bucket in buckets for parameter, piece in bucket.pieces.items()}
@@ -132,6 +136,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         return self._global_norm()
 
     def unscale_and_clip_grads(self, grads: list[Tensor], total_norm: Any) -> None:
-        """Clip without waiting for the device."""
-        if self._clipping > 0:
-            torch._foreach_div_(grads, gradient_clipping.clipping_divisor(total_norm, self._clipping))
+        """Divide by the loss scale, and clip, without waiting for the device."""
+        divisor = gradient_clipping.divisor(total_norm, self._clipping, self._scale.factor)
+        if divisor is not None:
+            torch._foreach_div_(grads, divisor)

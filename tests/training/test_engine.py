@@ -34,15 +34,15 @@ def _save_and_continue(folder, first, second):
     from pipeline.checkpoint import save
     from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
+    from pipeline.training import loop
 
     config, trainer = make(*first)
     train(config, trainer, range(4))
-    state = TrainState(4, 64, trainer.engine.updates())
+    state = TrainState(4, 64, trainer.engine.updates(), *trainer.engine.loss_scale.state())
     path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7))
     config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
-    save.load(Checkpoint(path), trainer.engine.fragments())
-    trainer.engine.loaded(4)
+    loop.load(trainer, Checkpoint(path))
     return straight, train(config, trainer, range(4, 7))
 
 
@@ -51,6 +51,8 @@ SAME = [
     ("precision=bf16", "parallel.zero_stage=0", "parallel.tensor=2"),
     ("precision=fp32", "parallel.zero_stage=1", "parallel.pipeline=2"),
     ("precision=bf16", "parallel.zero_stage=2"),
+    ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=0", "parallel.pipeline=2"),
+    ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=3", "parallel.tensor=2"),
     ("precision=fp32", "parallel.zero_stage=3"),
     ("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"),
 ]
@@ -127,15 +129,37 @@ def test_a_non_finite_gradient_skips_the_step(world, zero, precision):
         assert lr == pytest.approx(learning_rate(2, config.optimizer, config.training)), "a skipped step does not advance the schedule"
 
 
+def _loss_scales(overrides):
+    """The loss scale of five steps; the gradient of the fourth is infinite on one rank."""
+    config, trainer = make(*overrides, "precision=fp16", "precision.initial_loss_scale=1024", "precision.loss_scale_window=2")
+    scales = []
+    for step in range(5):
+        factor = torch.inf if step == 3 and dist.get_rank() == dist.get_world_size() - 1 else 1
+        hook = next(iter(trainer.model.pieces)).register_hook(lambda gradient, factor=factor: gradient * factor)
+        scales.append(float(trainer.engine.loss_scale.factor))
+        train(config, trainer, [step])
+        hook.remove()
+    return scales
+
+
+@pytest.mark.parametrize(
+    "layout", [("parallel.zero_stage=0", "parallel.pipeline=2"), ("parallel.zero_stage=2", "parallel.tensor=2")], ids=str
+)
+def test_all_ranks_adapt_the_same_loss_scale(world, layout):
+    """Doubled after two finite steps, halved after the infinite one."""
+    assert world.run(_loss_scales, layout) == [[1024, 1024, 2048, 2048, 1024]] * 4
+
+
 def _losses(overrides):
     config, trainer = make(*overrides)
     return train(config, trainer, range(6))
 
 
-def test_bf16_agrees_between_engines_and_with_fp32(world):
+def test_16_bits_agree_between_engines_and_with_fp32(world):
     plain = torch.tensor(world.run(_losses, ("precision=fp32", "parallel.zero_stage=0"))[0])
-    for overrides in (("parallel.zero_stage=0",), ("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=3",)):
-        low = torch.tensor(world.run(_losses, ("precision=bf16", *overrides))[0])
+    layouts = [("parallel.zero_stage=0",), ("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=3",)]
+    for overrides in [(f"precision={dtype}", *layout) for dtype in ("bf16", "fp16") for layout in layouts]:
+        low = torch.tensor(world.run(_losses, overrides)[0])
         assert torch.allclose(low[:, 0], plain[:, 0], rtol=0.01)
         assert torch.allclose(low[:, 1], plain[:, 1], rtol=0.05)
 
