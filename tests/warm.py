@@ -134,6 +134,7 @@ def load() -> None:
     names += [module.name for module in pkgutil.walk_packages(pipeline.__path__, "pipeline.") if not module.name.endswith("__main__")]
     for name in names:
         import_module(name)
+    import_module("pipeline.config.compose").register()
 
 
 def watch(connection: socket.socket) -> None:

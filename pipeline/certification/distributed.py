@@ -99,7 +99,7 @@ class RanksFailedError(Exception):
 
 def preload() -> None:
     """Begin to import what the ranks need, in a server process that they are forked from. Returns at once."""
-    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     from multiprocessing import forkserver
 
     multiprocessing.set_forkserver_preload(PRELOAD)

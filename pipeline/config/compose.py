@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import sys
 import sysconfig
@@ -27,6 +28,7 @@ from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
 
 
+@functools.cache
 def register() -> None:
     """Register the dataclasses as schemas of the files in conf/, and the resolver `${python_stdlib:}`, a path."""
     store = ConfigStore.instance()

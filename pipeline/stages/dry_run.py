@@ -63,7 +63,7 @@ def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     coordinates = layout.coordinates(config.dry_run.rank)
     yield f"rank {config.dry_run.rank} of {layout.world_size:,}"
     for axis in ("pipeline", "data", "expert", "context", "tensor"):
-        yield f"  {axis:<14}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
+        yield f"  {axis:<16}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
 
 
 def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
@@ -73,10 +73,10 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
         layers = [int(key) for key in stage.blocks]  # type: ignore[union-attr]
         held = [name for name in ("embed", "norm", "head") if getattr(stage, name) is not None]
         blocks = f"layers {layers[0]} to {layers[-1]} ({len(layers)} of {config.model.layers})"
-        yield f"  {f'stage {index}':<14}{', '.join([blocks, *held])}"
+        yield f"  {f'stage {index}':<16}{', '.join([blocks, *held])}"
     primary, total = count_primary_parameters(model, local), count_model_parameters(config.model)
-    yield f"  {'parameters':<14}{count_local_parameters(model):,}"
-    yield f"  {'primary copies':<14}{primary:,} of {total:,} (each replicated parameter is counted on one rank only)"
+    yield f"  {'parameters':<16}{count_local_parameters(model):,}"
+    yield f"  {'primary copies':<16}{primary:,} of {total:,} (each replicated parameter is counted on one rank only)"
 
 
 def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
@@ -88,10 +88,10 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
     if local.layout.expert > 1:
         over += f" (experts: {local.data.size()})"
     yield f"model state under ZeRO {zero} (without activations and buffers)"
-    yield f"  {'weights':<14}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
-    yield f"  {'gradients':<14}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
-    yield f"  {'optimizer':<14}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{' and '.join(tensors)}{over if zero else ''}"
-    yield f"  {'total':<14}{state.total / GIB:9.3f} GiB"
+    yield f"  {'weights':<16}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
+    yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
+    yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{' and '.join(tensors)}{over if zero else ''}"
+    yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
 
 
 def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
@@ -99,15 +99,15 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     training = config.training
     tokens = training.global_batch_size * training.sequence_length
     yield "a step"
-    yield f"  {'sequences':<14}{training.global_batch_size:,} of {training.sequence_length:,} tokens = {tokens:,} tokens"
-    yield f"  {'a rank':<14}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
+    yield f"  {'sequences':<16}{training.global_batch_size:,} of {training.sequence_length:,} tokens = {tokens:,} tokens"
+    yield f"  {'a rank':<16}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
     yield "the run"
     samples = warmup.samples(training, training.steps)
-    yield f"  {'steps':<14}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+    yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
     if training.token_budget:
         steps = warmup.steps_for_tokens(training, training.token_budget)
-        yield f"  {'token budget':<14}{training.token_budget:,} tokens = training.steps={steps}"
+        yield f"  {'token budget':<16}{training.token_budget:,} tokens = training.steps={steps}"
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
         yield "the blend"
         for name, count in zip(sorted(config.data.blend), BlendSchedule(phases(config)).counts(samples).tolist(), strict=True):
-            yield f"  {name:<14}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"
+            yield f"  {name:<16}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"

@@ -37,19 +37,6 @@ def adamw(groups: Groups, config: OptimizerConfig, lr: float | Tensor) -> torch.
 OPTIMIZERS = {"adamw": OptimizerKind(adamw, state=("exp_avg", "exp_avg_sq"))}
 
 
-def weight_decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> Groups:
-    """Two parameter groups: matrices and embeddings decay, vectors (norms, biases) do not."""
-    split: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in parameters:
-        split[parameter.dim() >= 2].append(parameter)
-    return [{"params": split[decays], "weight_decay": weight_decay if decays else 0.0} for decays in (True, False) if split[decays]]
-
-
-def build_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, lr: float | Tensor) -> torch.optim.Optimizer:
-    """The configured optimizer over these parameters."""
-    return OPTIMIZERS[config.name].build(weight_decay_groups(parameters, config.weight_decay), config, lr)
-
-
 def create_state(optimizer: torch.optim.Optimizer, kind: OptimizerKind, weights: Iterable[Tensor]) -> None:
     """Create the optimizer's state before its first step, so that a checkpoint can be loaded into it."""
     for weight in weights:

@@ -48,9 +48,9 @@ class GradientReducer:
         self.buckets, self._on_complete = buckets, on_complete
         self._mesh, self._reduction = mesh, reduction
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
-        self._states = [_State(bucket, mesh) for bucket in buckets]
+        self._states = {bucket: _State(bucket, mesh) for bucket in buckets}
         self._pending: deque[tuple[_State, Tensor, Any]] = deque()
-        for state in self._states:
+        for state in self._states.values():
             for parameter in state.bucket.pieces:
                 # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
                 parameter.grad_dtype = None
@@ -64,11 +64,11 @@ class GradientReducer:
             micro_batches: number of backward passes of every stage.
         """
         passes = 1 if self._reduction is Reduction.PARTITION_EACH else micro_batches
-        for state in self._states:
+        for state in self._states.values():
             state.start(passes)
         yield
         self._sum_over_stages()
-        for state in self._states:
+        for state in self._states.values():
             if state.flat is not None or not state.started:
                 self._reduce(state)
         while self._pending:
@@ -78,13 +78,13 @@ class GradientReducer:
 
     def reduced(self, bucket: Bucket) -> Tensor:
         """The reduced flat gradient of a bucket, fp32: (elements,), or this rank's (partition_elements,)."""
-        gradient = self._states[self.buckets.index(bucket)].reduced
+        gradient = self._states[bucket].reduced
         assert gradient is not None, "no gradient has been reduced"
         return gradient
 
     def release(self) -> None:
         """Free the reduced gradients."""
-        for state in self._states:
+        for state in self._states.values():
             state.reduced = None
 
     def arrived(self, state: _State, parameter: nn.Parameter) -> None:
@@ -98,7 +98,7 @@ class GradientReducer:
 
     def _sum_over_stages(self) -> None:
         """Sum the gradients of weights that several pipeline stages hold."""
-        for state in sorted(self._states, key=lambda state: state.bucket.name):  # the order of the stages' weights differs
+        for state in sorted(self._states.values(), key=lambda state: state.bucket.name):  # the order of the stages' weights differs
             if state.stages is not None:
                 dist.all_reduce(state.complete(), group=state.stages)
 

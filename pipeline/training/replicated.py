@@ -20,7 +20,7 @@ from pipeline.training.buckets import build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
-from pipeline.training.optimizers import OPTIMIZERS, build_optimizer, create_state
+from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
 from pipeline.training.reduction import GradientReducer, Reduction
 
 
@@ -44,7 +44,16 @@ class ReplicatedEngine(Engine):
         self._updates = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=mesh.device)
         self._kind = OPTIMIZERS[config.optimizer.name]
-        self._optimizer = build_optimizer(self._masters, config.optimizer, self._lr)
+        self._optimizer = self._kind.build(self._groups(config.optimizer.weight_decay), config.optimizer, self._lr)
+
+    def _groups(self, weight_decay: float) -> Groups:
+        """Parameter groups of the master weights: those of a bucket decay, or none of them."""
+        master_of = dict(zip(self._parameters, self._masters, strict=True))
+        decays = {True: weight_decay, False: 0.0}
+        members = {
+            kind: [master_of[p] for bucket in self._reducer.buckets if bucket.decays is kind for p in bucket.pieces] for kind in decays
+        }
+        return [{"params": members[kind], "weight_decay": decay} for kind, decay in decays.items() if members[kind]]
 
     @contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:

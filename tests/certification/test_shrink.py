@@ -94,7 +94,10 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     for group in ("parallel", "training", "optimizer"):
         setattr(config, group, copy.copy(getattr(config, group)))
     model, parallel, training = config.model, config.parallel, config.training
-    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+
+    def pick(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
     if draw(st.booleans()):
         model.layers = draw(st.integers(2, 40))
         if hasattr(model, "dense_layers"):

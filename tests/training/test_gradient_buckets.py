@@ -2,6 +2,7 @@
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def record(*overrides: str) -> dict[str, Any]:
 
         def arrived(_: Any) -> None:
             found.events.append(("gradient", 0))
-            held.append(sum(state.flat.nbytes for state in job.engine._reducer._states if state.flat is not None))
+            held.append(sum(state.flat.nbytes for state in job.engine._reducer._states.values() if state.flat is not None))
             if config.parallel.zero_stage:
                 gathered.append(sum(flat.flat.untyped_storage().nbytes() for flat in job.engine._zero.weights))
 
@@ -147,11 +148,8 @@ def started() -> tuple[int, int, int]:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.pieces}
         held.append(sum(storages.values()))
 
-    LocalModel.materialize = spy  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LocalModel, "materialize", spy):
         _, job = trainer(*SETTINGS, "parallel.zero_stage=3")
-    finally:
-        LocalModel.materialize = draw  # type: ignore[method-assign]
     sizes = [bucket.elements for bucket in job.engine._reducer.buckets]
     return max(held), max(sizes), sum(sizes)
 

@@ -1,15 +1,13 @@
-"""Learning-rate schedules, and the parameter groups of weight decay."""
+"""Learning-rate schedules."""
 
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
 from pipeline.training.lr_schedule import learning_rate
-from pipeline.training.optimizers import weight_decay_groups
 
 
 @given(
@@ -45,9 +43,3 @@ def test_shapes_at_half_way():
     assert quarter == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
     wsd = OptimizerConfig(lr=1, warmup_steps=1, schedule="wsd", min_lr_ratio=0, decay_steps=20)
     assert [learning_rate(u, wsd, training) for u in (80, 81, 90, 100)] == pytest.approx([1, 0.95, 0.5, 0])
-
-
-def test_vectors_do_not_decay():
-    matrix, vector = torch.zeros(2, 3), torch.zeros(3)
-    groups = weight_decay_groups([vector, matrix], 0.1)
-    assert [(g["weight_decay"], [t.dim() for t in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1])]

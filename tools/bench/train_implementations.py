@@ -43,7 +43,7 @@ from pipeline.planner.flops import flops_per_token
 from pipeline.progress import set_up_logging
 from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
-from pipeline.training.optimizers import build_optimizer
+from pipeline.training.optimizers import adamw
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -228,7 +228,12 @@ def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
             block.compile()
     weights = list(model.parameters())
     masters = weights if dtype == torch.float32 else [weight.detach().float() for weight in weights]
-    optimizer = build_optimizer(masters, config.optimizer, config.optimizer.lr)
+    decay = config.optimizer.weight_decay
+    groups = [
+        {"params": [master for master in masters if (master.dim() >= 2) is matrices], "weight_decay": decay if matrices else 0.0}
+        for matrices in (True, False)
+    ]
+    optimizer = adamw([group for group in groups if group["params"]], config.optimizer, config.optimizer.lr)
     losses = []
     for batch in samples:
         tokens = batch.to(DEVICE, non_blocking=True)
