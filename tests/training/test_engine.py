@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.world import causal, configured, share, tiny, trainer
 
-TINY = tiny("model=gpt-tiny", "model.layers=4", "model.ffn_hidden=64")
+TINY = tiny("model=gpt-tiny", "model.layers=4", "model.ffn_hidden=64", "training.micro_batch_size=4")
 
 
 def make(*overrides):

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 WORLD = 8
 STEPS = 10
+BATCH = 16
 
 COMMON = (
     "precision=fp32",
     "model.vocab_size=101",  # odd: the tensor ranks have vocabulary pieces of different sizes
     "training.sequence_length=16",
     f"training.steps={STEPS}",
-    "training.global_batch_size=32",
-    "training.micro_batch_size=2",
+    f"training.global_batch_size={BATCH}",
     "optimizer.lr=0.001",
     "optimizer.warmup_steps=2",
     "optimizer.gradient_clipping=0.5",
@@ -36,6 +36,13 @@ class Row:
     expert: int = 1
 
     @property
+    def micro_batch_size(self) -> int:
+        """2, or 1 where a rank would not accumulate gradients, or where its micro-batches would not fill the pipeline."""
+        needed = 2 * self.pipeline if self.schedule == "zbv" else max(2, self.pipeline)
+        samples = BATCH * self.tensor * self.pipeline * self.context // WORLD
+        return 2 if samples >= 2 * needed else 1
+
+    @property
     def data(self) -> int:
         """The size of the data axis: the remaining factor of the world size."""
         return WORLD // (self.tensor * self.pipeline * self.context * self.expert)
@@ -47,6 +54,7 @@ class Row:
             *(f"parallel.{axis}={getattr(self, axis)}" for axis in axes),
             f"parallel.zero_stage={self.zero}",
             f"parallel.schedule={self.schedule}",
+            f"training.micro_batch_size={self.micro_batch_size}",
             *self.more,
         ]
 
@@ -129,6 +137,7 @@ CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
 LOWER_STD = "model.init_std=0.5"  # with 1 attention is so peaked that gradients of queries differ by 3e-6 between fp32 and fp64
 HIGHER_STD = "model.init_std=0.02"  # with 0.006 gradients of queries are so small that they differ by 8e-6 between fp32 and fp64
 SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of an input, which changes the gradient by more than rounding
+ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
 
 FAMILIES: dict[str, Model] = {
@@ -152,10 +161,10 @@ FAMILIES: dict[str, Model] = {
     "opt-350m": _model("opt-tiny", "model.embed_width=48", "model.pre_norm=false", SMOOTH, HIGHER_STD, "optimizer.gradient_clipping=0.02"),
     "bloom": _model("bloom-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
-    "mixtral": _model("mixtral-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:3] + EXPERT),
+    "mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, rows=SOME + CONTEXT[:3] + EXPERT),
     # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
-    "deepseek_v3": _model("deepseek-tiny", "training.seed=1", rows=SOME + EXPERT),
-    "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", rows=CONTEXT[:3]),
+    "deepseek_v3": _model("deepseek-tiny", "training.seed=1", ONE, rows=SOME + EXPERT),
+    "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", ONE, rows=CONTEXT[:3]),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
     "t5": _model("t5-tiny", "model.gated=true"),
