@@ -179,13 +179,13 @@ LAYOUTS = {
         "zero_stage=1 tensor=2 pipeline=2",
         "zero_stage=0 tensor=4",
         "zero_stage=2 tensor=2 sequence_parallel=false",
-        "zero_stage=0 pipeline=2 schedule=zbv",
+        "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",
     ],
     "roberta": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=3"],
     "llama-padded": [
-        "zero_stage=1 tensor=2 pipeline=2 training.micro_batch_size=4",
+        "zero_stage=1 tensor=2 pipeline=2",
         "zero_stage=2 tensor=2 context=2",
-        "zero_stage=0 pipeline=2 schedule=zbv",
+        "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",
     ],
     "t5": [
         "zero_stage=0",
@@ -197,7 +197,7 @@ LAYOUTS = {
         "zero_stage=3 pipeline=2",
     ],
     "t5-1.1": ["zero_stage=0", "zero_stage=3 tensor=2"],
-    "transformer": ["zero_stage=0", "tensor=2 pipeline=2", "pipeline=2 schedule=zbv zero_stage=3"],
+    "transformer": ["zero_stage=0", "tensor=2 pipeline=2", "pipeline=2 schedule=zbv zero_stage=3 training.micro_batch_size=2"],
     "mixtral": [
         "expert=2 zero_stage=0",
         "expert=2 zero_stage=2 training.activation_checkpointing=selective",
