@@ -46,11 +46,19 @@ def _tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
     if tensor > model.vocab_size:
         yield Violation("parallel.tensor", tensor, f"must not exceed model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
+    if config.parallel.async_tensor == "on" and (tensor == 1 or not config.parallel.sequence_parallel or not may_compile(config)):
+        rule = "requires parallel.tensor above 1, parallel.sequence_parallel=true, and compiled blocks (not zbv)"
+        yield Violation("parallel.async_tensor", "on", rule, "set parallel.async_tensor=auto")
     lengths = warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
     for key, length in lengths if config.parallel.sequence_parallel else ():
         if length % tensor:
             rule = f"must be divisible by parallel.tensor={tensor} with parallel.sequence_parallel=true"
             yield Violation(key, length, rule, f"choose a multiple of {tensor}, or set parallel.sequence_parallel=false")
+
+
+def may_compile(config: RunConfig) -> bool:
+    """Whether blocks are compiled on a GPU. torch.compile does not support the split backward pass of zbv."""
+    return config.training.compile != "off" and not (config.parallel.schedule == "zbv" and config.parallel.pipeline > 1)
 
 
 def _expert(config: RunConfig) -> Iterator[Violation]:

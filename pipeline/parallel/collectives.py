@@ -14,7 +14,8 @@
 | scatter_sequence_gather_heads: all-to-all | scatter_heads_gather_sequence |
 
 Activations are (batch, sequence, hidden); the sequence collectives shard dim 1. No collective works in place, since autograd may share
-the same buffer with other consumers.
+the same buffer with other consumers. The sequence collectives are written as split and cat, the form in which inductor recognizes them
+and fuses them with matrix products (parallel.async_tensor).
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def _result(pending: Tensor) -> Tensor:
 
 def _all_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(batch, sequence / ranks, hidden) on each rank -> (batch, sequence, hidden)."""
-    return _all_gather_heads(tensor, group).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+    gathered = _all_gather_heads(tensor, group)
+    return torch.cat(torch.split(gathered, tensor.shape[0]), dim=1)
 
 
 def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(batch, sequence, hidden), summed over the ranks -> the local (batch, sequence / ranks, hidden)."""
-    chunks = tensor.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    chunks = torch.cat(torch.split(tensor, tensor.shape[1] // group.size(), dim=1))
     return _result(_OPS.reduce_scatter_tensor(chunks, "sum", group.size(), group.group_name))
 
 

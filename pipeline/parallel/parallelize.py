@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pipeline.config.check import may_compile
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention import Core, plain, sdpa
@@ -66,14 +67,17 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
     plan = registry.plan(config.model)
     for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
+            again, recomputed = gather_again(config), config.training.activation_checkpointing != "none"
             sequence = config.parallel.sequence_parallel
-            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=sequence, gather_again=gather_again(config))
+            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=sequence, gather_again=again, recomputed=recomputed)
         expert.apply(stage, mesh)
         for layer in attention_layers(stage):
             layer.core = CORES[config.training.attention]
         if mesh.layout.context > 1:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         apply_activation_checkpointing(stage, config.training.activation_checkpointing)
+        if async_tensor_enabled(config, mesh.device):
+            tensor.fuse_collectives(mesh.tensor)
         if compile_enabled(config, mesh.device):
             for block in stage.blocks.values():
                 block.compile()
@@ -143,10 +147,18 @@ def gather_again(config: RunConfig) -> bool:
 
 
 def compile_enabled(config: RunConfig, device: torch.device) -> bool:
-    """Whether the blocks are compiled. torch.compile does not support the split backward pass of zbv."""
-    if config.parallel.schedule == "zbv" and config.parallel.pipeline > 1:
+    """Whether the blocks are compiled."""
+    return may_compile(config) and (config.training.compile == "on" or device.type == "cuda")
+
+
+def async_tensor_enabled(config: RunConfig, device: torch.device) -> bool:
+    """Whether inductor fuses the collectives of sequence parallelism with matrix products, through memory that GPUs of a node share."""
+    possible = (
+        config.parallel.tensor > 1 and config.parallel.sequence_parallel and compile_enabled(config, device) and device.type == "cuda"
+    )
+    if not possible or config.parallel.async_tensor == "off":
         return False
-    return config.training.compile == "on" or (config.training.compile == "auto" and device.type == "cuda")
+    return config.parallel.async_tensor == "on" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def apply_activation_checkpointing(model: Stack, mode: str) -> None:

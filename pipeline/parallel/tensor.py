@@ -7,6 +7,7 @@ layers at the entry, row-parallel ones at the exit (Shoeybi et al. 2019). Entry 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.linear import Projection, project
+from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -67,11 +68,29 @@ def is_saved_product(operation: object) -> bool:
     return operation in PRODUCTS and not _PARTIAL_PRODUCT.get()
 
 
-def gathered_projection(enter: RegionBoundary) -> Projection:
+def fused_project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """As `project`, with one matrix product for all layers: their slices of the outputs are too narrow to use a GPU well.
+
+    One product is also what inductor fuses with the collective of its input, and in the backward pass with that of the input's gradient.
+    Autograd saves the concatenated weights, unless they are concatenated again in the backward pass (activation checkpointing).
+    """
+    plain = [linear for linear in linears if type(linear) is Linear]
+    if len(plain) < len(linears):  # an adapter, for example
+        return project(x, *linears)
+    widths = [linear.weight.shape[0] for linear in plain]
+    y = F.linear(x, torch.cat(tuple(linear.weight for linear in plain)) if len(plain) > 1 else plain[0].weight)
+    biases = [linear.bias for linear in plain if linear.bias is not None]
+    assert len(biases) in (0, len(plain)), "layers with the same input all have a bias, or none has"
+    if biases:
+        y = y + torch.cat(tuple(biases))
+    return list(y.split(widths, dim=-1))
+
+
+def gathered_projection(enter: RegionBoundary, apply_layers: Projection) -> Projection:
     """Linear layers behind one entry to a tensor-parallel region. Their input, which is as large as on a single rank, is saved."""
 
     def projected(x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        return project(enter(x), *linears)
+        return apply_layers(enter(x), *linears)
 
     return projected
 
@@ -84,7 +103,7 @@ def regathered_projection(enter: RegionBoundary) -> Projection:
 
     def projected(x: Tensor, *linears: nn.Module) -> list[Tensor]:
         def gather_and_project(x: Tensor) -> tuple[Tensor, ...]:
-            return tuple(project(enter(x), *linears))
+            return tuple(fused_project(enter(x), *linears))
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
         return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts))
@@ -166,6 +185,7 @@ def apply(
     *,
     sequence: bool,
     gather_again: bool = False,
+    recomputed: bool = False,
 ) -> None:
     """Insert the collectives around the tensor-parallel regions of a model with sharded weights.
 
@@ -176,6 +196,7 @@ def apply(
         group: the tensor-parallel group.
         sequence: shard activations along the sequence between the regions.
         gather_again: gather inputs of attention and feed-forward again in the backward pass instead of saving them.
+        recomputed: the blocks are recomputed in the backward pass.
     """
     enter: RegionBoundary = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
     leave: RegionBoundary = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)
@@ -184,7 +205,8 @@ def apply(
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         roles = {name: role(plan, f"{prefix}.{name}.weight") for name in linears}
         if "column" in roles.values() and isinstance(module, Attention | MLP | GatedMLP):
-            module.project = (regathered_projection if sequence and gather_again else gathered_projection)(enter)
+            once = gathered_projection(enter, fused_project if recomputed else project)
+            module.project = regathered_projection(enter) if sequence and gather_again else once
         elif "column" in roles.values():
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
@@ -208,6 +230,20 @@ def apply(
             module.tokens = VocabParallelEmbedding(weight, pieces[weight].start(0), group)  # type: ignore[arg-type, index, assignment]
             if sequence:
                 module.register_forward_hook(lambda _, args, output: collectives.scatter_sequence(output, group))  # noqa: ARG005 - as above
+
+
+def fuse_collectives(group: ProcessGroup) -> None:
+    """Make inductor compute each product of a compiled block in pieces, while its input is gathered or its output is reduced.
+
+    Pieces travel through memory that the GPUs of the group share: all of them must be in one node.
+    """
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():  # deprecated, but inductor's pass still requires it
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:

@@ -165,10 +165,12 @@ def check_device(config: RunConfig, device: torch.device) -> None:
     """Refuse settings that the device does not support.
 
     Raises:
-        UserError: flex attention on a CPU, where it has no backward pass.
+        UserError: flex attention on a CPU, where it has no backward pass, or products fused with collectives.
     """
     if config.training.attention == "flex" and device.type == "cpu":
         raise UserError.of("training.attention", "flex", "requires a GPU; this rank has none", "set training.attention=auto")
+    if config.parallel.async_tensor == "on" and device.type == "cpu":
+        raise UserError.of("parallel.async_tensor", "on", "requires a GPU; this rank has none", "set parallel.async_tensor=auto")
 
 
 def starting_checkpoint(config: RunConfig) -> Path | None:

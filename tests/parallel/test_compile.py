@@ -5,7 +5,9 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from tests.world import causal, share, tiny, trainer
+from pipeline.errors import UserError
+from pipeline.launch import preflight
+from tests.world import causal, configured, share, tiny, trainer
 
 STEPS, BLOCKS, MICRO_BATCHES = 3, 2, 2
 SIZES = (f"model.layers={BLOCKS}", "model.ffn_hidden=48", "model.kv_heads=2", "training.micro_batch_size=4", "training.compile=on")
@@ -49,6 +51,46 @@ def compiled_run(overrides: tuple[str, ...]) -> tuple[list[float], list[int], li
     return losses, graphs, called, sum(counters["graph_break"].values()), list(counters["graph_break"])
 
 
+def fusible_collectives() -> list[tuple[int, int]]:
+    """For each compiled graph: collectives of the sequence, and those that inductor's pass finds beside a matrix product."""
+    import torch._dynamo
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import micro_pipeline_tp as passes
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    found = []
+
+    def count(graph, inputs):  # noqa: ARG001 - a compiler of AOTAutograd
+        view_to_reshape(graph)
+        targets = (torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+        beside = [match.res_node for match in passes.find_all_gather_patterns(graph.graph) if passes._find_consumer_matmuls(match.res_node)]
+        beside += [
+            match.wait_tensor_node
+            for match in passes.find_reduce_scatter_patterns(graph.graph)
+            if passes._find_producer_matmul(match.input_node) is not None
+        ]
+        found.append((sum(node.target in targets for node in graph.graph.nodes), len(beside)))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_module = nn.Module.compile
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, decompositions=select_decomp_table)
+    with mock.patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
+        config, mine = trainer(*MODEL, "parallel.tensor=2", f"training.global_batch_size={4 * MICRO_BATCHES}")
+    tokens = torch.zeros(config.training.global_batch_size, config.training.sequence_length + 1, dtype=torch.int64)
+    mine.train(*causal(*share(mine, tokens)))
+    return found
+
+
+def test_collectives_can_be_fused_with_matrix_products(worlds):
+    """Attention and feed-forward gather their input and reduce their output; so do their gradients.
+
+    The inputs that are gathered again for the gradients of the weights are the second operand of a product, which the pass does not fuse.
+    """
+    assert set(worlds(2).run(fusible_collectives)[0]) == {(4, 4), (6, 4)}
+
+
 COMBINATIONS = [
     ("training.activation_checkpointing=full",),
     ("training.activation_checkpointing=selective", "parallel.tensor=2", "training.document_mask=true"),
@@ -84,3 +126,10 @@ def test_compilation_of_all_axes_together(worlds):
     assert graphs[-1] >= 1
     assert none[-1] == 0
     assert losses == pytest.approx(eager, rel=1e-5)
+
+
+@pytest.mark.parametrize("override", ["parallel.tensor=1", "parallel.sequence_parallel=false", "training.compile=off"])
+def test_fusion_requires_sharded_sequences_and_compiled_blocks(override):
+    config = configured("stage=pretrain", "model=llama-tiny", "parallel.async_tensor=on", "parallel.tensor=2", override)
+    with pytest.raises(UserError, match=r"parallel\.async_tensor=on: requires"):
+        preflight.check(config, 2)

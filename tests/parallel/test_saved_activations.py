@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.world import tiny, trainer
 
-HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, SEQUENCE, RANKS = 32, 88, 4, 2, 67, 2, 8, 2
+HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, SEQUENCE, RANKS = 32, 88, 4, 4, 67, 2, 8, 2
 TOKENS, KV = BATCH * SEQUENCE, HIDDEN // HEADS * KV_HEADS
 MODEL = tiny("model=llama-tiny", "model.layers=1", f"model.ffn_hidden={FFN}", f"model.kv_heads={KV_HEADS}", "parallel.tensor=2")
 
