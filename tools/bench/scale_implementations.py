@@ -77,7 +77,7 @@ def configuration(options: dict[str, Any], zero: int) -> Any:
     compose.register()
     batch = options["ranks"] * options["micro_batches"] * options["sequences"]
     words = (
-        *("stage=pretrain", *MODEL, "precision=bf16", f"parallel.zero_stage={zero}", "training.document_mask=false"),
+        *("stage=pretrain", *MODEL, f"precision={options['dtype']}", f"parallel.zero_stage={zero}", "training.document_mask=false"),
         *(f"training.sequence_length={options['sequence']}", f"training.global_batch_size={batch}", "training.steps=1000"),
         f"training.micro_batch_size={options['sequences']}",
     )
@@ -89,8 +89,7 @@ def configuration(options: dict[str, Any], zero: int) -> Any:
 
 def plain_model(config: Any) -> Any:
     """The model without parallelism, in fp32, with our initial weights."""
-    from tools.audit.initial_weights import initialize
-
+    from pipeline.certification.initial_weights import initialize
     from pipeline.models import registry
 
     model = registry.build(config.model)
@@ -110,12 +109,15 @@ def ours(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]
 
 
 def fsdp2(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
-    """fully_shard of every block and of the rest, bf16 products, fp32 reduction, and the same optimizer."""
+    """fully_shard of every block and of the rest, the same dtype of products, fp32 reduction, and the same optimizer."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from pipeline.parallel.parallelize import DTYPES
 
     config = configuration(options, 0)
     model = plain_model(config)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    dtype = DTYPES[options["dtype"]]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = dist.device_mesh.init_device_mesh("cpu", (options["ranks"],))
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -145,7 +147,7 @@ def deepspeed(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any],
         "gradient_accumulation_steps": options["micro_batches"],
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": {"stage": int(options["implementation"][-1]), "overlap_comm": True},
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": options["dtype"] == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
