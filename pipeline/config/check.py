@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES
+from pipeline.config.stages import PARALLEL_STAGES, Generate
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -25,7 +25,19 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be less than the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
+    if isinstance(config.stage, Generate):
+        found += _generate(config, config.stage)
     return [*found, *check_data.violations(config)]
+
+
+def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
+    """Generation shares the prompts over ranks with full models."""
+    if "" in stage.stop:
+        yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            rule = "is not supported by stage=generate, which runs a full model on every rank"
+            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1")
 
 
 def _corpora(config: RunConfig) -> Iterator[Violation]:

@@ -1,0 +1,60 @@
+"""Runs a decoder on the new tokens of a batch, with a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.generation.cache import KeyValueCache
+from pipeline.layers.moe import moe_layers
+from pipeline.layers.stack import Stack
+
+
+class Runner:
+    """A decoder and its cache.
+
+    Args:
+        model: the full model, with weights. Its attention layers get the cache as their core.
+        max_positions: longest sequence, tokens.
+        lookahead: as in KeyValueCache.
+    """
+
+    def __init__(self, model: Stack, max_positions: int, *, lookahead: int = 1) -> None:
+        self.model, self.max_positions, self.lookahead = model, max_positions, lookahead
+        self.device = next(model.parameters()).device
+        for moe in moe_layers(model):
+            moe.capacity_factor = None  # dropping tokens would make a result depend on the other sequences of the batch
+        self.cache = KeyValueCache((), 0, 0)
+
+    def start(self, rows: int) -> None:
+        """Begin with an empty cache for `rows` sequences."""
+        self.cache = KeyValueCache(self.model.blocks.values(), rows, 0, lookahead=self.lookahead)
+
+    def reserve(self, tokens: int) -> None:
+        """Provide storage for sequences of a length, rounded up so that it seldom grows."""
+        self.cache.reserve(min(-(-tokens // 64) * 64, self.max_positions))
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, every: bool = False) -> Tensor:
+        """Compute the logits that follow new tokens.
+
+        Args:
+            rows: the row of the cache of each sequence; all rows in order, unless these are empty.
+            tokens: the new tokens of each sequence; none for a row that is idle.
+            every: return the logits of all new tokens instead of those of the last one.
+
+        Returns:
+            (batch, vocabulary), with `every` (batch, most new tokens, vocabulary); undefined for idle rows and padding.
+        """
+        counts = torch.tensor([len(new) for new in tokens], device="cpu")
+        width = max(1, int(counts.max()))
+        padded = torch.tensor([[*new, *[0] * (width - len(new))] for new in tokens], device=self.device)
+        step = self.cache.begin(torch.tensor(rows, device="cpu"), counts, self.device)
+        x, context = self.model.hidden_states(padded, {} if step.fresh else {"positions": step.positions})
+        if not every:
+            last = (counts - 1).clamp(min=0).to(self.device)
+            x = x[torch.arange(len(x), device=self.device), last][:, None]
+        logits = self.model.forward_head(x, context, {})
+        return logits if every else logits[:, 0]

@@ -1,0 +1,151 @@
+"""generate: prompts (JSON lines) -> completions, from a native checkpoint. The ranks share the prompts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeline.checkpoint import native
+from pipeline.checkpoint.huggingface_import import read_generation_config
+from pipeline.checkpoint.native import INDEX
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Generate
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.data.unfinished import work
+from pipeline.errors import UserError, collect_errors
+from pipeline.files import digest
+from pipeline.generation import weights
+from pipeline.generation.completions import REJECTED, Parts, publish, wait_for_parts
+from pipeline.generation.generator import Generator, Stopping
+from pipeline.generation.prompts import PromptFile, PromptReader
+from pipeline.generation.runner import Runner
+from pipeline.generation.sampling import Sampling
+from pipeline.launch.ranks import Ranks
+from pipeline.models.config import ModelConfig
+from pipeline.parallel import mesh as meshes
+from pipeline.progress import Progress
+from pipeline.stages.convert_import import FOLDER
+
+log = logging.getLogger("pipeline")
+
+
+class _Ranks:
+    """The ranks of torch.distributed with the interface that data/unfinished.py needs."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.world_size
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, root)
+        return box[0]
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Write a completion for every prompt to `stage.output`. The model is that of the checkpoint; `model=` is not required.
+
+    Raises:
+        UserError: the checkpoint, the tokenizer or the prompts are missing or do not match, or the output folder has other content.
+    """
+    stage = config.stage
+    assert isinstance(stage, Generate)
+    folder = Path(stage.output or Path(config.run_dir) / "generated")
+    prompts, tokenizer, path = collect_errors(
+        lambda: _open_prompts(stage),
+        lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
+        lambda: native.find(Path(config.run_dir), stage.checkpoint),
+    )
+    minutes = config.training.timeout_minutes
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
+    try:
+        # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
+        checkpoint = Checkpoint(meshes.on_rank_0(lambda: path))
+        model = weights.model_of(checkpoint)
+        reader = PromptReader(
+            Path(config.tokenizer.path), max_positions=model.max_positions, vocab_size=model.vocab_size, start=tokenizer.end_of_document
+        )
+        stopping = Stopping(stage.max_tokens, _end_tokens(config, stage, tokenizer), tuple(stage.stop), reader.decode)
+        _check(config, model, tokenizer)
+        settings = _settings(config, stage, checkpoint, tokenizer)
+        with work(_Ranks(ranks), folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
+            if unfinished is None:
+                return
+            config = weights.for_generation(config, model)
+            mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
+            mine = prompts.parts[mesh.layout.batch_shard(mesh.coordinates) :: mesh.layout.batch_shards]
+            parts = Parts(prompts, reader, stopping, unfinished, mine, logprobs=stage.logprobs)
+            runner = Runner(next(weights.load(checkpoint, config, mesh).stage_modules()), model.max_positions)
+            generator = Generator(runner, _sampling(stage), stopping, batch_size=stage.batch_size, logprobs=stage.logprobs)
+            start = time.monotonic()
+            with Progress(None, "generate", "tokens", ranks.rank) as progress:
+                for completion in generator.run(parts.read()):
+                    parts.add(completion)
+                    progress.advance(len(completion.tokens))
+            if ranks.rank == 0:
+                wait_for_parts(unfinished, prompts.parts)
+                totals = publish(folder, settings, unfinished, prompts.parts)
+                log.info("generate: wrote %s (%s) in %.1f s", folder, _summary(totals), time.monotonic() - start)
+                if totals["rejected"]:
+                    log.warning("generate: %d lines are not usable; %s has the reason of each", totals["rejected"], folder / REJECTED)
+    finally:
+        meshes.destroy_process_group()
+
+
+def _open_prompts(stage: Generate) -> PromptFile:
+    """Open the prompts.
+
+    Raises:
+        UserError: they are not set, missing or empty.
+    """
+    if stage.prompts is None:
+        raise UserError.of("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
+    return PromptFile(Path(stage.prompts))
+
+
+def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> None:
+    """Refuse a model that does not generate text, and a tokenizer of another model."""
+    if model.objective != "causal":
+        rule = f"is of family {model.family}, which does not predict the next token"
+        raise UserError.of("stage.checkpoint", config.run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
+    if tokenizer.vocab_size > model.vocab_size:
+        rule = f"has {tokenizer.vocab_size} entries, which exceeds model.vocab_size={model.vocab_size} of the checkpoint"
+        raise UserError.of("tokenizer.path", config.tokenizer.path, rule, "set it to the tokenizer of the training run")
+
+
+def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> frozenset[int]:
+    """Return the tokens that end a completion: end of document, and those of an imported model."""
+    if stage.ignore_eos:
+        return frozenset()
+    imported = read_generation_config(Path(config.run_dir) / FOLDER) or {}
+    ends = imported.get("eos_token_id") or []
+    return frozenset([tokenizer.end_of_document, *(ends if isinstance(ends, list) else [ends])])
+
+
+def _sampling(stage: Generate) -> Sampling:
+    """Return the rules of sampling."""
+    return Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
+
+
+def _settings(config: RunConfig, stage: Generate, checkpoint: Checkpoint, tokenizer: TextEncoder) -> dict[str, Any]:
+    """Return all settings that determine the completions."""
+    keys = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "logprobs")
+    return {
+        "stage.prompts": digest(Path(stage.prompts or "")),
+        "stage.checkpoint": f"{checkpoint.path.name} {digest(checkpoint.path / INDEX)}",
+        "tokenizer.path": tokenizer.fingerprint,
+        "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        "precision.dtype": config.precision.dtype,
+        **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
+    }
+
+
+def _summary(totals: dict[str, Any]) -> str:
+    """Format the totals for the log."""
+    return f"{totals['completions']:,} completions, {totals['tokens']:,} tokens; {totals['rejected']:,} lines rejected"
