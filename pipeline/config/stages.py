@@ -36,6 +36,8 @@ class Generate(CheckpointReader):
     min_p: float = knob(0.0, "sample from tokens with at least this fraction of the largest probability", at_least=0, at_most=1)
     repetition_penalty: float = knob(1.0, "divides positive and multiplies negative logits of tokens that occurred; 1 for none", above=0)
     seed: int = knob(0, "seed of sampling; a completion depends on it and on the line of its prompt", at_least=0)
+    beams: int = knob(1, "beams of beam search, which requires temperature 0; 1 for greedy or sampled completions", at_least=1)
+    length_penalty: float = knob(1.0, "beam search divides the log-probability of a completion by its length to this power")
     stop: list[str] = knob([], "texts that end a completion, which is cut before them")
     ignore_eos: bool = knob(False, "continue after the end-of-document token, up to stage.max_tokens")
     logprobs: bool = knob(False, "also write token ids and their log-probabilities (nats, before the rules of sampling)")

@@ -118,8 +118,8 @@ class Generator:
             self._rows[row] = completion
             self._random[completion.index] = self.sampling.random(completion.index)
         self.runner.cache.clear(torch.tensor(rows))
-        self.runner.reserve(max(len(completion.prompt) + self._limit(completion) for completion in completions))
-        self._extend(completions, self.runner.forward(rows, [completion.prompt for completion in completions]))
+        self.runner.reserve(max(self.runner.length(completion.prompt) + self._limit(completion) for completion in completions))
+        self._extend(completions, self.runner.prefill(rows, [completion.prompt for completion in completions]))
 
     def _decode(self) -> None:
         """Choose the next token of each completion."""
@@ -131,7 +131,7 @@ class Generator:
         """Drop idle rows when no prompts are left for them and they are half of the batch."""
         active = [row for row, held in enumerate(self._rows) if held is not None]
         if 2 * len(active) <= len(self._rows):
-            self.runner.cache.keep(torch.tensor(active))
+            self.runner.keep(torch.tensor(active))
             self._rows = [self._rows[row] for row in active]
 
     def _extend(self, completions: list[Completion], logits: Tensor) -> None:
@@ -160,7 +160,7 @@ class Generator:
 
     def _limit(self, completion: Completion) -> int:
         """Maximum number of new tokens."""
-        return min(self.stopping.max_tokens, self.runner.max_positions - len(completion.prompt))
+        return min(self.stopping.max_tokens, self.runner.room(completion.prompt))
 
 
 def prefill_count(lengths: Sequence[int]) -> int:

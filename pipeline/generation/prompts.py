@@ -85,14 +85,16 @@ class PromptReader:
         folder: Hugging Face folder of the tokenizer.
         max_positions: longest sequence of the model, tokens.
         vocab_size: rows of the model's embedding.
-        start: token that an empty prompt consists of.
+        end_of_document: token that an empty prompt consists of.
+        encoder: whether prompts are the input of an encoder: they end with the end-of-document token, and may fill the sequence.
 
     Raises:
         UserError: the folder has no tokenizer.
     """
 
-    def __init__(self, folder: Path, *, max_positions: int, vocab_size: int, start: int) -> None:
-        self.folder, self.max_positions, self.vocab_size, self.start = folder, max_positions, vocab_size, start
+    def __init__(self, folder: Path, *, max_positions: int, vocab_size: int, end_of_document: int, encoder: bool = False) -> None:
+        self.folder, self.max_positions, self.vocab_size = folder, max_positions, vocab_size
+        self.end_of_document, self.encoder = end_of_document, encoder
         self.tokenizer = load(folder)
 
     def parse(self, number: int, line: bytes) -> Prompt:
@@ -108,8 +110,9 @@ class PromptReader:
         if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
             raise BadLine('must be an object with either "prompt" or "messages"')
         tokens = self._encode(fields)
-        if len(tokens) >= self.max_positions:
-            raise BadLine(f"the prompt has {len(tokens)} tokens; model.max_positions={self.max_positions} leaves no room for a completion")
+        if len(tokens) + (not self.encoder) > self.max_positions:
+            room = "" if self.encoder else " leaves no room for a completion"
+            raise BadLine(f"the prompt has {len(tokens)} tokens; model.max_positions={self.max_positions}{room}")
         if max(tokens) >= self.vocab_size:
             raise BadLine(f"the prompt has token {max(tokens)}; the model has model.vocab_size={self.vocab_size}")
         return Prompt(number, fields, tokens)
@@ -135,7 +138,9 @@ class PromptReader:
         """Encode a text; a chat template writes special tokens as text, a prompt gets those of the tokenizer's post-processor."""
         self.tokenizer.encode_special_tokens = not special
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not special).ids
-        return tokens or [self.start]
+        if self.encoder and tokens[-1:] != [self.end_of_document]:
+            tokens.append(self.end_of_document)
+        return tokens or [self.end_of_document]
 
     def _render(self, messages: Any) -> str:
         """Format a chat with the template of the tokenizer."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.generation.cache import KeyValueCache
+from pipeline.generation.cache import KeyValueCache, Pass, detach
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 
@@ -32,9 +33,29 @@ class Runner:
         """Begin with an empty cache for `rows` sequences."""
         self.cache = KeyValueCache(self.model.blocks.values(), rows, 0, lookahead=self.lookahead)
 
+    def room(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens can follow a prompt."""
+        return self.max_positions - self.length(prompt)
+
+    def length(self, prompt: Sequence[int]) -> int:
+        """Return the number of tokens that a prompt occupies in the cache."""
+        return len(prompt)
+
     def reserve(self, tokens: int) -> None:
         """Provide storage for sequences of a length, rounded up so that it seldom grows."""
         self.cache.reserve(min(-(-tokens // 64) * 64, self.max_positions))
+
+    def keep(self, rows: Tensor) -> None:
+        """As KeyValueCache.keep."""
+        self.cache.keep(rows)
+
+    def detach(self) -> None:
+        """Restore the model as it was given."""
+        detach(self.model.blocks.values())
+
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Process prompts in empty rows; returns the logits that follow them, (batch, vocabulary)."""
+        return self.forward(rows, prompts)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, every: bool = False) -> Tensor:
@@ -48,13 +69,23 @@ class Runner:
         Returns:
             (batch, vocabulary), with `every` (batch, most new tokens, vocabulary); undefined for idle rows and padding.
         """
-        counts = torch.tensor([len(new) for new in tokens], device="cpu")
-        width = max(1, int(counts.max()))
-        padded = torch.tensor([[*new, *[0] * (width - len(new))] for new in tokens], device=self.device)
+        padded, counts = pad(tokens, self.device)
         step = self.cache.begin(torch.tensor(rows, device="cpu"), counts, self.device)
-        x, context = self.model.hidden_states(padded, {} if step.fresh else {"positions": step.positions})
+        x, context = self.hidden_states(padded, step)
         if not every:
             last = (counts - 1).clamp(min=0).to(self.device)
             x = x[torch.arange(len(x), device=self.device), last][:, None]
         logits = self.model.forward_head(x, context, {})
         return logits if every else logits[:, 0]
+
+    def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
+        """Return the output of the last block, (batch, tokens, hidden), and the context of the blocks."""
+        return self.model.hidden_states(tokens, {} if step.fresh else {"positions": step.positions})
+
+
+def pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tokens with padding at the end, int64 (batch, longest) on the device, and their numbers, int64 (batch,) on the CPU."""
+    counts = [len(sequence) for sequence in sequences]
+    width = max(1, *counts)
+    padded = [[*sequence, *[0] * (width - count)] for sequence, count in zip(sequences, counts, strict=True)]
+    return torch.tensor(padded, device=device), torch.tensor(counts, device="cpu")

@@ -16,18 +16,25 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
+from pipeline.data.load.objectives.encoder_decoder import decoder_start
+from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import work
 from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
 from pipeline.generation import weights
+from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.completions import REJECTED, Parts, publish, wait_for_parts
 from pipeline.generation.generator import Generator, Stopping
 from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
+from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.launch.ranks import Ranks
+from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
+from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 from pipeline.progress import Progress
 from pipeline.stages.convert_import import FOLDER
@@ -69,10 +76,15 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         checkpoint = Checkpoint(meshes.on_rank_0(lambda: path))
         model = weights.model_of(checkpoint)
         reader = PromptReader(
-            Path(config.tokenizer.path), max_positions=model.max_positions, vocab_size=model.vocab_size, start=tokenizer.end_of_document
+            Path(config.tokenizer.path),
+            max_positions=model.max_positions,
+            vocab_size=model.vocab_size,
+            end_of_document=tokenizer.end_of_document,
+            encoder=isinstance(model, EncoderDecoderSizes),
         )
         stopping = Stopping(stage.max_tokens, _end_tokens(config, stage, tokenizer), tuple(stage.stop), reader.decode)
         _check(config, model, tokenizer)
+        start = _decoder_start(config, model, tokenizer)
         settings = _settings(config, stage, checkpoint, tokenizer)
         with work(_Ranks(ranks), folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is None:
@@ -81,9 +93,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
             mine = prompts.parts[mesh.layout.batch_shard(mesh.coordinates) :: mesh.layout.batch_shards]
             parts = Parts(prompts, reader, stopping, unfinished, mine, logprobs=stage.logprobs)
-            runner = Runner(next(weights.load(checkpoint, config, mesh).stage_modules()), model.max_positions)
-            generator = Generator(runner, _sampling(stage), stopping, batch_size=stage.batch_size, logprobs=stage.logprobs)
-            start = time.monotonic()
+            generator = _generator(stage, _runner(config, next(weights.load(checkpoint, config, mesh).stage_modules()), start), stopping)
+            began = time.monotonic()
             with Progress(None, "generate", "tokens", ranks.rank) as progress:
                 for completion in generator.run(parts.read()):
                     parts.add(completion)
@@ -91,7 +102,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if ranks.rank == 0:
                 wait_for_parts(unfinished, prompts.parts)
                 totals = publish(folder, settings, unfinished, prompts.parts)
-                log.info("generate: wrote %s (%s) in %.1f s", folder, _summary(totals), time.monotonic() - start)
+                log.info("generate: wrote %s (%s) in %.1f s", folder, _summary(totals), time.monotonic() - began)
                 if totals["rejected"]:
                     log.warning("generate: %d lines are not usable; %s has the reason of each", totals["rejected"], folder / REJECTED)
     finally:
@@ -111,12 +122,37 @@ def _open_prompts(stage: Generate) -> PromptFile:
 
 def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> None:
     """Refuse a model that does not generate text, and a tokenizer of another model."""
-    if model.objective != "causal":
+    if model.objective == "masked":
         rule = f"is of family {model.family}, which does not predict the next token"
         raise UserError.of("stage.checkpoint", config.run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
     if tokenizer.vocab_size > model.vocab_size:
         rule = f"has {tokenizer.vocab_size} entries, which exceeds model.vocab_size={model.vocab_size} of the checkpoint"
         raise UserError.of("tokenizer.path", config.tokenizer.path, rule, "set it to the tokenizer of the training run")
+
+
+def _decoder_start(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> int:
+    """Return the token that the decoder of an encoder-decoder reads first; 0, which is not read, for other models.
+
+    Raises:
+        UserError: the tokenizer does not have it.
+    """
+    if not isinstance(model, EncoderDecoderSizes):
+        return 0
+    return decoder_start(config, SpecialTokens(Path(config.tokenizer.path), tokenizer.fingerprint))
+
+
+def _runner(config: RunConfig, module: Stack, start: int) -> Runner:
+    """Return what runs the model with a cache."""
+    longest = config.model.max_positions
+    return Seq2SeqRunner(module, longest, start=start) if isinstance(module, EncoderDecoder) else Runner(module, longest)
+
+
+def _generator(stage: Generate, runner: Runner, stopping: Stopping) -> Generator | BeamGenerator:
+    """Return the decoding algorithm."""
+    if stage.beams > 1:
+        return BeamGenerator(runner, stopping, beams=stage.beams, length_penalty=stage.length_penalty, batch_size=stage.batch_size)
+    sampling = Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
+    return Generator(runner, sampling, stopping, batch_size=stage.batch_size, logprobs=stage.logprobs)
 
 
 def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> frozenset[int]:
@@ -128,19 +164,15 @@ def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> f
     return frozenset([tokenizer.end_of_document, *(ends if isinstance(ends, list) else [ends])])
 
 
-def _sampling(stage: Generate) -> Sampling:
-    """Return the rules of sampling."""
-    return Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
-
-
 def _settings(config: RunConfig, stage: Generate, checkpoint: Checkpoint, tokenizer: TextEncoder) -> dict[str, Any]:
     """Return all settings that determine the completions."""
-    keys = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "logprobs")
+    keys = [name for name in vars(stage) if name not in ("name", "checkpoint", "prompts", "output", "batch_size")]
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),
         "stage.checkpoint": f"{checkpoint.path.name} {digest(checkpoint.path / INDEX)}",
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        "data.decoder_start": config.data.decoder_start,
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
     }

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pipeline.data.unfinished import Unfinished
 from pipeline.generation.prompts import PromptFile
+from pipeline.models.t5.config import T5Config
 from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline, run_ranks
 from tests.models.small_decoders import CONFIGS
@@ -112,6 +113,25 @@ def test_refusals(run, tmp_path):
     assert "3 problems" in printed
     assert "stage.prompts=None" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_decoder_translates(run, tmp_path):
+    """T5 with beam search; the prompt ends with the end-of-document token, and the decoder starts with data.decoder_start."""
+    config = T5Config(hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=60, layers=2, head_width=8)
+    export(tmp_path / "stock", random_model(config), config, run / "imported")
+    pipeline("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path}")
+    more = (f"run_dir={tmp_path}", "stage.beams=3", "stage.max_tokens=7", 'data.decoder_start="<|endoftext|>"')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Im Wald steht ein"}\n')
+    pipeline(*settings(tmp_path, *more))
+    (line,) = read(tmp_path / "generated/completions.jsonl")
+    text, stock = AutoTokenizer.from_pretrained(run / "stock"), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "stock")
+    ids = torch.tensor([[*text("Im Wald steht ein")["input_ids"], 0]])
+    options = {"max_new_tokens": 7, "do_sample": False, "num_beams": 3, "decoder_start_token_id": 0, "pad_token_id": 0}
+    expected = stock.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
+    assert line["generated"]["text"] == text.decode(expected, skip_special_tokens=True)
+    printed = pipeline(*settings(tmp_path, *more, "stage.temperature=1", "stage.stop=[a]"), expect=2)
+    assert "stage.temperature=1.0: is not supported by beam search (stage.beams=3)" in printed
+    assert "2 problems" in printed
 
 
 @pytest.mark.parametrize("lines, parts", [(1, 1), (64, 64), (65, 33), (70, 35), (20000, 79)])
