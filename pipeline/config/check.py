@@ -35,12 +35,21 @@ def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:
-        for key, plain in (("temperature", 0), ("repetition_penalty", 1), ("stop", []), ("logprobs", False)):
+        for key, plain in (
+            ("temperature", 0),
+            ("repetition_penalty", 1),
+            ("stop", []),
+            ("logprobs", False),
+            ("draft", None),
+            ("prompt_lookup", False),
+        ):
             if (value := getattr(stage, key)) != plain:
                 fix = f"set stage.{key}={plain} or stage.beams=1"
                 yield Violation(f"stage.{key}", value, f"is not supported by beam search (stage.beams={stage.beams})", fix)
         if stage.beams > stage.batch_size:
             yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
+    if stage.draft is not None and stage.prompt_lookup:
+        yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
     for axis in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(config.parallel, axis)) > 1:
             rule = "is not supported by stage=generate, which runs a full model on every rank"

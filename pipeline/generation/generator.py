@@ -92,8 +92,7 @@ class Generator:
         """
         source = iter(prompts)
         waiting = [Completion(index, tokens) for index, tokens in islice(source, self.batch_size)]
-        self._rows = [None] * len(waiting)
-        self.runner.start(len(waiting))
+        self._start(len(waiting))
         while True:
             free = [row for row, held in enumerate(self._rows) if held is None]
             waiting += [Completion(index, tokens) for index, tokens in islice(source, max(0, len(free) - len(waiting)))]
@@ -111,6 +110,15 @@ class Generator:
                     self._rows[row] = None
                     del self._random[held.index]
                     yield held
+
+    def _start(self, rows: int) -> None:
+        """Begin with empty rows."""
+        self._rows = [None] * rows
+        self.runner.start(rows)
+
+    def _keep(self, rows: Tensor) -> None:
+        """Reduce the batch to some of its rows."""
+        self.runner.keep(rows)
 
     def _prefill(self, rows: list[int], completions: list[Completion]) -> None:
         """Process prompts, and choose the first token of each completion."""
@@ -131,7 +139,7 @@ class Generator:
         """Drop idle rows when no prompts are left for them and they are half of the batch."""
         active = [row for row, held in enumerate(self._rows) if held is not None]
         if 2 * len(active) <= len(self._rows):
-            self.runner.keep(torch.tensor(active))
+            self._keep(torch.tensor(active))
             self._rows = [self._rows[row] for row in active]
 
     def _extend(self, completions: list[Completion], logits: Tensor) -> None:

@@ -22,7 +22,7 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import work
 from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
-from pipeline.generation import weights
+from pipeline.generation import draft, weights
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.completions import REJECTED, Parts, publish, wait_for_parts
 from pipeline.generation.generator import Generator, Stopping
@@ -30,12 +30,13 @@ from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
+from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from pipeline.launch.ranks import Ranks
 from pipeline.layers.encoder_decoder import EncoderDecoder
-from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
 from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel.parallelize import LocalModel
 from pipeline.progress import Progress
 from pipeline.stages.convert_import import FOLDER
 
@@ -64,16 +65,18 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage = config.stage
     assert isinstance(stage, Generate)
     folder = Path(stage.output or Path(config.run_dir) / "generated")
-    prompts, tokenizer, path = collect_errors(
+    prompts, tokenizer, path, draft_path = collect_errors(
         lambda: _open_prompts(stage),
         lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
         lambda: native.find(Path(config.run_dir), stage.checkpoint),
+        lambda: draft.find(stage.draft) if stage.draft is not None else None,
     )
     minutes = config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
-        checkpoint = Checkpoint(meshes.on_rank_0(lambda: path))
+        path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
+        checkpoint, drafts = Checkpoint(path), None if draft_path is None else Checkpoint(draft_path)
         model = weights.model_of(checkpoint)
         reader = PromptReader(
             Path(config.tokenizer.path),
@@ -85,7 +88,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         stopping = Stopping(stage.max_tokens, _end_tokens(config, stage, tokenizer), tuple(stage.stop), reader.decode)
         _check(config, model, tokenizer)
         start = _decoder_start(config, model, tokenizer)
-        settings = _settings(config, stage, checkpoint, tokenizer)
+        if drafts is not None:
+            draft.check(stage, drafts, model, Path(config.tokenizer.path))
+        settings = _settings(config, stage, checkpoint, tokenizer) | _draft_settings(drafts)
         with work(_Ranks(ranks), folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is None:
                 return
@@ -93,7 +98,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
             mine = prompts.parts[mesh.layout.batch_shard(mesh.coordinates) :: mesh.layout.batch_shards]
             parts = Parts(prompts, reader, stopping, unfinished, mine, logprobs=stage.logprobs)
-            generator = _generator(stage, _runner(config, next(weights.load(checkpoint, config, mesh).stage_modules()), start), stopping)
+            runner = _runner(config, stage, weights.load(checkpoint, config, mesh), start)
+            small = None
+            if drafts is not None:
+                small_config = weights.for_generation(config, weights.model_of(drafts))
+                small = _runner(small_config, stage, weights.load(drafts, small_config, mesh), start)
+            generator = _generator(stage, runner, small, stopping)
             began = time.monotonic()
             with Progress(None, "generate", "tokens", ranks.rank) as progress:
                 for completion in generator.run(parts.read()):
@@ -103,6 +113,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 wait_for_parts(unfinished, prompts.parts)
                 totals = publish(folder, settings, unfinished, prompts.parts)
                 log.info("generate: wrote %s (%s) in %.1f s", folder, _summary(totals), time.monotonic() - began)
+                if isinstance(generator, SpeculativeGenerator) and generator.proposed:
+                    share = generator.accepted / generator.proposed
+                    log.info("generate: %.0f %% of %s proposed tokens were accepted on rank 0", 100 * share, f"{generator.proposed:,}")
                 if totals["rejected"]:
                     log.warning("generate: %d lines are not usable; %s has the reason of each", totals["rejected"], folder / REJECTED)
     finally:
@@ -125,6 +138,10 @@ def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> Non
     if model.objective == "masked":
         rule = f"is of family {model.family}, which does not predict the next token"
         raise UserError.of("stage.checkpoint", config.run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
+    assert isinstance(config.stage, Generate)
+    if config.stage.prompt_lookup and isinstance(model, EncoderDecoderSizes):
+        rule = f"is not supported by family {model.family}; speculative decoding requires a decoder"
+        raise UserError.of("stage.prompt_lookup", True, rule, "set it to false")
     if tokenizer.vocab_size > model.vocab_size:
         rule = f"has {tokenizer.vocab_size} entries, which exceeds model.vocab_size={model.vocab_size} of the checkpoint"
         raise UserError.of("tokenizer.path", config.tokenizer.path, rule, "set it to the tokenizer of the training run")
@@ -141,18 +158,36 @@ def _decoder_start(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder
     return decoder_start(config, SpecialTokens(Path(config.tokenizer.path), tokenizer.fingerprint))
 
 
-def _runner(config: RunConfig, module: Stack, start: int) -> Runner:
-    """Return what runs the model with a cache."""
-    longest = config.model.max_positions
-    return Seq2SeqRunner(module, longest, start=start) if isinstance(module, EncoderDecoder) else Runner(module, longest)
+def _runner(config: RunConfig, stage: Generate, model: LocalModel, start: int) -> Runner:
+    """Return what runs a model with a cache."""
+    module, longest = next(model.stage_modules()), config.model.max_positions
+    if isinstance(module, EncoderDecoder):
+        return Seq2SeqRunner(module, longest, start=start)
+    return Runner(module, longest, lookahead=stage.speculative_tokens + 1 if _is_speculative(stage) else 1)
 
 
-def _generator(stage: Generate, runner: Runner, stopping: Stopping) -> Generator | BeamGenerator:
-    """Return the decoding algorithm."""
+def _is_speculative(stage: Generate) -> bool:
+    """Whether tokens are proposed and verified."""
+    return stage.draft is not None or stage.prompt_lookup
+
+
+def _generator(stage: Generate, runner: Runner, small: Runner | None, stopping: Stopping) -> Generator | BeamGenerator:
+    """Return the decoding algorithm; `small` is the draft model, if there is one."""
     if stage.beams > 1:
         return BeamGenerator(runner, stopping, beams=stage.beams, length_penalty=stage.length_penalty, batch_size=stage.batch_size)
     sampling = Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
-    return Generator(runner, sampling, stopping, batch_size=stage.batch_size, logprobs=stage.logprobs)
+    if not _is_speculative(stage):
+        return Generator(runner, sampling, stopping, batch_size=stage.batch_size, logprobs=stage.logprobs)
+    proposer = PromptLookup() if small is None else DraftModel(small, sampling)
+    return SpeculativeGenerator(
+        runner,
+        sampling,
+        stopping,
+        batch_size=stage.batch_size,
+        proposer=proposer,
+        tokens=stage.speculative_tokens,
+        logprobs=stage.logprobs,
+    )
 
 
 def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> frozenset[int]:
@@ -166,7 +201,9 @@ def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> f
 
 def _settings(config: RunConfig, stage: Generate, checkpoint: Checkpoint, tokenizer: TextEncoder) -> dict[str, Any]:
     """Return all settings that determine the completions."""
-    keys = [name for name in vars(stage) if name not in ("name", "checkpoint", "prompts", "output", "batch_size")]
+    keys = [
+        name for name in vars(stage) if name not in ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer")
+    ]
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),
         "stage.checkpoint": f"{checkpoint.path.name} {digest(checkpoint.path / INDEX)}",
@@ -176,6 +213,11 @@ def _settings(config: RunConfig, stage: Generate, checkpoint: Checkpoint, tokeni
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
     }
+
+
+def _draft_settings(drafts: Checkpoint | None) -> dict[str, Any]:
+    """Return the setting of the draft model: its samples differ, although they have the same distribution."""
+    return {"stage.draft": None if drafts is None else f"{drafts.path.name} {digest(drafts.path / INDEX)}"}
 
 
 def _summary(totals: dict[str, Any]) -> str:

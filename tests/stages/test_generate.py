@@ -1,6 +1,7 @@
 """stage=generate on the command line, with an imported model."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,33 @@ def test_refusals(run, tmp_path):
     assert "3 problems" in printed
     assert "stage.prompts=None" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_speculative_decoding_and_its_refusals(run, tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
+    """Greedy completions with a draft model are those without; a draft with another tokenizer or vocabulary is refused."""
+    pipeline(*settings(run, output="plain"))
+    printed = pipeline(*settings(run, f"stage.draft={run}", "stage.speculative_tokens=3", output="drafted"))
+    assert "100 % of" in printed  # the draft is the model itself
+    pipeline(*settings(run, "stage.prompt_lookup=true", output="looked-up"))
+    texts = {name: (run / name / "completions.jsonl").read_text() for name in ("plain", "drafted", "looked-up")}
+    assert len(set(texts.values())) == 1
+
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer_folder, other)
+    changed = json.loads((other / "tokenizer.json").read_text())
+    changed["added_tokens"][0]["content"] = "<|end|>"
+    changed["model"]["vocab"]["<|end|>"] = changed["model"]["vocab"].pop("<|endoftext|>")
+    (other / "tokenizer.json").write_text(json.dumps(changed))
+    printed = pipeline(*settings(run, f"stage.draft={run}", f"stage.draft_tokenizer={other}", output="no"), expect=2)
+    assert "has another tokenizer" in printed
+    config = replace(CONFIGS["gpt"], vocab_size=310, max_positions=50)
+    export(tmp_path / "stock", random_model(config), config, tokenizer_folder)
+    pipeline("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path}")
+    printed = pipeline(*settings(run, f"stage.draft={tmp_path}", output="no"), expect=2)
+    assert "has model.vocab_size=310; the target has 300" in printed
+    assert "has model.max_positions=50; the target has 60" in printed
+    assert "contains no checkpoint" in pipeline(*settings(run, f"stage.draft={tmp_path / 'none'}", output="no"), expect=2)
+    assert not (run / "no/manifest.json").exists()
 
 
 def test_an_encoder_decoder_translates(run, tmp_path):
