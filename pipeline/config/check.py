@@ -26,12 +26,17 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
             rule = f"must be less than the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
     if isinstance(config.stage, Generate):
-        found += _generate(config, config.stage)
+        found += _generate(config, config.stage, world_size)
     return [*found, *check_data.violations(config)]
 
 
-def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
-    """Generation shares the prompts over ranks with full models."""
+def layout_violations(config: RunConfig) -> list[Violation]:
+    """Return the rules between layout and model that a configuration violates, for a model that is read from a checkpoint."""
+    return [*_tensor(config), *_pipeline(config)]
+
+
+def _generate(config: RunConfig, stage: Generate, world_size: int) -> Iterator[Violation]:
+    """Generation shares the prompts over replicas of the model, which tensor and pipeline ranks may shard."""
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:
@@ -50,10 +55,14 @@ def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
             yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
     if stage.draft is not None and stage.prompt_lookup:
         yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
-    for axis in ("tensor", "pipeline", "context", "expert"):
+    for axis in ("context", "expert"):
         if (size := getattr(config.parallel, axis)) > 1:
-            rule = "is not supported by stage=generate, which runs a full model on every rank"
-            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1")
+            rule = "is not supported by stage=generate"
+            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; tensor and pipeline ranks shard the model")
+    replica = config.parallel.tensor * config.parallel.pipeline
+    if world_size % replica:
+        rule = f"must be divisible by parallel.tensor={config.parallel.tensor} x parallel.pipeline={config.parallel.pipeline}"
+        yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
 
 
 def _corpora(config: RunConfig) -> Iterator[Violation]:

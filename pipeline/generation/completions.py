@@ -30,8 +30,10 @@ class Parts:
         prompts: the file.
         reader: parses its lines.
         stopping: cuts the texts.
-        unfinished: completion records; a finished part is not processed again.
+        unfinished: completion records.
         numbers: the parts of this rank.
+        logprobs: whether to write log-probabilities.
+        write: whether this rank writes the parts; of the ranks that share a model, one does.
     """
 
     def __init__(
@@ -43,10 +45,10 @@ class Parts:
         numbers: Sequence[int],
         *,
         logprobs: bool,
+        write: bool = True,
     ) -> None:
         self.prompts, self.reader, self.stopping, self.unfinished = prompts, reader, stopping, unfinished
-        self.logprobs = logprobs
-        self.numbers = [part for part in numbers if unfinished.note(note_name(part)) is None]
+        self.numbers, self.logprobs, self.write = numbers, logprobs, write
         self._open: dict[int, tuple[int, Prompt]] = {}
         self._results: dict[int, dict[str, Any]] = {}
 
@@ -86,8 +88,14 @@ class Parts:
         result = self._results[part]
         if result["missing"] == 0:
             lines = [result["completions"][line] for line in sorted(result["completions"])]
-            self.unfinished.write(note_name(part), {"completions": lines, "rejected": result["rejected"]})
+            if self.write:
+                self.unfinished.write(note_name(part), {"completions": lines, "rejected": result["rejected"]})
             del self._results[part]
+
+
+def missing(unfinished: Unfinished, parts: Sequence[int]) -> list[int]:
+    """Return the parts that are not finished."""
+    return [part for part in parts if unfinished.note(note_name(part)) is None]
 
 
 def wait_for_parts(unfinished: Unfinished, parts: Sequence[int], seconds: float = 0.2) -> None:

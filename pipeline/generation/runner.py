@@ -11,18 +11,25 @@ from pipeline.generation.cache import KeyValueCache, Pass, detach
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
+from pipeline.parallel.relay import Relay
 
 
 class Runner:
     """A decoder and its cache.
 
     Args:
-        model: the full model, with weights. Its attention layers get the cache as their core.
+        model: the full model, with weights, or with `relay` this rank's stage. Its attention layers get the cache as their core.
         max_positions: longest sequence, tokens.
         lookahead: as in KeyValueCache.
+        relay: connects the pipeline stages.
+        vocab_size: width of the logits; read with `relay`.
+        hidden: width of the hidden states; read with `relay`.
     """
 
-    def __init__(self, model: Stack, max_positions: int, *, lookahead: int = 1) -> None:
+    def __init__(
+        self, model: Stack, max_positions: int, *, lookahead: int = 1, relay: Relay | None = None, vocab_size: int = 0, hidden: int = 0
+    ) -> None:
+        self.relay, self.vocab_size, self.hidden = relay, vocab_size, hidden
         self.model, self.max_positions, self.lookahead = model, max_positions, lookahead
         self.device = next(model.parameters()).device
         for moe in moe_layers(model):
@@ -71,12 +78,30 @@ class Runner:
         """
         padded, counts = pad(tokens, self.device)
         step = self.cache.begin(torch.tensor(rows, device="cpu"), counts, self.device)
-        x, context = self.hidden_states(padded, step)
+        if self.relay is None:
+            logits = self._logits(*self.hidden_states(padded, step), counts, every=every)
+        else:
+            logits = self._relayed(self.relay, padded, step, counts, every=every)
+        return logits if every else logits[:, 0]
+
+    def _logits(self, x: Tensor, context: AttentionContext, counts: Tensor, *, every: bool) -> Tensor:
+        """Apply the head, (batch, tokens or 1, vocabulary)."""
         if not every:
             last = (counts - 1).clamp(min=0).to(self.device)
             x = x[torch.arange(len(x), device=self.device), last][:, None]
-        logits = self.model.forward_head(x, context, {})
-        return logits if every else logits[:, 0]
+        return self.model.forward_head(x, context, {})
+
+    def _relayed(self, relay: Relay, tokens: Tensor, step: Pass, counts: Tensor, *, every: bool) -> Tensor:
+        """Compute the logits with the stages of all pipeline ranks; every rank gets them."""
+        dtype = next(self.model.parameters()).dtype
+        x = tokens if relay.index == 0 else relay.receive((*tokens.shape, self.hidden), dtype)
+        x, context = self.hidden_states(x, step)
+        logits = None
+        if relay.index == relay.last:
+            logits = self._logits(x, context, counts, every=every)
+        else:
+            relay.send(x)
+        return relay.share(logits, (len(tokens), tokens.shape[1] if every else 1, self.vocab_size), dtype)
 
     def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
         """Return the output of the last block, (batch, tokens, hidden), and the context of the blocks."""

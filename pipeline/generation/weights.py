@@ -25,7 +25,9 @@ def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     """Return the configuration with a checkpoint's model, and without what serves training only."""
     config = copy.deepcopy(config)
     config.model = model
-    config.parallel.zero_stage, config.parallel.sequence_parallel = 0, False
+    parallel = config.parallel
+    parallel.zero_stage, parallel.sequence_parallel = 0, False
+    parallel.schedule, parallel.stages_per_rank, parallel.layers_per_stage, parallel.balance = "1f1b", None, [], "layers"
     config.training.activation_checkpointing, config.training.compile = "none", "off"
     return config
 

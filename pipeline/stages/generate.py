@@ -13,6 +13,7 @@ from pipeline.checkpoint import native
 from pipeline.checkpoint.huggingface_import import read_generation_config
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
@@ -24,7 +25,7 @@ from pipeline.errors import UserError, collect_errors
 from pipeline.files import digest
 from pipeline.generation import draft, weights
 from pipeline.generation.beam import BeamGenerator
-from pipeline.generation.completions import REJECTED, Parts, publish, wait_for_parts
+from pipeline.generation.completions import REJECTED, Parts, missing, publish, wait_for_parts
 from pipeline.generation.generator import Generator, Stopping
 from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.runner import Runner
@@ -37,6 +38,7 @@ from pipeline.models.config import ModelConfig
 from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.relay import Relay
 from pipeline.progress import Progress
 from pipeline.stages.convert_import import FOLDER
 
@@ -88,21 +90,29 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         stopping = Stopping(stage.max_tokens, _end_tokens(config, stage, tokenizer), tuple(stage.stop), reader.decode)
         _check(config, model, tokenizer)
         start = _decoder_start(config, model, tokenizer)
+        violations = layout_violations(weights.for_generation(config, model))
         if drafts is not None:
             draft.check(stage, drafts, model, Path(config.tokenizer.path))
+            violations += layout_violations(weights.for_generation(config, weights.model_of(drafts)))
         settings = _settings(config, stage, checkpoint, tokenizer) | _draft_settings(drafts)
-        with work(_Ranks(ranks), folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
+        if violations:
+            raise UserError(violations)
+        config = weights.for_generation(config, model)
+        comm = _Ranks(ranks)
+        with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is None:
                 return
-            config = weights.for_generation(config, model)
             mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
-            mine = prompts.parts[mesh.layout.batch_shard(mesh.coordinates) :: mesh.layout.batch_shards]
-            parts = Parts(prompts, reader, stopping, unfinished, mine, logprobs=stage.logprobs)
-            runner = _runner(config, stage, weights.load(checkpoint, config, mesh), start)
+            where = mesh.coordinates
+            # Rank 0 decides for all: the ranks that share a model must process the same parts.
+            mine = comm.bcast(missing(unfinished, prompts.parts))[mesh.layout.batch_shard(where) :: mesh.layout.batch_shards]
+            leader = where.tensor == where.pipeline == 0
+            parts = Parts(prompts, reader, stopping, unfinished, mine, logprobs=stage.logprobs, write=leader)
+            runner = _runner(config, mesh, weights.load(checkpoint, config, mesh), start)
             small = None
             if drafts is not None:
                 small_config = weights.for_generation(config, weights.model_of(drafts))
-                small = _runner(small_config, stage, weights.load(drafts, small_config, mesh), start)
+                small = _runner(small_config, mesh, weights.load(drafts, small_config, mesh), start)
             generator = _generator(stage, runner, small, stopping)
             began = time.monotonic()
             with Progress(None, "generate", "tokens", ranks.rank) as progress:
@@ -139,6 +149,9 @@ def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> Non
         rule = f"is of family {model.family}, which does not predict the next token"
         raise UserError.of("stage.checkpoint", config.run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
     assert isinstance(config.stage, Generate)
+    if config.parallel.pipeline > 1 and isinstance(model, EncoderDecoderSizes):
+        rule = f"is not supported by stage=generate for family {model.family}"
+        raise UserError.of("parallel.pipeline", config.parallel.pipeline, rule, "set it to 1, and use parallel.tensor")
     if config.stage.prompt_lookup and isinstance(model, EncoderDecoderSizes):
         rule = f"is not supported by family {model.family}; speculative decoding requires a decoder"
         raise UserError.of("stage.prompt_lookup", True, rule, "set it to false")
@@ -158,12 +171,15 @@ def _decoder_start(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder
     return decoder_start(config, SpecialTokens(Path(config.tokenizer.path), tokenizer.fingerprint))
 
 
-def _runner(config: RunConfig, stage: Generate, model: LocalModel, start: int) -> Runner:
+def _runner(config: RunConfig, mesh: meshes.Mesh, model: LocalModel, start: int) -> Runner:
     """Return what runs a model with a cache."""
-    module, longest = next(model.stage_modules()), config.model.max_positions
+    stage, module, longest = config.stage, next(model.stage_modules()), config.model.max_positions
+    assert isinstance(stage, Generate)
     if isinstance(module, EncoderDecoder):
         return Seq2SeqRunner(module, longest, start=start)
-    return Runner(module, longest, lookahead=stage.speculative_tokens + 1 if _is_speculative(stage) else 1)
+    lookahead = stage.speculative_tokens + 1 if _is_speculative(stage) else 1
+    relay = Relay(mesh) if mesh.layout.pipeline > 1 else None
+    return Runner(module, longest, lookahead=lookahead, relay=relay, vocab_size=config.model.vocab_size, hidden=config.model.hidden)
 
 
 def _is_speculative(stage: Generate) -> bool:

@@ -104,6 +104,19 @@ def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run
     assert sorted(path.name for path in (run / "two").iterdir()) == ["completions.jsonl", "manifest.json", "rejected.jsonl"]
 
 
+def test_ranks_that_share_a_model_write_the_same(run):
+    """Two tensor, then two pipeline ranks, with log-probabilities; a layout that does not fit the checkpoint is refused."""
+    pipeline(*settings(run, "stage.logprobs=true", output="whole"))
+    expected = read(run / "whole/completions.jsonl")
+    for axis in ("tensor", "pipeline"):
+        run_ranks(2, *settings(run, "stage.logprobs=true", f"parallel.{axis}=2", output=axis))
+        found = read(run / axis / "completions.jsonl")
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours["generated"]["token_ids"] == theirs["generated"]["token_ids"]
+            assert ours["generated"]["logprobs"] == pytest.approx(theirs["generated"]["logprobs"], abs=1e-5)
+    assert "world size=1: must be divisible" in pipeline(*settings(run, "parallel.tensor=2", output="no"), expect=2)
+
+
 def test_refusals(run, tmp_path):
     printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2", "stage.top_p=0"), expect=2)
     assert "stage.top_p=0" in printed
