@@ -40,6 +40,7 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.relay import Relay
 from pipeline.progress import Progress
+from pipeline.stages.convert import open_tokenizer
 from pipeline.stages.convert_import import FOLDER
 
 log = logging.getLogger("pipeline")
@@ -69,7 +70,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     folder = Path(stage.output or Path(config.run_dir) / "generated")
     prompts, tokenizer, path, draft_path = collect_errors(
         lambda: _open_prompts(stage),
-        lambda: TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document),
+        lambda: open_tokenizer(config),
         lambda: native.find(Path(config.run_dir), stage.checkpoint),
         lambda: draft.find(stage.draft) if stage.draft is not None else None,
     )
@@ -127,7 +128,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                     share = generator.accepted / generator.proposed
                     log.info("generate: %.0f %% of %s proposed tokens were accepted on rank 0", 100 * share, f"{generator.proposed:,}")
                 if totals["rejected"]:
-                    log.warning("generate: %d lines are not usable; %s has the reason of each", totals["rejected"], folder / REJECTED)
+                    log.warning(
+                        "generate: lines without a completion: %d; %s has the reason of each", totals["rejected"], folder / REJECTED
+                    )
     finally:
         meshes.destroy_process_group()
 

@@ -66,7 +66,7 @@ def read(path: Path) -> list[dict]:
 def test_completions_are_those_of_transformers(run):
     printed = pipeline(*settings(run))
     assert "5 completions" in printed
-    assert "8 lines are not usable" in printed
+    assert "lines without a completion: 8" in printed
     stock, text = AutoModelForCausalLM.from_pretrained(run / "stock"), AutoTokenizer.from_pretrained(run / "stock")
     found = read(run / "generated/completions.jsonl")
     assert [{key: value for key, value in line.items() if key != "generated"} for line in found] == LINES

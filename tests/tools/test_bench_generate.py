@@ -8,7 +8,18 @@ pytestmark = pytest.mark.slow
 
 
 def test_both_implementations_generate_the_same_tokens():
-    options = ("--model=llama-tiny", "--tokens=4", "--prompt=5", "--rounds=1", "--batch=2", "--dtype=fp32", "--lengths", "2", "3")
+    options = (
+        "--model=llama-tiny",
+        "--tokens=4",
+        "--prompt=5",
+        "--rounds=1",
+        "--batch=2",
+        "--dtype=fp32",
+        "--speculative",
+        "--lengths",
+        "2",
+        "3",
+    )
     code, printed = python(ROOT / "tools/bench_generate", *options)
     assert code == 0, printed
     lines = printed.splitlines()
@@ -16,6 +27,8 @@ def test_both_implementations_generate_the_same_tokens():
     (row,) = (line.split() for line in lines if line.split()[:2] == ["fp32", "2"])
     assert row[-1] == "100.0%"
     assert [line.split()[0] for line in lines[-2:]] == ["2", "3"]
+    (drafted,) = (line.split() for line in lines if line.split()[:1] == ["fp32"] and len(line.split()) == 5)
+    assert drafted[-1] == "100.0%"
 
 
 def test_illegal_options_are_refused():
