@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES
+from pipeline.config.stages import PARALLEL_STAGES, Generate
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -25,7 +25,44 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be less than the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
+    if isinstance(config.stage, Generate):
+        found += _generate(config, config.stage, world_size)
     return [*found, *check_data.violations(config)]
+
+
+def layout_violations(config: RunConfig) -> list[Violation]:
+    """Return the rules between layout and model that a configuration violates, for a model that is read from a checkpoint."""
+    return [*_tensor(config), *_pipeline(config)]
+
+
+def _generate(config: RunConfig, stage: Generate, world_size: int) -> Iterator[Violation]:
+    """Generation shares the prompts over replicas of the model, which tensor and pipeline ranks may shard."""
+    if "" in stage.stop:
+        yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
+    if stage.beams > 1:
+        for key, plain in (
+            ("temperature", 0),
+            ("repetition_penalty", 1),
+            ("stop", []),
+            ("logprobs", False),
+            ("draft", None),
+            ("prompt_lookup", False),
+        ):
+            if (value := getattr(stage, key)) != plain:
+                fix = f"set stage.{key}={plain} or stage.beams=1"
+                yield Violation(f"stage.{key}", value, f"is not supported by beam search (stage.beams={stage.beams})", fix)
+        if stage.beams > stage.batch_size:
+            yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
+    if stage.draft is not None and stage.prompt_lookup:
+        yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
+    for axis in ("context", "expert"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            rule = "is not supported by stage=generate"
+            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; tensor and pipeline ranks shard the model")
+    replica = config.parallel.tensor * config.parallel.pipeline
+    if world_size % replica:
+        rule = f"must be divisible by parallel.tensor={config.parallel.tensor} x parallel.pipeline={config.parallel.pipeline}"
+        yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
 
 
 def _corpora(config: RunConfig) -> Iterator[Violation]:

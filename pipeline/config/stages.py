@@ -23,6 +23,31 @@ class Evaluate(CheckpointReader):
 
 
 @dataclass
+class Generate(CheckpointReader):
+    """Completions of prompts, from a checkpoint."""
+
+    prompts: str | None = knob(None, 'prompts, JSON lines: {"prompt": TEXT}, or {"messages": [...]} for the tokenizer\'s chat template')
+    output: str | None = knob(None, "output folder; default run_dir/generated")
+    max_tokens: int = knob(256, "maximum number of new tokens of a completion", unit="tokens", at_least=1)
+    batch_size: int = knob(16, "maximum number of sequences in a forward pass on one rank", unit="sequences", at_least=1)
+    temperature: float = knob(0.0, "divides the logits before sampling; 0 chooses the most probable token", at_least=0)
+    top_k: int = knob(0, "sample from this many most probable tokens; 0 for all", at_least=0)
+    top_p: float = knob(1.0, "sample from the smallest set of most probable tokens with at least this probability", above=0, at_most=1)
+    min_p: float = knob(0.0, "sample from tokens with at least this fraction of the largest probability", at_least=0, at_most=1)
+    repetition_penalty: float = knob(1.0, "divides positive and multiplies negative logits of tokens that occurred; 1 for none", above=0)
+    seed: int = knob(0, "seed of sampling; a completion depends on it and on the line of its prompt", at_least=0)
+    beams: int = knob(1, "beams of beam search, which requires temperature 0; 1 for greedy or sampled completions", at_least=1)
+    length_penalty: float = knob(1.0, "beam search divides the log-probability of a completion by its length to this power")
+    draft: str | None = knob(None, "run directory or checkpoint of a smaller model, which proposes tokens (speculative decoding)")
+    draft_tokenizer: str | None = knob(None, "tokenizer folder of the draft model, to verify that it is the same; default: that of its run")
+    prompt_lookup: bool = knob(False, "speculative decoding with tokens that followed the same text in the prompt; requires no draft model")
+    speculative_tokens: int = knob(4, "proposed tokens that are verified in one pass", unit="tokens", at_least=1, at_most=64)
+    stop: list[str] = knob([], "texts that end a completion, which is cut before them")
+    ignore_eos: bool = knob(False, "continue after the end-of-document token, up to stage.max_tokens")
+    logprobs: bool = knob(False, "also write token ids and their log-probabilities (nats, before the rules of sampling)")
+
+
+@dataclass
 class Convert(CheckpointReader):
     """Export of a native checkpoint to a Hugging Face folder, or import."""
 
@@ -63,9 +88,9 @@ class Certify(StageConfig):
 
 
 #: Stages with one rank per GPU.
-GPU_STAGES = ("pretrain", "evaluate")
+GPU_STAGES = ("pretrain", "evaluate", "generate")
 #: Stages whose settings are those of a parallel layout and of training samples.
-PARALLEL_STAGES = (*GPU_STAGES, "certify")
+PARALLEL_STAGES = ("pretrain", "evaluate", "certify")
 
 #: stage name -> (dataclass of its keys, one-line description)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
@@ -79,5 +104,6 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
     "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
+    "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }

@@ -63,6 +63,10 @@ class RelativeBias(nn.Module):
         # Query q has the offsets -q to length - 1 - q: a sliding window over all offsets, the last window for the first query.
         return self.weight[:, self.buckets(offsets)].unfold(1, length, 1).flip(1).unsqueeze(0)
 
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return the biases between positions: int64 (batch, queries), (batch or 1, keys) -> (batch, heads, queries, keys)."""
+        return self.weight[:, self.buckets(keys[:, None, :] - queries[:, :, None])].transpose(0, 1)
+
     def buckets(self, offsets: Tensor) -> Tensor:
         """Return the bucket of each offset (position of the key minus position of the query), int64 of the same shape."""
         count = self.weight.shape[1]

@@ -126,13 +126,18 @@ class Stack(nn.Module):
         Returns:
             Hidden states without a head, else logits or the loss.
         """
+        x, context = self.hidden_states(x, batch)
+        return x if self.head is None else self.forward_head(x, context, batch)
+
+    def hidden_states(self, x: Tensor, batch: Batch) -> tuple[Tensor, AttentionContext]:
+        """Return the output of the last block, (batch, sequence, hidden), and the context of the blocks; arguments as in forward."""
         # Do not take the sequence length from x: under sequence parallelism, x is a slice along the sequence.
         context = self.attention_context(batch)
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
         for block in self.blocks.values():
             x = block(x, context)
-        return x if self.head is None else self.forward_head(x, context, batch)
+        return x, context
 
     def attention_context(self, batch: Batch) -> AttentionContext:
         """Return the context of all blocks: mask and rotary tables."""

@@ -58,10 +58,13 @@ class LocalModel(nn.Module):
             yield module
 
 
-def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
+def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dtype], Tensor] | None = None) -> LocalModel:
     """Build this rank's stages: sharded on the meta device, connected to the process groups, then initialized on the rank's device.
 
-    If the rank's device is the meta device (the dry run), the weights are not initialized.
+    Args:
+        config: configuration of the run.
+        mesh: this rank's process groups. If its device is the meta device (the dry run), the weights are not initialized.
+        value: returns a piece of a weight on the rank's device; by the recipe of the family when None.
     """
     model = partition_model(config, mesh.layout, mesh.rank)
     plan = registry.plan(config.model)
@@ -82,7 +85,7 @@ def parallelize(config: RunConfig, mesh: Mesh) -> LocalModel:
             for block in stage.blocks.values():
                 block.compile()
     if mesh.device.type != "meta":
-        init_weights(model, config, mesh.device)
+        init_weights(model, config, mesh.device, value)
     return model
 
 
@@ -99,8 +102,10 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
         return LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
 
 
-def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> None:
-    """Materialize every weight on the device with its initial values, which depend only on the seed, the name and the element.
+def init_weights(
+    model: LocalModel, config: RunConfig, device: torch.device, value: Callable[[Piece, torch.dtype], Tensor] | None = None
+) -> None:
+    """Materialize every weight on the device with its initial values: `value`, or what depends only on the seed, the name and the element.
 
     Under ZeRO 3 a rank could not hold all its weights: they get no storage until LocalModel.materialize.
     """
@@ -108,6 +113,8 @@ def init_weights(model: LocalModel, config: RunConfig, device: torch.device) -> 
     pieces: dict[nn.Parameter, Piece] = {}
 
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
+        if value is not None:
+            return value(piece, dtype)
         std = registry.initial_std(config.model, piece.name)
         return init_piece(piece, std, config.training.seed, dtype=dtype, device=device)
 

@@ -152,17 +152,18 @@ class VocabParallelHead(nn.Module):
         self.project, self.weight, self.bias = head.project, head.weight, head.bias
         self.factor, self.label_smoothing = head.factor, head.label_smoothing
         self.first_token, self.vocabulary = piece.start(0), piece.full_shape[0]
-        self.enter = enter
+        self.enter, self.group = enter, group
         self.reduce_max = partial(collectives.all_reduce, group=group, op="max")
         self.reduce_sum = partial(collectives.all_reduce, group=group)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
-        """The mean loss, a 0-dim tensor; arguments as in OutputHead."""
-        assert targets is not None, "logits of a sharded vocabulary are not gathered"
+        """The mean loss, a 0-dim tensor, or without targets the logits of the full vocabulary; arguments as in OutputHead."""
         if self.project is not None:
             hidden = self.project(hidden)
         if self.factor != 1.0:
             hidden = hidden * self.factor
+        if targets is None:
+            return self._gather_logits(F.linear(self.enter(hidden), self.weight, self.bias))
         loss = linear_cross_entropy(
             self.enter(hidden),
             self.weight,
@@ -175,6 +176,12 @@ class VocabParallelHead(nn.Module):
             reduce_sum=self.reduce_sum,
         )
         return loss * mean_factor(targets, loss_scale)
+
+    def _gather_logits(self, logits: Tensor) -> Tensor:
+        """(batch, sequence, local vocabulary) -> (batch, sequence, vocabulary), the same on every rank. Not differentiable."""
+        width = -(-self.vocabulary // self.group.size())  # the last pieces may be shorter
+        pieces = collectives.all_gather(F.pad(logits, (0, width - logits.shape[2])), self.group)
+        return torch.cat(pieces, dim=2)[..., : self.vocabulary]
 
 
 def apply(

@@ -44,7 +44,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     output = Path(stage.output or Path(config.run_dir) / "hf")
     path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
-        lambda: _open_tokenizer(config),
+        lambda: open_tokenizer(config),
     )
     settings = {
         "stage.checkpoint": f"{path.name} {digest(path / INDEX)}",
@@ -82,7 +82,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
 
 
-def _open_tokenizer(config: RunConfig) -> TextEncoder:
+def open_tokenizer(config: RunConfig) -> TextEncoder:
     """Open the tokenizer.
 
     Raises:

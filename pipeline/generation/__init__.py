@@ -1,0 +1,1 @@
+"""Text generation from native checkpoints: KV cache, sampling, batches of prompts."""

@@ -1,0 +1,125 @@
+"""The output folder: completions in the order of the prompts, written part by part, so that an interrupted job continues."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline import artifact
+from pipeline.artifact import Manifest
+from pipeline.data.unfinished import Unfinished
+from pipeline.files import atomic_file
+from pipeline.generation.generator import Completion, Stopping
+from pipeline.generation.prompts import BadLine, Prompt, PromptFile, PromptReader
+
+COMPLETIONS, REJECTED = "completions.jsonl", "rejected.jsonl"
+
+
+def note_name(part: int) -> str:
+    """Name of the completion record of a part."""
+    return f"part-{part:06d}"
+
+
+class Parts:
+    """The parts of the prompts that this rank processes.
+
+    Args:
+        prompts: the file.
+        reader: parses its lines.
+        stopping: cuts the texts.
+        unfinished: completion records.
+        numbers: the parts of this rank.
+        logprobs: whether to write log-probabilities.
+        write: whether this rank writes the parts; of the ranks that share a model, one does.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptFile,
+        reader: PromptReader,
+        stopping: Stopping,
+        unfinished: Unfinished,
+        numbers: Sequence[int],
+        *,
+        logprobs: bool,
+        write: bool = True,
+    ) -> None:
+        self.prompts, self.reader, self.stopping, self.unfinished = prompts, reader, stopping, unfinished
+        self.numbers, self.logprobs, self.write = numbers, logprobs, write
+        self._open: dict[int, tuple[int, Prompt]] = {}
+        self._results: dict[int, dict[str, Any]] = {}
+
+    def read(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the line number and the tokens of each prompt."""
+        for part in self.numbers:
+            result: dict[str, Any] = {"completions": {}, "rejected": [], "missing": 0}
+            found = []
+            for number, line in self.prompts.read(part):
+                try:
+                    found.append(self.reader.parse(number, line))
+                except BadLine as error:
+                    result["rejected"].append({"line": number, "error": str(error)})
+            self._results[part] = {**result, "missing": len(found)}
+            self._open |= {prompt.line: (part, prompt) for prompt in found}
+            self._write_if_complete(part)
+            for prompt in found:
+                yield prompt.line, prompt.tokens
+
+    def add(self, completion: Completion) -> None:
+        """Add a completion; its part is written with the last one."""
+        part, prompt = self._open.pop(completion.index)
+        generated: dict[str, Any] = {
+            "text": self.stopping.cut(self.reader.completion(completion.prompt, completion.tokens)),
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": len(completion.prompt),
+            "tokens": len(completion.tokens),
+        }
+        if self.logprobs:
+            generated |= {"token_ids": completion.tokens, "logprobs": completion.logprobs}
+        result = self._results[part]
+        result["completions"][prompt.line] = prompt.fields | {"generated": generated}
+        result["missing"] -= 1
+        self._write_if_complete(part)
+
+    def _write_if_complete(self, part: int) -> None:
+        result = self._results[part]
+        if result["missing"] == 0:
+            lines = [result["completions"][line] for line in sorted(result["completions"])]
+            if self.write:
+                self.unfinished.write(note_name(part), {"completions": lines, "rejected": result["rejected"]})
+            del self._results[part]
+
+
+def missing(unfinished: Unfinished, parts: Sequence[int]) -> list[int]:
+    """Return the parts that are not finished."""
+    return [part for part in parts if unfinished.note(note_name(part)) is None]
+
+
+def wait_for_parts(unfinished: Unfinished, parts: Sequence[int], seconds: float = 0.2) -> None:
+    """Wait until all ranks have written their parts: a collective would time out if one of them needs hours longer than the others."""
+    for part in parts:
+        while not (unfinished.folder / f"{note_name(part)}.json").is_file():
+            time.sleep(seconds)
+
+
+def publish(folder: Path, settings: dict[str, Any], unfinished: Unfinished, parts: Sequence[int]) -> dict[str, Any]:
+    """Join the parts, and write the manifest. Returns the totals."""
+    totals = {"completions": 0, "rejected": 0, "prompt_tokens": 0, "tokens": 0}
+    with atomic_file(folder / COMPLETIONS, "w") as completions, atomic_file(folder / REJECTED, "w") as rejected:
+        for part in parts:
+            note = unfinished.note(note_name(part))
+            for line in note["completions"]:
+                completions.write(json.dumps(line, ensure_ascii=False) + "\n")
+                totals["completions"] += 1
+                totals["prompt_tokens"] += line["generated"]["prompt_tokens"]
+                totals["tokens"] += line["generated"]["tokens"]
+            for line in note["rejected"]:
+                rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
+                totals["rejected"] += 1
+    files = {name: artifact.entry(folder / name) for name in (COMPLETIONS, REJECTED)}
+    artifact.write(folder, Manifest("generate", settings, files, totals))
+    unfinished.clear()
+    return totals

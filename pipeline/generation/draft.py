@@ -1,0 +1,77 @@
+"""The draft model of speculative decoding: where it is, and whether it fits the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.checkpoint import native
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.stages import Generate
+from pipeline.data.tokenize.tokenizer import load
+from pipeline.errors import UserError, Violation
+from pipeline.generation.weights import model_of
+from pipeline.models.config import ModelConfig
+
+#: Folder of a run directory with the tokenizer of an imported model.
+IMPORTED = "imported"
+
+
+def find(draft: str) -> Path:
+    """Return the checkpoint that stage.draft names: a checkpoint folder, or a run directory, of which the newest is taken.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(draft)
+    if (folder / native.INDEX).is_file():
+        return folder
+    if found := native.complete(folder):
+        return found[-1]
+    raise UserError.of("stage.draft", draft, "contains no checkpoint", "set it to the run directory or a checkpoint of a smaller model")
+
+
+def check(stage: Generate, checkpoint: Checkpoint, target: ModelConfig, tokenizer: Path) -> None:
+    """Refuse a draft model with another vocabulary or a shorter context.
+
+    Args:
+        stage: the settings of the stage.
+        checkpoint: of the draft model.
+        target: the model that verifies the proposed tokens.
+        tokenizer: folder of the target's tokenizer.
+
+    Raises:
+        UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.
+    """
+    draft, found = model_of(checkpoint), []
+    if draft.objective != "causal" or target.objective != "causal":
+        rule = f"is of family {draft.family}, the target of family {target.family}; speculative decoding requires two decoders"
+        found.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
+    for name in ("vocab_size", "max_positions"):
+        ours, theirs = getattr(target, name), getattr(draft, name)
+        if theirs < ours or (name == "vocab_size" and theirs != ours):
+            rule = f"has model.{name}={theirs}; the target has {ours}"
+            found.append(
+                Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
+            )
+    if found:
+        raise UserError(found)
+    folder = _tokenizer_folder(stage, checkpoint)
+    ours, theirs = (
+        load(each, key).get_vocab(with_added_tokens=True) for each, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))
+    )
+    if ours != theirs:
+        raise UserError.of(
+            "stage.draft", stage.draft, f"has another tokenizer, {folder}", "choose a draft model with the tokenizer of the target"
+        )
+
+
+def _tokenizer_folder(stage: Generate, checkpoint: Checkpoint) -> Path:
+    """Return the folder with the tokenizer of the draft model."""
+    run = checkpoint.path.parent.parent
+    recorded = checkpoint.config.get("tokenizer", {}).get("path")
+    candidates = [Path(stage.draft_tokenizer)] if stage.draft_tokenizer else [run / IMPORTED, *([Path(recorded)] if recorded else [])]
+    for folder in candidates:
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    rule = f"cannot be verified to have the same tokenizer: no tokenizer.json in {' or '.join(map(str, candidates))}"
+    raise UserError.of("stage.draft", stage.draft, rule, "set stage.draft_tokenizer to the folder of its tokenizer")

@@ -1,0 +1,185 @@
+"""Reads prompts from JSON lines: `{"prompt": TEXT}` or `{"messages": [...]}` in the chat template of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pipeline.data.tokenize.tokenizer import load
+from pipeline.errors import UserError
+
+#: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
+PART_LINES, PARTS = 256, 64
+#: Keys of tokenizer_config.json with special tokens, which chat templates use.
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class BadLine(ValueError):  # noqa: N818 - reported with its line, not raised to the user
+    """A line that is no usable prompt; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line of the file.
+
+    Attributes:
+        line: number of the line, from 1.
+        fields: its content.
+        tokens: the encoded prompt.
+    """
+
+    line: int
+    fields: dict[str, Any]
+    tokens: list[int]
+
+
+class PromptFile:
+    """A file of prompts, in parts of consecutive lines. The parts do not depend on the number of ranks.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UserError: the file cannot be read, or has no lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as handle:
+                starts = [0, *(handle.tell() for _ in iter(handle.readline, b""))]
+        except OSError as error:
+            raise UserError.of("stage.prompts", path, f"cannot be read: {error.strerror}", "set it to a file of JSON lines") from error
+        self.lines = len(starts) - 1
+        if self.lines == 0:
+            raise UserError.of("stage.prompts", path, "is empty", 'write a line such as {"prompt": "Once upon a time"} for each prompt')
+        self._per_part = min(PART_LINES, -(-self.lines // PARTS))
+        self._starts = starts[: -1 : self._per_part]
+
+    @property
+    def parts(self) -> range:
+        """Numbers of the parts."""
+        return range(len(self._starts))
+
+    def read(self, part: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines of a part that are not blank, each with its number from 1."""
+        first = part * self._per_part
+        with open(self.path, "rb") as handle:
+            handle.seek(self._starts[part])
+            for number in range(first + 1, min(first + self._per_part, self.lines) + 1):
+                if line := handle.readline().strip():
+                    yield number, line
+
+
+class PromptReader:
+    """Parses and encodes lines.
+
+    Args:
+        folder: Hugging Face folder of the tokenizer.
+        max_positions: longest sequence of the model, tokens.
+        vocab_size: rows of the model's embedding.
+        end_of_document: token that an empty prompt consists of.
+        encoder: whether prompts are the input of an encoder: they end with the end-of-document token, and may fill the sequence.
+
+    Raises:
+        UserError: the folder has no tokenizer.
+    """
+
+    def __init__(self, folder: Path, *, max_positions: int, vocab_size: int, end_of_document: int, encoder: bool = False) -> None:
+        self.folder, self.max_positions, self.vocab_size = folder, max_positions, vocab_size
+        self.end_of_document, self.encoder = end_of_document, encoder
+        self.tokenizer = load(folder)
+
+    def parse(self, number: int, line: bytes) -> Prompt:
+        """Return the prompt of a line.
+
+        Raises:
+            BadLine: it is no prompt, or the model cannot continue it.
+        """
+        try:
+            fields = json.loads(line.decode())
+        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
+            raise BadLine(f"is not JSON: {error}") from error
+        if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+            raise BadLine('must be an object with either "prompt" or "messages"')
+        tokens = self._encode(fields)
+        if len(tokens) + (not self.encoder) > self.max_positions:
+            room = "" if self.encoder else " leaves no room for a completion"
+            raise BadLine(f"the prompt has {len(tokens)} tokens; model.max_positions={self.max_positions}{room}")
+        if max(tokens) >= self.vocab_size:
+            raise BadLine(f"the prompt has token {max(tokens)}; the model has model.vocab_size={self.vocab_size}")
+        return Prompt(number, fields, tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def completion(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text of a completion; a tokenizer may write its first token differently at the start of a text."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *tokens])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(tokens)
+
+    def _encode(self, fields: dict[str, Any]) -> list[int]:
+        if "messages" in fields:
+            return self._encode_text(self._render(fields["messages"]), special=True)
+        if not isinstance(fields["prompt"], str):
+            raise BadLine('"prompt" must be a text')
+        return self._encode_text(fields["prompt"], special=False)
+
+    def _encode_text(self, text: str, *, special: bool) -> list[int]:
+        """Encode a text; a chat template writes special tokens as text, a prompt gets those of the tokenizer's post-processor."""
+        self.tokenizer.encode_special_tokens = not special
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not special).ids
+        if self.encoder and tokens[-1:] != [self.end_of_document]:
+            tokens.append(self.end_of_document)
+        return tokens or [self.end_of_document]
+
+    def _render(self, messages: Any) -> str:
+        """Format a chat with the template of the tokenizer."""
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+            raise BadLine('"messages" must be a list of objects with "role" and "content"')
+        if self._template is None:
+            raise BadLine(f"{self.folder} has no chat template")
+        template, variables = self._template
+        try:
+            text: str = template.render(messages=messages, add_generation_prompt=True, **variables)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadLine(f"the chat template fails: {error}") from error
+        return text
+
+    @cached_property
+    def _template(self) -> tuple[Any, dict[str, str]] | None:
+        """The compiled chat template and the special tokens that it may use; None without a template."""
+        settings: dict[str, Any] = {}
+        if (self.folder / "tokenizer_config.json").is_file():
+            settings = json.loads((self.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        text = settings.get("chat_template")
+        if isinstance(text, list):  # several templates with names
+            text = next((each["template"] for each in text if each["name"] == "default"), None)
+        if (self.folder / "chat_template.jinja").is_file():
+            text = (self.folder / "chat_template.jinja").read_text(encoding="utf-8")
+        if text is None:
+            return None
+        tokens = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
+        variables = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _raise
+        try:
+            return environment.from_string(text), variables
+        except TemplateError as error:
+            rule = f"has a chat template that cannot be compiled: {error}"
+            raise UserError.of("tokenizer.path", self.folder, rule, "correct chat_template.jinja or tokenizer_config.json") from error
+
+
+def _raise(message: str) -> None:
+    """A function of chat templates."""
+    raise TemplateError(message)

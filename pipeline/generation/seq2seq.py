@@ -1,0 +1,139 @@
+"""Runs an encoder-decoder: the encoder once for each prompt, the decoder with a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.generation.cache import KeyValueCache, Pass
+from pipeline.generation.runner import Runner, pad
+from pipeline.layers.attention import Attention, AttentionContext
+from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.linear import Projection
+from pipeline.layers.mask import Mask
+
+
+class MemoryProjection:
+    """The keys and values of the encoder's output in one cross-attention layer: projected once for each prompt, then returned.
+
+    It replaces the layer's `project` (layers/linear.py).
+
+    Args:
+        attention: the cross-attention layer.
+        rows: number of sequences.
+    """
+
+    def __init__(self, attention: Attention, rows: int) -> None:
+        self.attention, self.rows = attention, rows
+        given = attention.project
+        self.project: Projection = given.project if isinstance(given, MemoryProjection) else given
+        self.stored: list[Tensor] = []
+        self.chosen: Tensor | None = None
+
+    def store(self, rows: Tensor, memory: Tensor) -> None:
+        """Project the encoder's output of some rows, (batch, keys, hidden)."""
+        for index, new in enumerate(self.project(memory, self.attention.key, self.attention.value)):
+            if len(self.stored) <= index:
+                self.stored.append(new.new_zeros(self.rows, *new.shape[1:]))
+            if (missing := new.shape[1] - self.stored[index].shape[1]) > 0:
+                self.stored[index] = nn.functional.pad(self.stored[index], (0, 0, 0, missing))
+            self.stored[index][rows, : new.shape[1]] = new
+
+    def keep(self, rows: Tensor) -> None:
+        """As KeyValueCache.keep."""
+        self.rows, self.stored = len(rows), [each[rows.to(each.device)] for each in self.stored]
+
+    def __call__(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        """See Projection; the input of the key and value projections is not read."""
+        if len(linears) == 1:
+            return self.project(x, *linears)
+        return [each if self.chosen is None else each[self.chosen] for each in self.stored]
+
+
+class Seq2SeqRunner(Runner):
+    """An encoder-decoder and its caches. A prompt is the encoder's input; the decoder's sequence begins with a start token.
+
+    Args:
+        model: the full model, with weights.
+        max_positions: longest sequence of encoder and decoder, tokens.
+        start: the token that the decoder reads first.
+    """
+
+    model: EncoderDecoder
+
+    def __init__(self, model: EncoderDecoder, max_positions: int, *, start: int) -> None:
+        super().__init__(model, max_positions)
+        blocks = list(model.blocks.values())
+        self.encoder, self.decoder = blocks[: model.encoder_blocks], blocks[model.encoder_blocks :]
+        self.start_token = start
+        self.memory: list[MemoryProjection] = []
+        self.source_lengths = torch.zeros(0, dtype=torch.int64)
+
+    def start(self, rows: int) -> None:
+        """See Runner."""
+        self.cache = KeyValueCache(self.decoder, rows, 0)
+        self.memory = []
+        for block in self.decoder:
+            cross = block.cross
+            assert isinstance(cross, Attention)
+            cross.project = MemoryProjection(cross, rows)
+            self.memory.append(cross.project)
+        self.source_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+
+    def room(self, prompt: Sequence[int]) -> int:  # noqa: ARG002 - of Runner
+        """See Runner; the prompt is not part of the decoder's sequence."""
+        return self.max_positions - 1
+
+    def length(self, prompt: Sequence[int]) -> int:  # noqa: ARG002 - only the start token
+        """See Runner."""
+        return 1
+
+    def keep(self, rows: Tensor) -> None:
+        """See Runner."""
+        super().keep(rows)
+        self.source_lengths = self.source_lengths[rows]
+        for memory in self.memory:
+            memory.keep(rows)
+
+    def detach(self) -> None:
+        """See Runner."""
+        super().detach()
+        for memory in self.memory:
+            memory.attention.project = memory.project
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See Runner: encode the prompts, and run the decoder on the start token."""
+        model, (tokens, counts) = self.model, pad(prompts, self.device)
+        chosen = torch.tensor(rows, device="cpu")
+        self.source_lengths[chosen] = counts
+        documents = torch.where(torch.arange(tokens.shape[1], device="cpu") < counts[:, None], 0, -1).to(self.device)
+        bias = None if model.encoder_bias is None else model.encoder_bias(tokens.shape[1])
+        context = AttentionContext(Mask(causal=False, documents=documents, bias=bias))
+        assert model.embed is not None
+        x = model.embed(tokens)
+        for block in self.encoder:
+            x = block(x, context)
+        for memory in self.memory:
+            memory.store(chosen.to(self.device), x)
+        return self.forward(rows, [[self.start_token]] * len(rows))
+
+    def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
+        """See Runner."""
+        model, everything = self.model, len(step.rows) == self.cache.rows
+        keys = torch.arange(max([each.stored[0].shape[1] for each in self.memory]), device=self.device)
+        lengths = self.source_lengths.to(self.device)[step.rows]
+        key_documents = torch.where(keys < lengths.clamp(min=1)[:, None], 0, -1)
+        bias = None
+        if model.decoder_bias is not None:
+            slots = tokens.shape[1] if step.fresh else step.longest
+            bias = model.decoder_bias.between(step.positions, torch.arange(slots, device=self.device)[None])
+        context = AttentionContext(Mask(bias=bias), cross=Mask(causal=False, key_documents=key_documents))
+        assert model.embed is not None
+        x = model.embed(tokens, step.positions)
+        for block, memory in zip(self.decoder, self.memory, strict=True):
+            memory.chosen = None if everything else step.rows
+            x = block(x, context, x)
+        return x, context

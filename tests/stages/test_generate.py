@@ -1,0 +1,185 @@
+"""stage=generate on the command line, with an imported model."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from pipeline.data.unfinished import Unfinished
+from pipeline.generation.prompts import PromptFile
+from pipeline.models.t5.config import T5Config
+from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.helpers import pipeline, run_ranks
+from tests.models.small_decoders import CONFIGS
+
+TEMPLATE = (
+    "{% for m in messages %}<|endoftext|>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if not messages[0].content %}{{ raise_exception('no content') }}{% endif %}"
+)
+LINES = [
+    {"prompt": "Im Wald", "id": 7},
+    {"prompt": "steht ein <|endoftext|> Tännchen, es hat von lauter Nadeln"},
+    {"messages": [{"role": "user", "content": "ein grünes Kleid"}]},
+    {"prompt": ""},
+    {"prompt": "x == 3"},
+]
+#: Lines that are refused, with a part of the reason.
+BAD = {
+    "{broken": "is not JSON",
+    b'{"prompt": "\xff"}': "is not JSON",
+    "[1]": "must be an object",
+    '{"prompt": "a", "messages": []}': 'either "prompt" or "messages"',
+    '{"prompt": 5}': '"prompt" must be a text',
+    '{"messages": "hello"}': '"messages" must be a list',
+    '{"messages": [{"role": "user", "content": ""}]}': "the chat template fails: no content",
+    json.dumps({"prompt": "Kleid " * 50}): "leaves no room for a completion",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tokenizer_folder) -> Path:  # noqa: F811 - the fixture
+    """A run directory with an imported model, and a file of prompts with bad lines between them."""
+    folder = tmp_path_factory.mktemp("run")
+    config = replace(CONFIGS["llama-grouped"], max_positions=60)
+    (tokenizer_folder / "chat_template.jinja").write_text(TEMPLATE)
+    export(folder / "stock", random_model(config), config, tokenizer_folder)
+    pipeline("stage=convert", f"stage.input={folder / 'stock'}", f"run_dir={folder}")
+    good = [json.dumps(line).encode() for line in LINES]
+    bad = [line if isinstance(line, bytes) else line.encode() for line in BAD]
+    (folder / "prompts.jsonl").write_bytes(b"\n".join([good[0], b"", *bad, *good[1:]]))
+    return folder
+
+
+def settings(run: Path, *more: str, output: str = "generated", prompts: str = "prompts.jsonl") -> list[str]:
+    common = ["stage=generate", f"run_dir={run}", f"tokenizer.path={run / 'imported'}", "precision=fp32", "stage.max_tokens=12"]
+    return [*common, f"stage.prompts={run / prompts}", f"stage.output={run / output}", *more]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_completions_are_those_of_transformers(run):
+    printed = pipeline(*settings(run))
+    assert "5 completions" in printed
+    assert "lines without a completion: 8" in printed
+    stock, text = AutoModelForCausalLM.from_pretrained(run / "stock"), AutoTokenizer.from_pretrained(run / "stock")
+    found = read(run / "generated/completions.jsonl")
+    assert [{key: value for key, value in line.items() if key != "generated"} for line in found] == LINES
+    for line, result in zip(LINES, found, strict=True):
+        if "messages" in line:
+            ids = text.apply_chat_template(line["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            ids = text(line["prompt"], split_special_tokens=True)["input_ids"] or [0]
+        generated = result["generated"]
+        assert generated["prompt_tokens"] == len(ids)
+        expected = stock.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(ids) :]
+        assert generated["text"] == text.decode(expected, skip_special_tokens=True)
+    rejected = read(run / "generated/rejected.jsonl")
+    assert [line["line"] for line in rejected] == [*range(3, 3 + len(BAD))]
+    assert all(reason in line["error"] for reason, line in zip(BAD.values(), rejected, strict=True))
+
+
+def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run):
+    """A finished part is not generated again: one with another text is kept."""
+    (run / "many.jsonl").write_text("".join(f'{{"prompt": "{number} Nadeln"}}\n' for number in range(70)))
+    sampled = ("stage.temperature=1", "stage.top_p=0.9", "stage.seed=3", "stage.max_tokens=5", "stage.ignore_eos=true")
+    pipeline(*settings(run, *sampled, "stage.batch_size=3", output="one", prompts="many.jsonl"))
+    expected = (run / "one/completions.jsonl").read_text()
+    assert len(set(expected.splitlines())) == 70
+    assert "nothing to do" in pipeline(*settings(run, *sampled, output="one", prompts="many.jsonl"))
+    assert "stage.seed=4" in pipeline(*settings(run, *sampled, "stage.seed=4", output="one", prompts="many.jsonl"), expect=2)
+    manifest = json.loads((run / "one/manifest.json").read_text())
+    interrupted = Unfinished(run / "two", manifest["settings"])
+    interrupted.write("settings", interrupted.settings)
+    kept = [{"prompt": "kept", "generated": {"text": "kept", "prompt_tokens": 1, "tokens": 1}}]
+    interrupted.write("part-000001", {"completions": kept, "rejected": []})
+    run_ranks(2, *settings(run, *sampled, output="two", prompts="many.jsonl"))
+    lines = expected.splitlines()
+    assert (run / "two/completions.jsonl").read_text().splitlines() == [*lines[:2], json.dumps(kept[0]), *lines[4:]]
+    assert sorted(path.name for path in (run / "two").iterdir()) == ["completions.jsonl", "manifest.json", "rejected.jsonl"]
+
+
+def test_ranks_that_share_a_model_write_the_same(run):
+    """Two tensor, then two pipeline ranks, with log-probabilities; a layout that does not fit the checkpoint is refused."""
+    pipeline(*settings(run, "stage.logprobs=true", output="whole"))
+    expected = read(run / "whole/completions.jsonl")
+    for axis in ("tensor", "pipeline"):
+        run_ranks(2, *settings(run, "stage.logprobs=true", f"parallel.{axis}=2", output=axis))
+        found = read(run / axis / "completions.jsonl")
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours["generated"]["token_ids"] == theirs["generated"]["token_ids"]
+            assert ours["generated"]["logprobs"] == pytest.approx(theirs["generated"]["logprobs"], abs=1e-5)
+    assert "world size=1: must be divisible" in pipeline(*settings(run, "parallel.tensor=2", output="no"), expect=2)
+
+
+def test_refusals(run, tmp_path):
+    printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2", "stage.top_p=0"), expect=2)
+    assert "stage.top_p=0" in printed
+    printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2"), expect=2)
+    assert "stage.stop" in printed
+    assert "parallel.context=2" in printed
+    printed = pipeline("stage=generate", f"run_dir={tmp_path}", f"tokenizer.path={tmp_path}", expect=2)
+    assert "3 problems" in printed
+    assert "stage.prompts=None" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_speculative_decoding_and_its_refusals(run, tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
+    """Greedy completions with a draft model are those without; a draft with another tokenizer or vocabulary is refused."""
+    pipeline(*settings(run, output="plain"))
+    printed = pipeline(*settings(run, f"stage.draft={run}", "stage.speculative_tokens=3", output="drafted"))
+    assert "100 % of" in printed  # the draft is the model itself
+    pipeline(*settings(run, "stage.prompt_lookup=true", output="looked-up"))
+    texts = {name: (run / name / "completions.jsonl").read_text() for name in ("plain", "drafted", "looked-up")}
+    assert len(set(texts.values())) == 1
+
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer_folder, other)
+    changed = json.loads((other / "tokenizer.json").read_text())
+    changed["added_tokens"][0]["content"] = "<|end|>"
+    changed["model"]["vocab"]["<|end|>"] = changed["model"]["vocab"].pop("<|endoftext|>")
+    (other / "tokenizer.json").write_text(json.dumps(changed))
+    printed = pipeline(*settings(run, f"stage.draft={run}", f"stage.draft_tokenizer={other}", output="no"), expect=2)
+    assert "has another tokenizer" in printed
+    config = replace(CONFIGS["gpt"], vocab_size=310, max_positions=50)
+    export(tmp_path / "stock", random_model(config), config, tokenizer_folder)
+    pipeline("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path}")
+    printed = pipeline(*settings(run, f"stage.draft={tmp_path}", output="no"), expect=2)
+    assert "has model.vocab_size=310; the target has 300" in printed
+    assert "has model.max_positions=50; the target has 60" in printed
+    assert "contains no checkpoint" in pipeline(*settings(run, f"stage.draft={tmp_path / 'none'}", output="no"), expect=2)
+    assert not (run / "no/manifest.json").exists()
+
+
+def test_an_encoder_decoder_translates(run, tmp_path):
+    """T5 with beam search; the prompt ends with the end-of-document token, and the decoder starts with data.decoder_start."""
+    config = T5Config(hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=60, layers=2, head_width=8)
+    export(tmp_path / "stock", random_model(config), config, run / "imported")
+    pipeline("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path}")
+    more = (f"run_dir={tmp_path}", "stage.beams=3", "stage.max_tokens=7", 'data.decoder_start="<|endoftext|>"')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Im Wald steht ein"}\n')
+    pipeline(*settings(tmp_path, *more))
+    (line,) = read(tmp_path / "generated/completions.jsonl")
+    text, stock = AutoTokenizer.from_pretrained(run / "stock"), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "stock")
+    ids = torch.tensor([[*text("Im Wald steht ein")["input_ids"], 0]])
+    options = {"max_new_tokens": 7, "do_sample": False, "num_beams": 3, "decoder_start_token_id": 0, "pad_token_id": 0}
+    expected = stock.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
+    assert line["generated"]["text"] == text.decode(expected, skip_special_tokens=True)
+    printed = pipeline(*settings(tmp_path, *more, "stage.temperature=1", "stage.stop=[a]"), expect=2)
+    assert "stage.temperature=1.0: is not supported by beam search (stage.beams=3)" in printed
+    assert "2 problems" in printed
+
+
+@pytest.mark.parametrize("lines, parts", [(1, 1), (64, 64), (65, 33), (70, 35), (20000, 79)])
+def test_parts_contain_each_line_once(lines, parts, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(str, range(1, lines + 1))))
+    prompts = PromptFile(path)
+    assert len(prompts.parts) == parts
+    found = [(number, int(line)) for part in prompts.parts for number, line in prompts.read(part)]
+    assert found == [(number, number) for number in range(1, lines + 1)]
