@@ -144,6 +144,8 @@ class ClusterConfig:
     tasks_per_node: int = knob(1, "ranks per node, one per GPU", unit="ranks", at_least=1)
     cpus_per_task: int = knob(1, "CPU cores per rank", unit="cores", at_least=1)
     gpus_per_node: int = knob(0, "GPUs per node; 0 requests none", unit="GPUs", at_least=0)
+    hardware: str | None = knob(None, "GPU of the nodes: a file of conf/hardware/, for stage=plan")
+    network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format")
     host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")

@@ -62,10 +62,18 @@ class Certify(StageConfig):
     )
 
 
+@dataclass
+class Plan(StageConfig):
+    """Prediction of matrix products, memory, time and cost of a pretraining job."""
+
+    tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
+    out: str | None = knob(None, "JSON file to write; default: none")
+
+
 #: Stages with one rank per GPU.
 GPU_STAGES = ("pretrain", "evaluate")
 #: Stages whose settings are those of a parallel layout and of training samples.
-PARALLEL_STAGES = (*GPU_STAGES, "certify")
+PARALLEL_STAGES = (*GPU_STAGES, "certify", "plan")
 
 #: stage name -> (dataclass of its keys, one-line description)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
@@ -78,6 +86,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         Certify,
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
+    "plan": (Plan, "settings of a planned pretrain job -> its matrix products, memory, time and cost; one process, no GPU"),
     "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }
