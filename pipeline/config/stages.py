@@ -67,7 +67,8 @@ class Plan(StageConfig):
     """Prediction of matrix products, memory, time and cost of a pretraining job."""
 
     tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
-    out: str | None = knob(None, "JSON file to write; default: none")
+    table: str | None = knob(None, "CSV file of runs to predict instead of the configured job (columns: pipeline/planner/README.md)")
+    out: str | None = knob(None, "output: a JSON file (default: none), or with stage.table a CSV file (default: predictions.csv)")
 
 
 #: Stages with one rank per GPU.

@@ -18,8 +18,6 @@ CONTEXT_BYTES = 1.6e9
 FRAGMENTATION = 0.06
 #: Bytes of the optimizer step for each weight: weight, gradient and two moments read, master weight and moments written, weight written.
 OPTIMIZER_BYTES = 30
-#: Bytes for each weight and micro-batch to add a 16-bit gradient to an fp32 sum.
-ACCUMULATION_BYTES = 10
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,12 @@ class Practice:
         overlap_tensor: share of the collectives of tensor parallelism that is hidden behind products.
         fp8: products of the blocks in 8 bits.
         full_logits: all fp32 logits of a micro-batch are in memory.
-        gradient_bytes: of a gradient in a collective.
+        gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
         optimizer_gathers: weights are gathered after the step of a sharded optimizer.
+        products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
+        attention: factor of the rate of the attention kernel; below 1 for kernels that were not written for the GPU.
+        elementwise: factor of the bytes of memory-bound kernels; above 1 where fewer of them are fused than in the trace.
+        host_us: microseconds that the host needs to launch an operation; they count where a part's kernels are shorter.
         shard_ranks: ranks over which ZeRO 3 shards (hybrid sharding); 0 for all that hold the same weights.
     """
 
@@ -46,6 +48,10 @@ class Practice:
     full_logits: bool = False
     gradient_bytes: int = 4
     optimizer_gathers: bool = True
+    products: float = 1.0
+    attention: float = 1.0
+    elementwise: float = 1.0
+    host_us: float = 0.0
     shard_ranks: int = 0
 
 
@@ -129,7 +135,7 @@ def estimate(
     groups = axis_groups(layout, hardware, practice.shard_ranks)
     times = {name: part_time(part, hardware, groups, practice) for name, part in trace.parts.items()}
     contents = [stage_parts(trace, layout, stage) for stage in range(layout.stage_count)]
-    accumulate = [_accumulation(parts, hardware) for parts in contents]
+    accumulate = [_accumulation(parts, hardware, practice) for parts in contents]
     stages = [_stage_time(parts, times, extra) for parts, extra in zip(contents, accumulate, strict=True)]
     sharded = [_gathering(parts, hardware, groups, practice, stage) for parts, stage in zip(contents, stages, strict=True)]
     if zero_stage == 3:
@@ -190,9 +196,9 @@ def operation_time(operation: Operation, hardware: Hardware, groups: dict[str, G
     if isinstance(operation, Product):
         if practice.fp8 and operation.name.startswith("blocks"):
             operation = replace(operation, bytes_per_element=1)
-        return "products", kernels.product_time(operation, hardware)[0]
+        return "products", kernels.product_time(operation, hardware)[0] / practice.products
     if isinstance(operation, AttentionCall):
-        time = kernels.attention_time(operation, hardware, fused=practice.flash)
+        time = kernels.attention_time(operation, hardware, fused=practice.flash) / practice.attention
         if not practice.flash and practice.recompute_scores and operation.phase == "backward":
             time += kernels.attention_time(replace(operation, phase="recompute"), hardware, fused=False)
         if operation.ring > 1:  # keys and values are sent while the previous ones are used
@@ -203,7 +209,7 @@ def operation_time(operation: Operation, hardware: Hardware, groups: dict[str, G
     if isinstance(operation, Collective):
         time = collective_time(operation.kind, operation.bytes, groups[operation.axis], hardware)
         return operation.axis, time * (1 - practice.overlap_tensor if operation.axis == "tensor" else 1)
-    return "elementwise", kernels.elementwise_time(operation.bytes, hardware)
+    return "elementwise", kernels.elementwise_time(operation.bytes * practice.elementwise, hardware)
 
 
 def part_time(part: Part, hardware: Hardware, groups: dict[str, Group], practice: Practice) -> PartTime:
@@ -213,6 +219,10 @@ def part_time(part: Part, hardware: Hardware, groups: dict[str, Group], practice
         cause, time = operation_time(operation, hardware, groups, practice)
         side = result.forward if operation.phase == "forward" else result.backward
         side[cause] = side.get(cause, 0.0) + time
+    for forward, side in ((True, result.forward), (False, result.backward)):
+        launched = practice.host_us * 1e-6 * sum((operation.phase == "forward") == forward for operation in part.operations)
+        if (waiting := launched - sum(side.values())) > 0:
+            side["host"] = waiting
     return result
 
 
@@ -224,9 +234,9 @@ def _stage_time(parts: list[Part], times: dict[str, PartTime], accumulate: float
     return StageTime(forward, backward - weights, backward)
 
 
-def _accumulation(parts: list[Part], hardware: Hardware) -> float:
-    """Seconds to add the gradients of a micro-batch to their fp32 sum."""
-    return kernels.elementwise_time(ACCUMULATION_BYTES * sum(part.parameters for part in parts), hardware)
+def _accumulation(parts: list[Part], hardware: Hardware, practice: Practice) -> float:
+    """Seconds to add the 16-bit gradients of a micro-batch to their sum."""
+    return kernels.elementwise_time((2 + 2 * practice.gradient_bytes) * sum(part.parameters for part in parts), hardware)
 
 
 def _over_data(kind: str, parts: list[Part], size: float, hardware: Hardware, groups: dict[str, Group]) -> float:
@@ -292,7 +302,16 @@ def _saved(part: Part, practice: Practice) -> float:
     recomputes = any(operation.phase == "recompute" for operation in part.operations if isinstance(operation, AttentionCall))
     if not practice.flash and not practice.recompute_scores and not recomputes:
         extra = scores_bytes(part)
+    if practice.full_logits and part.name == "head":  # without this project's fused loss, which saves the gradient of its weight
+        return sum(2.0 * p.m * p.k for p in part.products if p.phase == "forward" and p.name)
     return part.saved + extra
+
+
+def _transient(part: Part, practice: Practice) -> float:
+    """Bytes that a part allocates at most besides what it saves."""
+    if practice.full_logits and part.name == "head":
+        return logits_bytes(part)
+    return part.peak + (0.0 if practice.flash else scores_bytes(part))
 
 
 def scores_bytes(part: Part) -> float:
@@ -302,10 +321,8 @@ def scores_bytes(part: Part) -> float:
 
 
 def logits_bytes(part: Part) -> float:
-    """Bytes of the logits of a micro-batch (16 bits, fp32, and their fp32 gradient) of a head; 0 for other parts."""
-    if part.name != "head":
-        return 0.0
-    return sum(10.0 * p.m * p.n for p in part.products if p.phase == "forward" and p.name)
+    """Bytes of the logits of a micro-batch (16 bits, and fp32 that becomes their gradient) of a head."""
+    return sum(6.0 * p.m * p.n for p in part.products if p.phase == "forward" and p.name)
 
 
 def _memory(
@@ -328,16 +345,14 @@ def _memory(
     master = 0 if zero_stage == 0 and weight_bytes == 4 else 4
     weights = vectors + (matrices if dense_ranks == 1 else 0) + (experts if expert_ranks == 1 else 0) if zero_stage == 3 else whole
     largest = max((part.parameters for part in held), default=0)
-    transient: float = max((part.peak + (0 if practice.flash else scores_bytes(part)) for part in held), default=0.0)
-    if practice.full_logits:
-        transient += max((logits_bytes(part) for part in held), default=0.0)
+    transient = max((_transient(part, practice) for part in held), default=0.0)
     if zero_stage == 3:  # weights of two blocks, and the flat gradients of a block and of two reductions
         transient += 2 * largest * weight_bytes + 3 * largest * 4
     elif zero_stage == 2:
         transient += 3 * largest * 4
     return Memory(
         weights=weights * weight_bytes,
-        gradients=(share if zero_stage >= 2 else whole) * 4,
+        gradients=(share if zero_stage >= 2 else whole) * practice.gradient_bytes,
         optimizer=(share if zero_stage else whole) * (master + 4 * state_tensors),
         activations=flight,
         transient=transient,

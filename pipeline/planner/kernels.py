@@ -22,14 +22,14 @@ TILES = (
 )
 #: Steps of the summed dimension that fill and drain the pipeline of a tile.
 PROLOGUE = 64
-#: Rows and columns are padded to this number of elements for tensor cores.
-ALIGNMENT = 8
-#: Factor of a product whose dimensions are not aligned.
-MISALIGNED = 1.25
+#: Kernels reach their rate where the rows of all operands are a multiple of 128 bytes (NVIDIA, "Matrix Multiplication Background User's
+#: Guide", on A100); number of bytes -> factor of the time of a product whose rows are a multiple of that many only.
+ALIGNED_BYTES = 128
+MISALIGNED = {64: 1.10, 32: 1.12, 16: 1.23, 1: 2.0}
 #: Columns of head width at which attention kernels reach their full rate.
 FULL_HEAD_DIM = 128
 #: Time of the backward pass of attention over the forward pass, beyond its 2.5 times as many FLOPs.
-BACKWARD_ATTENTION = 1.2
+BACKWARD_ATTENTION = 1.20
 
 
 def rate(hardware: Hardware, bytes_per_element: int) -> float:
@@ -50,8 +50,9 @@ def _product(m: int, n: int, k: int, batch: int, size: int, hardware: Hardware) 
             waves = math.ceil(tiles * split / sms)
             depth = math.ceil(k / split / 32) * 32 + PROLOGUE * (1 if split == 1 else 2)
             best = min(best, waves * 2.0 * rows * columns * depth / (per_sm * share))
-    if m % ALIGNMENT or n % ALIGNMENT or k % ALIGNMENT:
-        best *= MISALIGNED
+    if misaligned := [size * width % ALIGNED_BYTES for width in (n, k) if size * width % ALIGNED_BYTES]:
+        rows = min(math.gcd(rest, ALIGNED_BYTES) for rest in misaligned)
+        best *= next(factor for limit, factor in MISALIGNED.items() if rows >= limit)
     moved = size * batch * (m * k + k * n) + 2.0 * batch * m * n
     return best, moved / (hardware.memory_tb_s * 1e12 * hardware.memory_share)
 

@@ -65,7 +65,13 @@ def collective_time(kind: Kind, size: float, where: Group, hardware: Hardware) -
         return max(inside, outside) + _latency(where, hardware)
     inside = size * (where.per_node - 1) / where.per_node / within if where.per_node > 1 else 0.0
     outside = size * (where.nodes - 1) / where.nodes / (where.per_node * across) if where.nodes > 1 else 0.0
-    return rounds * (max(inside, outside) + _latency(where, hardware))
+    # Gathers and reductions to partitions have no tree: the ring has a step for every node.
+    steps = max(0, where.nodes - 1) * RING_STEP_US * 1e-6 if kind != "all_reduce" else 0.0
+    return rounds * (max(inside, outside) + _latency(where, hardware)) + steps
+
+
+#: Microseconds of a step of a ring between nodes.
+RING_STEP_US = 4.5
 
 
 def _link_rate(ranks: int, hardware: Hardware) -> float:

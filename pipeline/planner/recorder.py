@@ -304,8 +304,8 @@ def _groups(kernels: list[Kernel], *, fused: bool) -> list[int]:
 def _recomputed(recording: Recording) -> dict[int, dict[int, int]]:
     """Storages that the fused backward pass computes again, each with the saved storages (and bytes) that it follows from.
 
-    It must be the result of a memory-bound kernel of the forward pass, follow from saved tensors, and be read by memory-bound kernels of the
-    same part only: a matrix product needs its operands in memory, and each block is compiled by itself.
+    It must be the result of a memory-bound kernel of the forward pass, follow from saved tensors, and be read by memory-bound kernels of
+    the same part only: a matrix product needs its operands in memory, and each block is compiled by itself.
     """
     kernels, storages = recording.kernels, recording.storages
     used: set[int] = set()

@@ -55,7 +55,7 @@ def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -
 
     Args:
         config: a valid configuration; it selects model, micro-batch, sequence length, number format, recomputation and parallel sizes.
-        fused: as in `fuse`; torch.compile fuses.
+        fused: as in `fuse`; torch.compile fuses. What is saved is that of fused kernels in both cases.
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
@@ -77,6 +77,7 @@ def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -
     finally:
         meshes.destroy_process_group()
     operations, saved = fuse(recorder.recording, fused=fused)
+    saved = saved if fused else fuse(recorder.recording, fused=True)[1]
     peak = recorder.recording.peak
     parts = {
         name: Part(name, operations.get(name, []), saved=saved.get(name, 0), peak=peak.get(name, 0))

@@ -17,6 +17,7 @@ from pipeline.files import atomic_file
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
 from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
+from pipeline.planner.tables import predict_table
 
 GB = 1e9
 #: Lines of the table of operations.
@@ -24,16 +25,19 @@ LINES = 28
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Print the plan of the configured job.
+    """Print the plan of the configured job, or predict the runs of stage.table.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/.
+        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.table cannot be read.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
     if ranks.rank > 0:
         return  # additional ranks do nothing
     started = time.perf_counter()
+    if stage.table:
+        predict(Path(stage.table), Path(stage.out or "predictions.csv"))
+        return
     result = plan(config, job_size(config, 1), hardware_of(config))
     rows = table(result)
     lines = [*head_lines(result), *table_lines(rows), *memory_lines(result), *time_lines(result), *cost_lines(result, stage)]
@@ -42,6 +46,14 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if stage.out:
         write_json(Path(stage.out), result, rows)
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")
+
+
+def predict(source: Path, target: Path) -> None:
+    """Predict the runs of a table, and print how many were refused."""
+    started = time.perf_counter()
+    predicted, refused = predict_table(source, target)
+    print(f"{predicted:,} rows predicted, {refused:,} refused (column refused has the reason), in {time.perf_counter() - started:.0f} s")
+    print(target)
 
 
 def head_lines(result: Plan) -> Iterator[str]:
