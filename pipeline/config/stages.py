@@ -67,6 +67,8 @@ class Plan(StageConfig):
     """Prediction of matrix products, memory, time and cost of a pretraining job."""
 
     tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
+    search: bool = knob(False, "search the fastest legal layout, micro-batch and recomputation instead of planning the configured ones")
+    scaling: bool = knob(False, "search the fastest layout for 1, 2, 4, ... up to cluster.nodes nodes")
     table: str | None = knob(None, "CSV file of runs to predict instead of the configured job (columns: pipeline/planner/README.md)")
     out: str | None = knob(None, "output: a JSON file (default: none), or with stage.table a CSV file (default: predictions.csv)")
 
@@ -75,6 +77,12 @@ class Plan(StageConfig):
 GPU_STAGES = ("pretrain", "evaluate")
 #: Stages whose settings are those of a parallel layout and of training samples.
 PARALLEL_STAGES = (*GPU_STAGES, "certify", "plan")
+
+
+def plans_other_layouts(stage: StageConfig) -> bool:
+    """Whether a stage does not read the configured layout: the planner chooses layouts, or reads them from a table."""
+    return isinstance(stage, Plan) and bool(stage.search or stage.scaling or stage.table)
+
 
 #: stage name -> (dataclass of its keys, one-line description)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {

@@ -31,9 +31,9 @@ def orders(layout: Layout, micro_batches: int) -> list[list[Action]]:
 @lru_cache(maxsize=4096)
 def _order(rank: int, ranks: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
     """1F1B (Narayanan et al. 2019), or with several stages per rank its interleaved form (Narayanan et al. 2021)."""
-    group = ranks * chunks
     total = micro_batches * chunks
-    per_round = ranks if chunks > 1 else 1
+    per_round = round_size(ranks, micro_batches) if chunks > 1 else 1
+    group = per_round * chunks
 
     def forward(index: int) -> Action:
         if chunks == 1:
@@ -47,12 +47,17 @@ def _order(rank: int, ranks: int, chunks: int, micro_batches: int) -> tuple[Acti
         chunk = chunks - 1 - index % group // per_round
         return "B", rank + chunk * ranks, index // group * per_round + index % per_round
 
-    ahead = ranks - rank - 1 if chunks == 1 else (ranks - rank - 1) * 2 + (chunks - 1) * ranks
+    ahead = ranks - rank - 1 if chunks == 1 else (ranks - rank - 1) * 2 + (chunks - 1) * per_round
     ahead = min(ahead, total)
     actions = [forward(index) for index in range(ahead)]
     for index in range(total - ahead):
         actions += [forward(ahead + index), backward(index)]
     return tuple(actions + [backward(index) for index in range(total - ahead, total)])
+
+
+def round_size(ranks: int, micro_batches: int) -> int:
+    """Return the micro-batches of a round of the interleaved schedule, as in PyTorch's ScheduleInterleaved1F1B."""
+    return micro_batches // max(1, micro_batches // ranks)
 
 
 def simulate(layout: Layout, stages: list[StageTime], send: Callable[[int], float], saved: list[float]) -> tuple[float, list[float]]:
@@ -67,8 +72,8 @@ def simulate(layout: Layout, stages: list[StageTime], send: Callable[[int], floa
     total = layout.micro_batches
     if layout.pipeline == 1:
         return total * sum(stage.forward + stage.backward for stage in stages), [sum(saved)]
-    simulated = min(total, max(ROUNDS, 1 + layout.stages_per_rank) * layout.pipeline)
-    simulated -= simulated % layout.pipeline if layout.stages_per_rank > 1 and simulated < total else 0
+    size = round_size(layout.pipeline, total) if layout.stages_per_rank > 1 else layout.pipeline
+    simulated = min(total, ROUNDS * size)
     if layout.schedule == "zbv":
         time, flight = _zero_bubble(layout, stages, send, saved, simulated)
     else:
@@ -132,13 +137,14 @@ def _zero_bubble(
                     best = min(best, (ready, 0, rank, ("I", stage, index))) if best else (ready, 0, rank, ("I", stage, index))
                 index = next_forward[stage]
                 source = ("F", stage - 1, index)
-                if index < micro_batches and flight[rank] < limit and (stage == 0 or source in done):
+                second = stage >= layout.pipeline  # on the way back: it must never wait for memory
+                if index < micro_batches and (second or flight[rank] < limit) and (stage == 0 or source in done):
                     ready = max(clock[rank], done[source] + send(stage - 1) if stage else 0.0)
-                    option = (ready, 1, rank, ("F", stage, index))
+                    option = (ready, 1 if second else 2, rank, ("F", stage, index))
                     best = min(best, option) if best else option
             if pending[rank]:
                 stage, index = pending[rank][0]
-                option = (clock[rank], 2, rank, ("W", stage, index))
+                option = (clock[rank], 3, rank, ("W", stage, index))
                 best = min(best, option) if best else option
         assert best is not None, "the schedule waits for itself"
         start, _, rank, action = best

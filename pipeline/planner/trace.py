@@ -6,6 +6,7 @@ do not change what a block executes for a micro-batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,6 +62,7 @@ def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -
     parallel = config.parallel
     layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
     stage, kinds = _stack(config, every_block=every_block)
+    excepthook = sys.excepthook  # every process group wraps it once more
     device = meshes.init_fake(0, layout.world_size)
     try:
         mesh = meshes.build_mesh(layout, device)
@@ -76,6 +78,7 @@ def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -
         _run(stage, config, recorder)
     finally:
         meshes.destroy_process_group()
+        sys.excepthook = excepthook
     operations, saved = fuse(recorder.recording, fused=fused)
     saved = saved if fused else fuse(recorder.recording, fused=True)[1]
     peak = recorder.recording.peak

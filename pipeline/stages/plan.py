@@ -18,6 +18,7 @@ from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
 from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
 from pipeline.planner.tables import predict_table
+from pipeline.stages import plan_search
 
 GB = 1e9
 #: Lines of the table of operations.
@@ -37,6 +38,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     started = time.perf_counter()
     if stage.table:
         predict(Path(stage.table), Path(stage.out or "predictions.csv"))
+        return
+    if stage.search or stage.scaling:
+        plan_search.run(config, job_size(config, 1))
         return
     result = plan(config, job_size(config, 1), hardware_of(config))
     rows = table(result)
