@@ -274,7 +274,7 @@ def _practice(row: dict[str, str], year: int, zero: int, shards: int) -> Practic
         elementwise=1.0 if plain else HAND_FUSED,
         host_us=HOST_US if plain else 0.0,
         recompute_scores=row.get("recompute", "") == "selective",
-        overlap_data=0.9 if modern or zero == 3 else 0.0,
+        overlap_data=0.9 if modern else 0.0,
         overlap_tensor=TENSOR_OVERLAP if tensor else 0.0,
         fp8="fp8" in precision,
         full_logits=True,
@@ -336,6 +336,8 @@ def _model(row: dict[str, str], sequence: int, tensor: int, expert: int, pipelin
     given = _int(row, "ffn_hidden", 0, [])
     experts, top_k = _experts(row.get("model_name", ""), expert)
     ffn = given or 4 * hidden
+    if not given and experts > 1 and parameters and layers:  # nearly all parameters are those of the three matrices of the experts
+        ffn = max(256, round((parameters - 2 * vocabulary * hidden - 4 * layers * hidden**2) / (3 * hidden * layers * experts) / 256) * 256)
     if not given:
         assumed.append(f"ffn_hidden={ffn}")
     if not layers:
