@@ -30,7 +30,8 @@ class Practice:
         overlap_data: share of the compute during which collectives of data parallelism run beside it.
         overlap_tensor: share of the collectives of tensor parallelism that is hidden behind products.
         fp8: products of the blocks in 8 bits.
-        full_logits: all fp32 logits of a micro-batch are in memory.
+        logits_bytes: of each logit of a micro-batch, which are all in memory; 0 for this project's fused loss.
+        gradient_copy: bytes of a 16-bit gradient that is kept beside the accumulated one.
         gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
         optimizer_gathers: weights are gathered after the step of a sharded optimizer.
         products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
@@ -45,7 +46,8 @@ class Practice:
     overlap_data: float = 0.9
     overlap_tensor: float = 0.0
     fp8: bool = False
-    full_logits: bool = False
+    logits_bytes: int = 0
+    gradient_copy: int = 0
     gradient_bytes: int = 4
     optimizer_gathers: bool = True
     products: float = 1.0
@@ -302,15 +304,15 @@ def _saved(part: Part, practice: Practice) -> float:
     recomputes = any(operation.phase == "recompute" for operation in part.operations if isinstance(operation, AttentionCall))
     if not practice.flash and not practice.recompute_scores and not recomputes:
         extra = scores_bytes(part)
-    if practice.full_logits and part.name == "head":  # without this project's fused loss, which saves the gradient of its weight
+    if practice.logits_bytes and part.name == "head":  # without this project's fused loss, which saves the gradient of its weight
         return sum(2.0 * p.m * p.k for p in part.products if p.phase == "forward" and p.name)
     return part.saved + extra
 
 
 def _transient(part: Part, practice: Practice) -> float:
     """Bytes that a part allocates at most besides what it saves."""
-    if practice.full_logits and part.name == "head":
-        return logits_bytes(part)
+    if practice.logits_bytes and part.name == "head":
+        return logits_of(part) * practice.logits_bytes
     return part.peak + (0.0 if practice.flash else scores_bytes(part))
 
 
@@ -320,9 +322,9 @@ def scores_bytes(part: Part) -> float:
     return sum(5.0 * call.batch * call.heads * call.queries * call.keys for call in calls)
 
 
-def logits_bytes(part: Part) -> float:
-    """Bytes of the logits of a micro-batch (16 bits, and fp32 that becomes their gradient) of a head."""
-    return sum(6.0 * p.m * p.n for p in part.products if p.phase == "forward" and p.name)
+def logits_of(part: Part) -> float:
+    """Number of logits of a micro-batch of a head."""
+    return float(sum(p.m * p.n for p in part.products if p.phase == "forward" and p.name))
 
 
 def _memory(
@@ -346,13 +348,14 @@ def _memory(
     weights = vectors + (matrices if dense_ranks == 1 else 0) + (experts if expert_ranks == 1 else 0) if zero_stage == 3 else whole
     largest = max((part.parameters for part in held), default=0)
     transient = max((_transient(part, practice) for part in held), default=0.0)
-    if zero_stage == 3:  # weights of two blocks, and the flat gradients of a block and of two reductions
-        transient += 2 * largest * weight_bytes + 3 * largest * 4
+    if zero_stage == 3:  # weights of two blocks, and the flat gradients of a block and, in this engine, of two reductions
+        reductions = 1 if practice.logits_bytes else 3
+        transient += 2 * largest * weight_bytes + reductions * largest * practice.gradient_bytes
     elif zero_stage == 2:
         transient += 3 * largest * 4
     return Memory(
         weights=weights * weight_bytes,
-        gradients=(share if zero_stage >= 2 else whole) * practice.gradient_bytes,
+        gradients=(share if zero_stage >= 2 else whole) * practice.gradient_bytes + whole * practice.gradient_copy,
         optimizer=(share if zero_stage else whole) * (master + 4 * state_tensors),
         activations=flight,
         transient=transient,

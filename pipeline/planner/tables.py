@@ -277,22 +277,23 @@ def _practice(row: dict[str, str], year: int, zero: int, shards: int) -> Practic
         overlap_data=0.9 if modern else 0.0,
         overlap_tensor=TENSOR_OVERLAP if tensor else 0.0,
         fp8="fp8" in precision,
-        full_logits=True,
+        logits_bytes=4 if plain else 6,  # in 16 bits with their gradients; or in 16 bits and in fp32, which become the gradients
+        gradient_copy=2 if "fp32 grad" in precision else 0,
         gradient_bytes=4 if ("amp" in precision or ("bf16" in precision and zero < 3) or not precision) and not sixteen else 2,
         shard_ranks=shards,
     )
 
 
 #: Rate of matrix products beside the collectives of FSDP, on GPUs up to A100 and newer ones.
-EAGER_PRODUCTS, EAGER_PRODUCTS_NEW = 0.9, 0.62
+EAGER_PRODUCTS, EAGER_PRODUCTS_NEW = 0.90, 0.62
 #: Rate of FlashAttention 2 over that of the kernel written for the GPU, on GPUs newer than A100.
-EAGER_ATTENTION = 0.7
+EAGER_ATTENTION = 0.88
 #: Bytes of the memory-bound kernels that frameworks fuse by hand, over those that a compiler fuses.
-HAND_FUSED = 1.5
+HAND_FUSED = 1.9
 #: Microseconds for which PyTorch's host code is busy with an operator.
 HOST_US = 7
 #: Share of the collectives of tensor parallelism that frameworks of 2024 on hide behind products, with sequence parallelism.
-TENSOR_OVERLAP = 0.63
+TENSOR_OVERLAP = 0.56
 
 
 def _recompute(row: dict[str, str], year: int, assumed: list[str]) -> str:
