@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Generate
+from pipeline.config.stages import PARALLEL_STAGES, Generate, plans_other_layouts
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -19,7 +19,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found = [*config.model.violations(), *_corpora(config)]
     if not config.run_dir.strip():
         found.append(Violation("run_dir", repr(config.run_dir), "must name a folder", "set run_dir, or remove an unset variable from it"))
-    if config.stage.name in PARALLEL_STAGES:
+    if config.stage.name in PARALLEL_STAGES and not plans_other_layouts(config.stage):
         found += [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
         found += [*_batch(config, world_size), *_training(config)]
         if config.dry_run.enabled and config.dry_run.rank >= world_size:

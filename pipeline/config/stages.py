@@ -87,10 +87,27 @@ class Certify(StageConfig):
     )
 
 
+@dataclass
+class Plan(StageConfig):
+    """Prediction of matrix products, memory, time and cost of a pretraining job."""
+
+    tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
+    search: bool = knob(False, "search the fastest legal layout, micro-batch and recomputation instead of planning the configured ones")
+    scaling: bool = knob(False, "search the fastest layout for 1, 2, 4, ... up to cluster.nodes nodes")
+    table: str | None = knob(None, "CSV file of runs to predict instead of the configured job (columns: pipeline/planner/README.md)")
+    out: str | None = knob(None, "output: a JSON file (default: none), or with stage.table a CSV file (default: predictions.csv)")
+
+
 #: Stages with one rank per GPU.
 GPU_STAGES = ("pretrain", "evaluate", "generate")
 #: Stages whose settings are those of a parallel layout and of training samples.
-PARALLEL_STAGES = ("pretrain", "evaluate", "certify")
+PARALLEL_STAGES = ("pretrain", "evaluate", "certify", "plan")
+
+
+def plans_other_layouts(stage: StageConfig) -> bool:
+    """Whether a stage does not read the configured layout: the planner chooses layouts, or reads them from a table."""
+    return isinstance(stage, Plan) and bool(stage.search or stage.scaling or stage.table)
+
 
 #: stage name -> (dataclass of its keys, one-line description)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
@@ -103,6 +120,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         Certify,
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
+    "plan": (Plan, "settings of a planned pretrain job -> its matrix products, memory, time and cost; one process, no GPU"),
     "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),

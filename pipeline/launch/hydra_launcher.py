@@ -175,7 +175,7 @@ class SlurmLauncher(ValidatingLauncher):
         return []
 
     def _check_submission(self, runs: list[SweepRun], earlier: dict[str, dict[str, Any]], folder: Path) -> None:
-        """Refuse invalid cluster options, several launcher processes, batches of runs, and a folder with other runs."""
+        """Refuse invalid cluster options, several launchers, batches of runs, a folder with other runs, and too little GPU memory."""
         violations = {str(v): v for run in runs for v in job.violations(run.config.cluster, run.config.stage.name, Path.cwd())}
 
         def refuse(key: str, value: object, rule: str, fix: str) -> None:
@@ -199,6 +199,13 @@ class SlurmLauncher(ValidatingLauncher):
                 )
                 fix = "choose another run_dir, or append new values at the end of a list"
                 refuse("run_dir", folder, rule, fix)
+        for run in runs:
+            if run.config.stage.name == "pretrain" and run.config.cluster.hardware and run.config.cluster.check_memory:
+                from pipeline.planner import gate  # loads torch
+
+                size = self.world_size(run.config)
+                if too_large := gate.violation(run.config, size, gate.planned(run.config, size)):
+                    violations[str(too_large)] = too_large
         if violations:
             raise UserError(list(violations.values()))
 

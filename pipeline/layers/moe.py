@@ -42,7 +42,8 @@ class Experts(nn.Module):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        product = grouped_mm if x.is_cuda and x.dtype == torch.bfloat16 else loop_mm
+        grouped = (x.is_cuda and x.dtype == torch.bfloat16) or x.is_meta  # the planner traces the kernel of GPUs
+        product = grouped_mm if grouped else loop_mm
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
 

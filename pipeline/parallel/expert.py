@@ -71,7 +71,10 @@ class ExpertParallelExperts(nn.Module):
         dist.all_to_all_single(received_counts, counts, group=self.group)
         # Both (ranks, local experts): rows to send to each rank's experts, and rows to receive from each rank for the local experts.
         sent_counts, received_counts = (table.view(self.group.size(), -1) for table in (counts, received_counts))
-        input_splits, output_splits = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)]).tolist()
+        if x.is_meta:  # the planner has no values: every expert gets the same number of rows
+            input_splits = output_splits = [x.shape[0] // self.group.size()] * self.group.size()
+        else:
+            input_splits, output_splits = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)]).tolist()
         routed = sum(input_splits)
         rows = all_to_all(x[:routed], input_splits, output_splits, self.group)
         order = _order_by_expert(received_counts, sum(output_splits))

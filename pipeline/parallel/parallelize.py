@@ -67,6 +67,21 @@ def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dty
         value: returns a piece of a weight on the rank's device; by the recipe of the family when None.
     """
     model = partition_model(config, mesh.layout, mesh.rank)
+    connect(config, mesh, model)
+    if mesh.device.type != "meta":
+        init_weights(model, config, mesh.device, value)
+    return model
+
+
+def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None = None) -> None:
+    """Insert collectives, attention cores, recomputation and compilation into stages with sharded weights.
+
+    Args:
+        config: configuration of the run.
+        mesh: this rank's process groups.
+        model: this rank's stages.
+        core: the attention core on local heads; that of training.attention when None.
+    """
     plan = registry.plan(config.model)
     for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
@@ -75,7 +90,7 @@ def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dty
             tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=sequence, gather_again=again, recomputed=recomputed)
         expert.apply(stage, mesh)
         for layer in attention_layers(stage):
-            layer.core = CORES[config.training.attention]
+            layer.core = core or CORES[config.training.attention]
         if mesh.layout.context > 1:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         apply_activation_checkpointing(stage, config.training.activation_checkpointing)
@@ -84,9 +99,6 @@ def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dty
         if compile_enabled(config, mesh.device):
             for block in stage.blocks.values():
                 block.compile()
-    if mesh.device.type != "meta":
-        init_weights(model, config, mesh.device, value)
-    return model
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

@@ -19,7 +19,9 @@ from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
+from pipeline.planner import gate
 from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.planner.plan import Plan
 from pipeline.planner.ranks import rank_state
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -30,7 +32,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage is not pretrain, or the cluster options of the job are invalid.
+        UserError: the stage is not pretrain, the cluster options of the job are invalid, or the job does not fit in memory.
     """
     if config.stage.name != "pretrain":
         raise UserError.of("dry_run.enabled", True, "requires stage=pretrain", "remove it: other stages have no parallel layout to inspect")
@@ -44,7 +46,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
     lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, local, model)]
     lines += [*batch_lines(config, layout), "", sbatch]
-    print("\n".join(lines))
+    result = gate.planned(config, layout.world_size)
+    print("\n".join([*lines, *([] if result is None else ["", *plan_lines(result)])]))
+    if refused := gate.violation(config, layout.world_size, result):
+        raise UserError([refused])
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
 
 
@@ -64,6 +69,14 @@ def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     yield f"rank {config.dry_run.rank} of {layout.world_size:,}"
     for axis in ("pipeline", "data", "expert", "context", "tensor"):
         yield f"  {axis:<16}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
+
+
+def plan_lines(result: Plan) -> Iterator[str]:
+    """Yield the planned memory of the fullest rank and time of a step; stage=plan prints their parts."""
+    memory = result.estimate.memory.total / 1e9
+    yield f"planned on {result.hardware.name} (details: stage=plan)"
+    yield f"  {'memory':<14}{memory:9.1f} GB of {result.hardware.memory_gb:.1f} GB on the fullest rank"
+    yield f"  {'step':<14}{result.estimate.step_time:9.2f} s"
 
 
 def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:

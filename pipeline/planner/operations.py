@@ -1,0 +1,157 @@
+"""What a rank executes, as data: matrix products, attention calls, memory-bound kernels and collectives of a part of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["forward", "backward", "recompute"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` matrix products (m, k) x (k, n).
+
+    Attributes:
+        name: the weight, or an empty string for a product of activations.
+        phase: forward, backward or recompute.
+        bytes_per_element: of operands and result.
+    """
+
+    name: str
+    phase: Phase
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    bytes_per_element: int = 2
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Operands and result, each once."""
+        return float(self.bytes_per_element * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention kernel, or the backward pass of one.
+
+    Attributes:
+        phase: forward, backward or recompute.
+        batch: sequences.
+        heads, kv_heads: of this rank.
+        queries, keys: positions.
+        head_dim, value_dim: widths of a head.
+        pairs: share of all (query, key) pairs that are computed: one half for a causal mask, less for a window.
+        ring: ranks between which keys and values rotate.
+        bytes_per_element: of queries, keys, values and output.
+    """
+
+    phase: Phase
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    pairs: float
+    ring: int = 1
+    bytes_per_element: int = 2
+
+    @property
+    def products(self) -> int:
+        """Number of matrix products over all pairs: two in the forward pass, five in the backward pass, which recomputes the scores."""
+        return 5 if self.phase == "backward" else 2
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of the pairs that are computed."""
+        pairs = self.batch * self.heads * self.queries * self.keys * self.ring * self.pairs
+        return pairs * self.products * (self.head_dim + self.value_dim)
+
+    @property
+    def bytes(self) -> float:
+        """Queries, keys, values and output, each once; in the backward pass also their gradients."""
+        query, key = self.heads * self.queries, self.kv_heads * self.keys * self.ring
+        once = self.batch * (query + key) * (self.head_dim + self.value_dim) * self.bytes_per_element
+        return float(once * (2 if self.phase == "backward" else 1))
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """A memory-bound kernel: everything else (norms, activations, residual sums, permutations, the softmax of the loss).
+
+    Attributes:
+        name: operator, or the operators that are fused.
+        phase: forward, backward or recompute.
+        bytes: read and written.
+    """
+
+    name: str
+    phase: Phase
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective over a mesh axis.
+
+    Attributes:
+        kind: operation.
+        axis: mesh axis (tensor, context, expert).
+        phase: forward, backward or recompute.
+        bytes: size of the full buffer: the result of an all-gather, the input of the others.
+    """
+
+    kind: Kind
+    axis: str
+    phase: Phase
+    bytes: float
+
+
+Operation = Product | AttentionCall | Elementwise | Collective
+
+
+@dataclass
+class Part:
+    """The operations of one micro-batch in one part of the model: its embedding, one block, or norm and head.
+
+    Attributes:
+        name: embed, the index of a block, or head.
+        operations: in order of execution.
+        saved: bytes that stay allocated between forward and backward pass, without weights.
+        output: bytes of the result.
+        peak: bytes that are allocated at most during the backward pass, beyond what was saved, without gradients of weights.
+        weights: (elements of matrices, elements of vectors, elements of experts) on this rank.
+    """
+
+    name: str
+    operations: list[Operation] = field(default_factory=list)
+    saved: int = 0
+    output: int = 0
+    peak: int = 0
+    matrices: int = 0
+    vectors: int = 0
+    experts: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights of this rank."""
+        return self.matrices + self.vectors + self.experts
+
+    @property
+    def products(self) -> list[Product]:
+        """The matrix products."""
+        return [operation for operation in self.operations if isinstance(operation, Product)]
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of matrix products and attention, with recomputation."""
+        return sum(operation.flops for operation in self.operations if isinstance(operation, Product | AttentionCall))

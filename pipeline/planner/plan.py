@@ -1,0 +1,131 @@
+"""The plan of a job: the traced operations of its model, and the prediction of its step on the hardware of its cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import hardware as hardware_files
+from pipeline.config.hardware import Hardware
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.parallel.parallelize import DTYPES
+from pipeline.planner.estimate import Estimate, Practice, axis_groups, estimate, operation_time, stage_parts
+from pipeline.planner.kernels import product_time
+from pipeline.planner.operations import AttentionCall, Collective, Elementwise
+from pipeline.planner.trace import Trace, trace
+from pipeline.training.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration with its trace and prediction."""
+
+    config: RunConfig
+    layout: Layout
+    hardware: Hardware
+    trace: Trace
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table of matrix products: all calls of one kind on the ranks of one pipeline, for a step.
+
+    Attributes:
+        name: weight, or kind of the other operations.
+        phase: forward, backward or recompute.
+        shape: m x n x k on a rank, with the number of products of a batch; empty for other operations.
+        count: calls in a step.
+        flops, bytes: of one call.
+        time: seconds of one call.
+        bound: compute, memory, latency or network.
+    """
+
+    name: str
+    phase: str
+    shape: str
+    count: int
+    flops: float
+    bytes: float
+    time: float
+    bound: str
+
+
+def hardware_of(config: RunConfig) -> Hardware:
+    """Return the hardware of the configured cluster.
+
+    Raises:
+        UserError: cluster.hardware is not set, or names no file.
+    """
+    cluster = config.cluster
+    if cluster.hardware is None:
+        fix = f"set it to one of {', '.join(hardware_files.names())}, or add a file to conf/hardware/"
+        raise UserError.of("cluster.hardware", "null", "stage=plan requires the GPU of the nodes", fix)
+    hardware = hardware_files.load(cluster.hardware)
+    return hardware_files.with_node(hardware, gpus_per_node=max(1, cluster.tasks_per_node), network_gb_s=cluster.network_gb_s)
+
+
+def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace | None = None, practice: Practice | None = None) -> Plan:
+    """Predict a step of a valid configuration.
+
+    Args:
+        config: of the job.
+        world_size: ranks.
+        hardware: GPU, node and network.
+        traced: the trace of the configuration; traced here when None.
+        practice: what the engine does; this project's when None.
+    """
+    traced = traced or trace(config)
+    layout = Layout.of(config, world_size)
+    predicted = estimate(
+        traced,
+        layout,
+        hardware,
+        zero_stage=config.parallel.zero_stage,
+        weight_bytes=DTYPES[config.precision.dtype].itemsize,
+        state_tensors=len(OPTIMIZERS[config.optimizer.name].state),
+        hidden_bytes=hidden_bytes(config),
+        practice=practice,
+    )
+    return Plan(config, layout, hardware, traced, predicted)
+
+
+def hidden_bytes(config: RunConfig) -> float:
+    """Return the bytes of the activations between two pipeline stages on a rank, for a micro-batch."""
+    parallel, training = config.parallel, config.training
+    shards = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    tokens = training.micro_batch_size * training.sequence_length / shards
+    return tokens * config.model.hidden * DTYPES[config.precision.dtype].itemsize
+
+
+def table(plan: Plan) -> list[Row]:
+    """Return the operations of a step on the ranks of one pipeline (all its stages), longest first."""
+    groups, practice = axis_groups(plan.layout, plan.hardware), Practice()
+    parts = [part for stage in range(plan.layout.stage_count) for part in stage_parts(plan.trace, plan.layout, stage)]
+    counts: dict[str, int] = {}
+    for part in parts:
+        counts[part.name] = counts.get(part.name, 0) + plan.layout.micro_batches
+    rows: dict[tuple[str, str, str], Row] = {}
+    for name, part in plan.trace.parts.items():
+        for operation in part.operations:
+            _, time = operation_time(operation, plan.hardware, groups, practice)
+            shape, bound = "", "memory"
+            if isinstance(operation, Elementwise):
+                label, flops = "elementwise", 0.0
+            elif isinstance(operation, Collective):
+                label, flops, bound = f"{operation.kind} ({operation.axis})", 0.0, "network"
+            elif isinstance(operation, AttentionCall):
+                label, flops, bound = "attention", operation.flops, "compute"
+                shape = f"{operation.batch}x{operation.heads} x {operation.queries} x {operation.keys} x {operation.head_dim}"
+            else:
+                label = operation.name.split(".", 2)[-1] if operation.name.startswith("blocks.") else operation.name or "(activations)"
+                flops, (_, bound) = operation.flops, product_time(operation, plan.hardware)
+                shape = f"{operation.batch} x " * (operation.batch > 1) + f"{operation.m} x {operation.n} x {operation.k}"
+            key = label, operation.phase, shape
+            old = rows.get(key)
+            count = counts[name] + (old.count if old else 0)
+            moved = (operation.bytes * counts[name] + (old.bytes * old.count if old else 0)) / count
+            mean = (time * counts[name] + (old.time * old.count if old else 0)) / count
+            rows[key] = Row(label, operation.phase, shape, count, flops, moved, mean, bound)
+    return sorted(rows.values(), key=lambda row: -row.time * row.count)

@@ -1,0 +1,247 @@
+"""Search for the layout with the shortest step among all that are legal and fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from pipeline.config import check
+from pipeline.config.hardware import Hardware
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig, StageConfig
+from pipeline.planner.estimate import Practice, axis_groups, part_time
+from pipeline.planner.operations import Part
+from pipeline.planner.plan import Plan, plan
+from pipeline.planner.trace import Trace, trace
+
+#: Micro-batches, recomputation and stages per rank that are tried.
+MICRO_BATCHES = (1, 2, 4, 8)
+RECOMPUTATION = ("none", "selective", "full")
+CHUNKS = (1, 2, 3, 4, 6, 8)
+#: Candidates whose schedule is simulated, best bounds first.
+SIMULATED = 150
+#: Sequences from this length on are also split over context ranks.
+LONG = 16384
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate layout with its prediction.
+
+    Attributes:
+        plan: configuration, layout and prediction.
+        settings: the keys that differ from the configuration that was searched from, as on the command line.
+    """
+
+    plan: Plan
+    settings: tuple[str, ...]
+
+    @property
+    def step_time(self) -> float:
+        """Seconds."""
+        return self.plan.estimate.step_time
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        choices: simulated layouts that fit, fastest first.
+        legal: number of legal layouts.
+        fitting: number of these that fit by the quick bound of their memory.
+        smallest: the simulated layout with the least memory, if none fits.
+        seconds: duration of the search.
+    """
+
+    choices: list[Choice]
+    legal: int
+    fitting: int
+    smallest: Choice | None
+    seconds: float
+
+    @property
+    def front(self) -> list[Choice]:
+        """The layouts that no other one beats in both time and memory, fastest first."""
+        front: list[Choice] = []
+        for choice in self.choices:
+            if not front or choice.plan.estimate.memory.total < front[-1].plan.estimate.memory.total:
+                front.append(choice)
+        return front
+
+
+@dataclass
+class Traces:
+    """Traces and part times by what they depend on, shared by searches over one model."""
+
+    traces: dict[str, Trace] = field(default_factory=dict)
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def get(self, config: RunConfig) -> Trace:
+        """The trace of a configuration."""
+        key = self.key(config)
+        if key not in self.traces:
+            self.traces[key] = trace(config)
+        return self.traces[key]
+
+    def key(self, config: RunConfig) -> str:
+        """What a trace depends on."""
+        parallel, training = config.parallel, config.training
+        sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.sequence_parallel
+        batch = training.micro_batch_size, training.sequence_length, training.activation_checkpointing
+        return f"{config.model} {config.precision} {sizes} {batch}"
+
+    def block_and_ends(self, config: RunConfig, layout: Layout, hardware: Hardware) -> tuple[float, float]:
+        """Seconds of a micro-batch in all blocks, and in embedding and head."""
+        node = hardware.gpus_per_node
+        key = f"{self.key(config)} {hardware.name} {node}"
+        if key not in self.sums:
+            found, groups = self.get(config), axis_groups(layout, hardware)
+            times = {name: part_time(part, hardware, groups, Practice()).total for name, part in found.parts.items()}
+            self.sums[key] = sum(times[kind] for kind in found.kinds), times["embed"] + times["head"]
+        return self.sums[key]
+
+
+def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Traces | None = None) -> Choice | None:
+    """Return the fastest layout that is legal and fits on a number of nodes; None if there is none.
+
+    A pure function: model, batch, sequence length, optimizer and precision are those of the configuration, its layout, micro-batch and
+    recomputation are chosen.
+
+    Args:
+        config: a configuration; its keys of `parallel`, and micro-batch and recomputation of `training`, are not read.
+        nodes: number of nodes, each with `hardware.gpus_per_node` ranks.
+        hardware: GPU, node and network.
+        traces: of earlier calls for the same model.
+    """
+    found = search(config, nodes * hardware.gpus_per_node, hardware, traces)
+    return found.choices[0] if found.choices else None
+
+
+def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None) -> Found:
+    """Search over tensor, pipeline, context, expert and data sizes, ZeRO stages, stages per rank, micro-batches and recomputation.
+
+    Legal is what config/check.py accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
+    even pipeline, and the bytes of gradients; the best ones are simulated.
+    """
+    started, traces = time.perf_counter(), traces or Traces()
+    config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
+    candidates = [c for c in _candidates(config, world_size, hardware) if not check.violations(c, world_size)]
+    limit = hardware.memory_gb * 1e9
+    bounded: list[tuple[float, int, RunConfig]] = []
+    tight: list[tuple[float, int, RunConfig]] = []
+    for index, candidate in enumerate(candidates):
+        layout = Layout.of(candidate, world_size)
+        memory = _memory_bound(traces.get(candidate), candidate, layout)
+        if memory <= limit:
+            bounded.append((_time_bound(candidate, layout, hardware, traces), index, candidate))
+        else:
+            tight.append((memory, index, candidate))
+    bounded.sort(key=lambda item: item[:2])
+    chosen = bounded[:SIMULATED] or sorted(tight, key=lambda item: item[:2])[:1]
+    choices = []
+    for _, _, candidate in chosen:
+        choices.append(Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)))
+    choices.sort(key=lambda choice: choice.step_time)
+    fitting = [choice for choice in choices if choice.plan.estimate.fits]
+    smallest = min(choices, key=lambda choice: choice.plan.estimate.memory.total) if choices and not fitting else None
+    return Found(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
+
+
+def why_slower(choice: Choice, best: Choice) -> str:
+    """Return the cause for which a layout loses most time to the best one."""
+    ours, theirs = choice.plan.estimate.causes, best.plan.estimate.causes
+    lost = {cause: ours.get(cause, 0.0) - theirs.get(cause, 0.0) for cause in ours.keys() | theirs.keys()}
+    cause = max(sorted(lost), key=lambda name: lost[name])
+    return f"{cause} +{lost[cause]:.3f} s" if lost[cause] > 0 else "equal"
+
+
+def _candidates(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[RunConfig]:
+    """Yield configurations whose sizes divide; tensor ranks stay within a node."""
+    model, training = config.model, config.training
+    experts = getattr(model, "experts", 0)
+    lengths = (1,) if training.sequence_length < LONG else (1, 2, 4, 8, 16)
+    for tensor in _divisors(hardware.gpus_per_node):
+        for context in lengths:
+            for expert in _divisors(experts) if experts else (1,):
+                for pipeline in _divisors(world_size // max(1, tensor * context * expert)):
+                    if pipeline > model.layers or world_size % (tensor * context * expert * pipeline):
+                        continue
+                    data = world_size // (tensor * context * pipeline)
+                    for chunks in CHUNKS if pipeline > 1 else (1,):
+                        for micro in MICRO_BATCHES:
+                            if training.global_batch_size % (data * micro):
+                                continue
+                            for recompute in RECOMPUTATION:
+                                # More than ZeRO 1 would reduce every micro-batch, which only pays where the memory requires it.
+                                for zero in (1, 2, 3):
+                                    yield replace(
+                                        config,
+                                        parallel=replace(
+                                            config.parallel,
+                                            tensor=tensor,
+                                            context=context,
+                                            expert=expert,
+                                            pipeline=pipeline,
+                                            schedule="interleaved" if chunks > 1 else "1f1b",
+                                            stages_per_rank=chunks if chunks > 1 else None,
+                                            layers_per_stage=[],
+                                            zero_stage=zero,
+                                        ),
+                                        training=replace(training, micro_batch_size=micro, activation_checkpointing=recompute),
+                                    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _memory_bound(found: Trace, config: RunConfig, layout: Layout) -> float:
+    """Bytes that the first pipeline rank needs at least: state and activations in flight."""
+    per_rank = len(found.kinds) / layout.pipeline
+    blocks = [found.parts[kind] for kind in found.kinds]
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(block, name)) for block in blocks) / len(blocks)
+
+    def held(parts: list[Part], name: str) -> float:
+        return per_rank * mean(name) + sum(getattr(part, name) for part in parts)
+
+    ends = [found.parts["embed"]]
+    dense, experts = held(ends, "matrices") + held(ends, "vectors"), held(ends, "experts")
+    data = layout.data * layout.context
+    share = dense / (data * layout.expert) + experts / data
+    whole, zero = dense + experts, config.parallel.zero_stage
+    state = (share if zero == 3 else whole) * 2 + (share if zero >= 2 else whole) * 4 + share * 12
+    flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
+    return state + flight * per_rank * mean("saved")
+
+
+def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: Traces) -> float:
+    """Seconds of a step with an even pipeline, with the bytes of ZeRO 2 and 3 beside the computation."""
+    blocks, ends = traces.block_and_ends(config, layout, hardware)
+    micro, stages = layout.micro_batches, layout.pipeline
+    rank = blocks / stages + (ends if stages == 1 else max(0.0, ends - blocks / stages / layout.stages_per_rank))
+    work = micro * rank + (stages - 1) / layout.stages_per_rank * blocks / stages
+    found = traces.get(config)
+    parameters = sum(found.parts[kind].parameters for kind in found.kinds) / stages
+    rounds = {1: 1, 2: micro, 3: 3 * micro}[config.parallel.zero_stage]
+    network = hardware.network_gb_s * 1e9 * hardware.network_share * max(1, hardware.gpus_per_node // layout.tensor)
+    within = hardware.link_gb_s * 1e9 * hardware.link_share
+    rate = network if layout.world_size > hardware.gpus_per_node else within
+    return max(work, rounds * 3 * parameters / rate)
+
+
+def settings_of(config: RunConfig) -> tuple[str, ...]:
+    """The layout as settings of the command line."""
+    parallel, training = config.parallel, config.training
+    axes = [name for name in ("tensor", "pipeline", "context", "expert") if getattr(parallel, name) > 1]
+    words = [f"parallel.{name}={getattr(parallel, name)}" for name in axes]
+    words.append(f"parallel.zero_stage={parallel.zero_stage}")
+    if parallel.schedule != "1f1b":
+        words += [f"parallel.schedule={parallel.schedule}", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
+    words.append(f"training.micro_batch_size={training.micro_batch_size}")
+    if training.activation_checkpointing != "none":
+        words.append(f"training.activation_checkpointing={training.activation_checkpointing}")
+    return tuple(words)

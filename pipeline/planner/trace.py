@@ -1,0 +1,237 @@
+"""The operations of each part of a model on one rank, from the model's own code on the meta device with its parallel plan.
+
+One block of each kind is traced, in a fake process group of the size of the tensor, context and expert axes; pipeline and data parallelism
+do not change what a block executes for a micro-batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.layout import Coordinates, Layout
+from pipeline.config.schema import RunConfig
+from pipeline.layers.attention_kernel import pad_values
+from pipeline.layers.batch import Batch
+from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.mask import Mask
+from pipeline.layers.stack import Stack
+from pipeline.models import registry
+from pipeline.parallel import mesh as meshes
+from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
+from pipeline.parallel.partition import partition_weights
+from pipeline.planner.operations import Part
+from pipeline.planner.recorder import Recorder, fuse, visible_share
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The parts of a model on one rank, for one micro-batch.
+
+    Attributes:
+        parts: embed, one block of each kind by the index of its first block, and head.
+        kinds: the kind (a key of parts) of every block of the model.
+    """
+
+    parts: dict[str, Part]
+    kinds: tuple[str, ...]
+
+    def block(self, index: int) -> Part:
+        """The operations of a block of the model."""
+        return self.parts[self.kinds[index]]
+
+
+def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -> Trace:
+    """Trace one micro-batch of the model in the tensor, context and expert sizes of a configuration.
+
+    Args:
+        config: a valid configuration; it selects model, micro-batch, sequence length, number format, recomputation and parallel sizes.
+        fused: as in `fuse`; torch.compile fuses. What is saved is that of fused kernels in both cases.
+        every_block: trace all blocks, not one of each kind (to test that both are equal).
+    """
+    parallel = config.parallel
+    layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
+    stage, kinds = _stack(config, every_block=every_block)
+    excepthook = sys.excepthook  # every process group wraps it once more
+    device = meshes.init_fake(0, layout.world_size)
+    try:
+        mesh = meshes.build_mesh(layout, device)
+        model = LocalModel({0: stage}, partition_weights({0: stage}, config.model, layout, Coordinates(0, 0, 0, 0, 0)))
+        for parameter in model.pieces:
+            parameter.data = parameter.data.to(DTYPES[config.precision.dtype])
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        connect(replace(config, training=replace(config.training, compile="off")), mesh, model, _recorded_attention)
+        groups = {getattr(mesh, axis).group_name: axis for axis in ("tensor", "context", "expert") if getattr(layout, axis) > 1}
+        constants = dict.fromkeys(_constants(stage), "") | {parameter: piece.name for parameter, piece in model.pieces.items()}
+        recorder = Recorder(constants, groups, layout.__dict__)
+        _run(stage, config, recorder)
+    finally:
+        meshes.destroy_process_group()
+        sys.excepthook = excepthook
+    operations, saved = fuse(recorder.recording, fused=fused)
+    saved = saved if fused else fuse(recorder.recording, fused=True)[1]
+    peak = recorder.recording.peak
+    parts = {
+        name: Part(name, operations.get(name, []), saved=saved.get(name, 0), peak=peak.get(name, 0))
+        for name in ("embed", *stage.blocks, "head")
+    }
+    _count_weights(stage, model, parts)
+    return Trace(parts, kinds)
+
+
+def _constants(stage: Stack) -> Iterator[Tensor]:
+    """Tables that the model keeps, such as those of rotary position embeddings: no activations."""
+    yield from stage.buffers()
+    for module in stage.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """Free a gradient as soon as it is complete, as the engine does."""
+    parameter.grad = None
+
+
+#: model configuration (as text) -> its stack with one block of each kind on the meta device, and the kind of every block
+_STACKS: dict[str, tuple[Stack, tuple[str, ...]]] = {}
+
+
+def _stack(config: RunConfig, *, every_block: bool) -> tuple[Stack, tuple[str, ...]]:
+    """A new model on the meta device with one block of each kind, and the kind of every block."""
+    key = f"{every_block} {config.model}"
+    if key not in _STACKS:
+        with torch.device("meta"):
+            stack = registry.build(config.model)
+        kinds = tuple(stack.blocks) if every_block else kinds_of(stack)
+        for index in [index for index in stack.blocks if index not in kinds]:
+            del stack.blocks[index]
+        _STACKS[key] = stack, kinds
+    stack, kinds = _STACKS[key]
+    return deepcopy(stack), kinds
+
+
+def kinds_of(model: Stack) -> tuple[str, ...]:
+    """Return the kind of every block, named by the first block that has the same modules, sizes and settings."""
+    first: dict[Hashable, str] = {}
+    boundary = model.encoder_blocks if isinstance(model, EncoderDecoder) else 0
+    return tuple(first.setdefault((int(index) < boundary, _signature(block)), index) for index, block in model.blocks.items())
+
+
+def _signature(block: nn.Module) -> Hashable:
+    """What distinguishes blocks: the types of their modules, shapes of weights, and plain settings (windows, rotary tables)."""
+    found: list[Hashable] = []
+    for name, module in block.named_modules():
+        settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, int | float | str | bool | None)}
+        shapes = tuple((k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False))
+        found.append((name, type(module).__name__, tuple(sorted(settings.items(), key=str)), shapes))
+    return tuple(found)
+
+
+def _recorded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    """The attention core of the trace: the flash kernel of PyTorch, which on the meta device has no restrictions."""
+    recorder = _RECORDER.get()
+    assert recorder is not None
+    recorder.pairs = visible_share(q.shape[2], k.shape[2], causal=mask.causal, window=window)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, mask.causal, False, scale=scale)[0]
+    return out[..., : v.shape[3]]
+
+
+def _inputs(config: RunConfig) -> tuple[Tensor, Batch]:
+    """A micro-batch of tokens on the meta device, as the stages receive it."""
+    rows, length = config.training.micro_batch_size, config.training.sequence_length // config.parallel.context
+    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    batch: Batch = {"targets": tokens.clone()}
+    if config.parallel.context > 1:
+        batch["positions"] = tokens.clone()
+        batch["loss_scale"] = torch.empty(rows, device="meta")
+    if config.model.objective == "encoder_decoder" or hasattr(config.model, "encoder_blocks"):
+        batch["decoder_tokens"] = tokens.clone()
+    if getattr(config.model, "next_sentence", False):
+        batch["next_sentence"] = torch.empty(rows, dtype=torch.int64, device="meta")
+    return tokens, batch
+
+
+def _run(stage: Stack, config: RunConfig, recorder: Recorder) -> None:
+    """Forward and backward pass of a micro-batch under the recorder."""
+    tokens, batch = _inputs(config)
+    with _marked(stage, recorder):
+        token = _RECORDER.set(recorder)
+        try:
+            with recorder:
+                loss = stage(tokens, **batch)
+                recorder.in_backward = True
+                recorder.enter("head")
+                loss.backward()
+        finally:
+            _RECORDER.reset(token)
+
+
+@contextmanager
+def _marked(stage: Stack, recorder: Recorder) -> Iterator[None]:
+    """Set the recorder's part at the boundaries of the blocks, in the forward and in the backward pass."""
+    handles = []
+
+    def before(name: str, inputs: tuple[Any, ...]) -> None:
+        if recorder.in_backward:
+            return
+        recorder.enter(name)
+        previous = list(stage.blocks).index(name) - 1
+        for tensor in inputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(_setter(recorder, "embed" if previous < 0 else list(stage.blocks)[previous]))
+                break
+
+    def after(name: str, output: Any) -> None:
+        if recorder.in_backward:
+            return
+        if name == list(stage.blocks)[-1]:
+            recorder.enter("head")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(_setter(recorder, name))
+
+    for name, block in stage.blocks.items():
+        handles.append(block.register_forward_pre_hook(lambda _, inputs, name=name: before(name, inputs)))
+        handles.append(block.register_forward_hook(lambda _, inputs, output, name=name: after(name, output)))  # noqa: ARG005 - hook's signature
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _setter(recorder: Recorder, name: str) -> Any:
+    """A hook of a tensor that marks the part whose backward pass begins."""
+
+    def mark(_: Tensor) -> None:
+        recorder.enter(name)
+
+    return mark
+
+
+def _count_weights(stage: Stack, model: LocalModel, parts: dict[str, Part]) -> None:
+    """Count the weights of each part; a tied head holds none."""
+    counted: set[nn.Parameter] = set()
+    for name, parameter in stage.named_parameters():
+        if parameter in counted:
+            continue
+        counted.add(parameter)
+        words = name.split(".")
+        embeds = words[0] == "embed" or words[0].endswith("_bias")
+        part = parts[words[1] if words[0] == "blocks" else "embed" if embeds else "head"]
+        piece = model.pieces[parameter]
+        if piece.is_sliced_along("expert"):
+            part.experts += parameter.numel()
+        elif len(piece.full_shape) >= 2:
+            part.matrices += parameter.numel()
+        else:
+            part.vectors += parameter.numel()

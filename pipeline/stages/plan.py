@@ -1,0 +1,163 @@
+"""plan: matrix products, memory, time and cost of a planned pretrain job, from its model on the meta device. Requires no GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+
+from pipeline.config.layout import job_size
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Plan as PlanConfig
+from pipeline.files import atomic_file
+from pipeline.launch import job
+from pipeline.launch.ranks import Ranks
+from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
+from pipeline.planner.tables import predict_table
+from pipeline.stages import plan_search
+
+GB = 1e9
+#: Lines of the table of operations.
+LINES = 28
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Print the plan of the configured job, or predict the runs of stage.table.
+
+    Raises:
+        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.table cannot be read.
+    """
+    stage = config.stage
+    assert isinstance(stage, PlanConfig)
+    if ranks.rank > 0:
+        return  # additional ranks do nothing
+    started = time.perf_counter()
+    if stage.table:
+        predict(Path(stage.table), Path(stage.out or "predictions.csv"))
+        return
+    if stage.search or stage.scaling:
+        plan_search.run(config, job_size(config, 1))
+        return
+    result = plan(config, job_size(config, 1), hardware_of(config))
+    rows = table(result)
+    lines = [*head_lines(result), *table_lines(rows), *memory_lines(result), *time_lines(result), *cost_lines(result, stage)]
+    print("\n".join(lines))
+    print("\nsubmit\n" + override_line(result))
+    if stage.out:
+        write_json(Path(stage.out), result, rows)
+    print(f"\nplanned in {time.perf_counter() - started:.1f} s")
+
+
+def predict(source: Path, target: Path) -> None:
+    """Predict the runs of a table, and print how many were refused."""
+    started = time.perf_counter()
+    predicted, refused = predict_table(source, target)
+    print(f"{predicted:,} rows predicted, {refused:,} refused (column refused has the reason), in {time.perf_counter() - started:.0f} s")
+    print(target)
+
+
+def head_lines(result: Plan) -> Iterator[str]:
+    """Yield model, layout and hardware."""
+    layout, training = result.layout, result.config.training
+    yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
+    axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "context", "expert", "data", "pipeline"))
+    yield f"  {'layout':<14}{axes}, ZeRO {result.config.parallel.zero_stage}, {layout.schedule}"
+    batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"
+    yield f"  {'a rank':<14}{batch}, activation checkpointing {training.activation_checkpointing}"
+
+
+def table_lines(rows: list[Row]) -> Iterator[str]:
+    """Yield the table of matrix products and all else that takes time."""
+    total = sum(row.time * row.count for row in rows)
+    yield "operations of a step on the ranks of one pipeline; shapes per rank"
+    titles = f"{'operation':<34}{'phase':<10}{'shape (m x n x k)':<30}{'count':>9}{'GFLOP':>9}{'MB':>8}{'FLOP/B':>8}"
+    yield f"  {titles}{'bound':>9}{'us':>9}{'share':>8}"
+    for row in rows[:LINES]:
+        intensity = f"{row.flops / row.bytes:.0f}" if row.flops and row.bytes else "-"
+        gflop = f"{row.flops / 1e9:.1f}" if row.flops else "-"
+        sizes = f"{row.count:>9,}{gflop:>9}{row.bytes / 1e6:>8.1f}{intensity:>8}"
+        share = row.time * row.count / total
+        yield f"  {row.name[-33:]:<34}{row.phase:<10}{row.shape:<30}{sizes}{row.bound:>9}{row.time * 1e6:>9.0f}{share:>8.1%}"
+    if len(rows) > LINES:
+        rest = sum(row.time * row.count for row in rows[LINES:]) / total
+        yield f"  {f'{len(rows) - LINES} more':<34}{rest:>91.1%}"
+    products = sum(row.time * row.count for row in rows if row.shape) / total
+    yield f"  matrix products and attention take {products:.1%} of the time of all operations"
+
+
+def memory_lines(result: Plan) -> Iterator[str]:
+    """Yield the memory of the fullest rank."""
+    memory, limit = result.estimate.memory, result.hardware.memory_gb
+    yield f"memory of the fullest rank (pipeline rank {result.estimate.pipeline_rank})"
+    for name, value in asdict(memory).items():
+        yield f"  {name:<14}{value / GB:9.2f} GB"
+    verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
+    yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
+    if not result.estimate.fits:
+        yield "  reduce it by parallel.zero_stage=2 or 3, training.activation_checkpointing=full, a smaller training.micro_batch_size,"
+        yield "  or more tensor or pipeline ranks"
+
+
+def time_lines(result: Plan) -> Iterator[str]:
+    """Yield the time of a step by cause."""
+    estimate, training = result.estimate, result.config.training
+    tokens = training.global_batch_size * training.sequence_length
+    yield "time of a step"
+    for cause, seconds in sorted(estimate.causes.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            yield f"  {cause:<22}{seconds:10.4f} s {seconds / estimate.step_time:7.1%}"
+    rate = estimate.flops / estimate.step_time / result.layout.world_size / 1e12
+    speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
+    yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
+
+
+def cost(result: Plan, stage: PlanConfig) -> dict[str, float]:
+    """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run."""
+    training, layout, hardware = result.config.training, result.layout, result.hardware
+    batch = training.global_batch_size * training.sequence_length
+    tokens = stage.tokens or float(training.steps * batch)
+    hours = tokens / batch * result.estimate.step_time / 3600
+    return {
+        "tokens": tokens,
+        "steps": tokens / batch,
+        "days": hours / 24,
+        "node_hours": hours * layout.world_size / hardware.gpus_per_node,
+        "gpu_hours": hours * layout.world_size,
+        "mwh": hours * layout.world_size * (hardware.watts + hardware.node_watts) / 1e6,
+    }
+
+
+def cost_lines(result: Plan, stage: PlanConfig) -> Iterator[str]:
+    """Yield the cost of the run."""
+    costs = cost(result, stage)
+    yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
+    yield f"  {costs['days']:,.2f} days, {costs['node_hours']:,.0f} node-hours, {costs['gpu_hours']:,.0f} GPU-hours"
+    yield f"  {costs['mwh']:,.2f} MWh at the stated power of GPUs and nodes"
+
+
+def override_line(result: Plan) -> str:
+    """Return the sbatch line of the job."""
+    words = [w for w in HydraConfig.get().overrides.task if not w.startswith("stage")]
+    return job.sbatch_line(result.config.cluster, "pretrain", result.layout.world_size, words)
+
+
+def write_json(path: Path, result: Plan, rows: list[Row]) -> None:
+    """Write everything that is printed as JSON."""
+    estimate, stage = result.estimate, result.config.stage
+    assert isinstance(stage, PlanConfig)
+    content = {
+        "step_time_s": estimate.step_time,
+        "causes_s": estimate.causes,
+        "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
+        "fits": estimate.fits,
+        "cost": cost(result, stage),
+        "layout": asdict(result.layout),
+        "hardware": result.hardware.name,
+        "operations": [asdict(row) for row in rows],
+    }
+    with atomic_file(path, "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")

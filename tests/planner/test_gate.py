@@ -1,0 +1,42 @@
+"""Refusal of jobs that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.planner import gate
+from pipeline.planner.plan import hardware_of, plan
+from tests.helpers import pipeline
+from tests.world import configured
+
+BATCH = ("training.sequence_length=2048", "training.global_batch_size=32", "training.micro_batch_size=8")
+JOB = ("stage=pretrain", "model=llama3.2-1b", *BATCH)
+V100 = ("cluster.hardware=v100-16", "cluster.tasks_per_node=4")
+
+
+def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
+    config = configured(*JOB, *V100)
+    result = gate.planned(config, 4)
+    assert result is not None
+    assert not result.estimate.fits
+    refused = gate.violation(config, 4, result)
+    assert refused is not None
+    assert "nearest layout that fits" in refused.fix
+    nearest = gate.nearest_layout(config, 4)
+    assert nearest is not None
+    again = plan(nearest.plan.config, 4, hardware_of(config))
+    assert again.estimate.fits
+    anyway = replace(config, cluster=replace(config.cluster, check_memory=False))
+    assert gate.violation(anyway, 4, result) is None
+
+
+def test_without_hardware_nothing_is_planned():
+    config = configured(*JOB)
+    assert gate.planned(config, 4) is None
+    assert gate.violation(config, 4, None) is None
+
+
+def test_the_dry_run_refuses_it():
+    text = pipeline(*JOB, *V100, "dry_run=true", expect=2)
+    assert "GB on a GPU of 17.2 GB" in text
+    assert "cluster.check_memory=false" in text

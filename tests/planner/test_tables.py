@@ -1,0 +1,125 @@
+"""Prediction of a table of runs: assumptions for empty cells, refusal of contradictions, and scores."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.planner.score import score
+from pipeline.planner.tables import Contradiction, measured_step_time, predict, predict_table, read
+
+#: Llama-2 70B on 64 H100, as a user writes it.
+RUN = {
+    "source": "here",
+    "model_name": "Llama-2 70B",
+    "layers": "80",
+    "hidden": "8192",
+    "heads": "64",
+    "kv_heads": "8",
+    "ffn_hidden": "28672",
+    "vocab": "32000",
+    "seq_len": "4096",
+    "gpu": "H100 SXM",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "tp": "4",
+    "pp": "4",
+    "dp": "4",
+    "ep": "1",
+    "cp": "1",
+    "zero_or_fsdp": "distributed optimizer",
+    "interleave": "5",
+    "micro_batch": "1",
+    "global_batch": "128",
+    "recompute": "none",
+    "sequence_parallel": "y",
+    "precision": "bf16",
+    "year": "2024",
+    "step_time_s": "12.0",
+    "status": "ok",
+}
+
+
+def test_a_complete_row_needs_no_assumption_but_the_network():
+    run = read(RUN)
+    assert run.assumptions == ["network=50 GB/s a GPU"]
+    assert (run.layout.tensor, run.layout.pipeline, run.layout.data, run.layout.stages_per_rank, run.layout.micro_batches) == (
+        4,
+        4,
+        4,
+        5,
+        32,
+    )
+    assert run.config.model.family == "llama"
+    assert run.zero_stage == 1
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dp": "8"}, "is not gpus=64"),
+        ({"tp": "3", "dp": ""}, "not a multiple of tp x pp x cp"),
+        ({"gpu": "RTX 4090"}, "gpu=RTX 4090 is not one of"),
+        ({"global_batch": ""}, "global_batch is empty"),
+        ({"global_batch": "30"}, "not a multiple of dp"),
+        ({"layers": "eighty"}, "is not a number"),
+        ({"layers": "2"}, "fewer than pp=4"),
+        ({"gpus": "-1"}, "positive whole number"),
+    ],
+)
+def test_contradictory_rows_are_refused(changes, reason):
+    with pytest.raises(Contradiction, match=reason):
+        read({**RUN, **changes})
+
+
+def test_empty_cells_are_assumed_and_named():
+    empty = dict.fromkeys(("heads", "kv_heads", "vocab", "dp", "recompute", "micro_batch", "layers", "ffn_hidden"), "")
+    run = read({**RUN, **empty, "params_b": "69", "zero_or_fsdp": ""})
+    text = "; ".join(run.assumptions)
+    assert all(f"{name}=" in text for name in ("heads", "vocab", "dp", "recompute", "micro_batch", "layers", "ffn_hidden", "zero_or_fsdp"))
+    assert run.config.model.layers == pytest.approx(85, abs=4)  # 69e9 / (12 x 8192^2)
+
+
+def test_a_table_is_predicted_row_by_row_and_scored(tmp_path):
+    small = {**RUN, "layers": "8", "step_time_s": "", "tokens_per_s_per_gpu": "4000"}
+    rows = [small, {**small, "dp": "5"}, {**small, "gpus": "16", "pp": "1", "interleave": "1", "status": "oom"}]
+    with open(tmp_path / "rows.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(small))
+        writer.writeheader()
+        writer.writerows(rows)
+    assert predict_table(tmp_path / "rows.csv", tmp_path / "out.csv") == (2, 1)
+    with open(tmp_path / "out.csv", newline="") as file:
+        out = list(csv.DictReader(file))
+    assert [bool(row["predicted_step_time_s"]) for row in out] == [True, False, True]
+    assert "is not gpus" in out[1]["refused"]
+    assert float(out[0]["predicted_step_time_s"]) > 0 < float(out[0]["predicted_memory_gb"])
+    scores, refused = score(tmp_path / "out.csv")
+    assert refused == 1
+    measured = 128 * 4096 / (4000 * 64)
+    assert scores[0].error == pytest.approx(float(out[0]["predicted_step_time_s"]) / measured - 1)
+    assert scores[1].error is None
+    assert scores[1].fits_right == (out[2]["fits"] == "no")
+
+
+def test_a_table_without_a_required_column_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("gpu,gpus\nA100,8\n")
+    with pytest.raises(UserError, match="has no column seq_len, global_batch"):
+        predict_table(tmp_path / "rows.csv", tmp_path / "out.csv")
+
+
+def test_measured_step_time():
+    assert measured_step_time(RUN) == 12.0
+    tokens = {**RUN, "step_time_s": "", "tokens_per_s_per_gpu": "1000"}
+    assert measured_step_time(tokens) == 128 * 4096 / 64000
+    assert measured_step_time({**RUN, "step_time_s": ""}) is None
+
+
+def test_more_layers_take_longer_and_twice_the_micro_batches_take_about_twice_as_long():
+    cache: dict = {}
+    base = {**RUN, "layers": "8", "interleave": "1"}
+    one, deeper, longer = (predict(read({**base, **c}), cache).step_time for c in ({}, {"layers": "16"}, {"global_batch": "256"}))
+    assert len(cache) == 1  # one block is traced for all three
+    assert one < deeper < 2 * one
+    assert 1.6 * one < longer < 2 * one

@@ -1,0 +1,124 @@
+"""The trace of the planner: equal to the whole model, to the model's parameters, and to the collectives of a real run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config.layout import Layout
+from pipeline.planner.estimate import stage_parts
+from pipeline.planner.operations import AttentionCall, Collective, Product
+from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.trace import trace
+from tests.world import causal, configured
+
+FAMILIES = ("gpt-tiny", "llama-tiny", "mixtral-tiny", "bert-tiny", "t5-tiny", "bloom-tiny", "gemma3-tiny", "deepseek-tiny", "olmo2-tiny")
+ONE = ("stage=pretrain", "training.sequence_length=64", "training.micro_batch_size=2")
+
+
+def sums(parts: list[Any]) -> tuple[float, int, Counter[tuple[str, str, float]]]:
+    """FLOPs, saved bytes and collectives of some parts."""
+    collectives = Counter((o.kind, o.axis, o.bytes) for part in parts for o in part.operations if isinstance(o, Collective))
+    return sum(part.flops for part in parts), sum(part.saved for part in parts), collectives
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_block_of_a_kind_composes_to_the_whole_model(family):
+    config = configured(f"model={family}", *ONE)
+    composed, whole = trace(config), trace(config, every_block=True)
+    layout = Layout.of(config, 1)
+    assert len(composed.parts) < len(whole.parts) or config.model.layers == len(composed.parts) - 2
+    (flops, saved, collectives), expected = sums(stage_parts(composed, layout, 0)), sums(stage_parts(whole, layout, 0))
+    assert (flops, collectives) == (expected[0], expected[2])
+    # The output of an encoder is saved once for all decoder blocks, and composed once for each.
+    assert saved == (pytest.approx(expected[1], rel=0.01) if family == "t5-tiny" else expected[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_model(family):
+    config = configured(f"model={family}", *ONE)
+    parts = stage_parts(trace(config), Layout.of(config, 1), 0)
+    assert sum(part.parameters for part in parts) == count_model_parameters(config.model)
+
+
+def test_products_of_a_llama_block_by_hand():
+    config = configured(
+        "model=llama3-8b", "stage=pretrain", "training.sequence_length=4096", "training.micro_batch_size=1", "parallel.tensor=4"
+    )
+    block = trace(config).parts["0"]
+    forward = {p.name.removeprefix("blocks.0."): (p.m, p.n, p.k) for p in block.products if p.phase == "forward"}
+    assert forward == {
+        "attention.query.weight": (4096, 1024, 4096),
+        "attention.key.weight": (4096, 256, 4096),
+        "attention.value.weight": (4096, 256, 4096),
+        "attention.output.weight": (4096, 4096, 1024),
+        "mlp.gate.weight": (4096, 3584, 4096),
+        "mlp.up.weight": (4096, 3584, 4096),
+        "mlp.down.weight": (4096, 4096, 3584),
+    }
+    backward = [p for p in block.products if p.phase == "backward"]
+    assert sum(p.flops for p in backward) == 2 * sum(p.flops for p in block.products if p.phase == "forward")
+    (attention,) = (o for o in block.operations if isinstance(o, AttentionCall) and o.phase == "forward")
+    assert (attention.heads, attention.kv_heads, attention.queries, attention.head_dim) == (8, 2, 4096, 128)
+
+
+def test_full_recomputation_repeats_the_forward_pass_and_saves_the_input_only():
+    config = configured("model=llama-tiny", *ONE, "training.activation_checkpointing=full")
+    block, plain = (trace(c).parts["0"] for c in (config, configured("model=llama-tiny", *ONE)))
+    assert block.saved == 2 * 64 * config.model.hidden * 2 < plain.saved  # 2 sequences of 64 tokens, 2 bytes each
+    again = {p.name for p in block.products if p.phase == "recompute"}
+    assert {"blocks.0.attention.query.weight", "blocks.0.mlp.up.weight"} <= again
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives of a real run by operator and bytes, and the FLOPs of its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        name = operator.name().partition("::")[2].partition(".")[0]
+        kinds = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+        if operator.namespace == "_c10d_functional" and name in kinds:
+            self.seen[kinds[name], max(t.numel() * t.element_size() for t in (args[0], result))] += 1
+        if name == "mm":
+            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        if name == "addmm":
+            self.flops += 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
+        return result
+
+
+def one_micro_batch(*settings: str) -> tuple[Counter[tuple[str, int]], float]:
+    """Forward and backward pass of rank 0 on gloo: its collectives and the FLOPs of its products."""
+    from pipeline.parallel.mesh import build_mesh
+    from pipeline.parallel.parallelize import parallelize
+
+    config = configured(*settings)
+    mesh = build_mesh(Layout.of(config, torch.distributed.get_world_size()), torch.device("cpu"))
+    model = parallelize(config, mesh)
+    tokens, batch = causal(
+        torch.randint(0, config.model.vocab_size, (config.training.micro_batch_size, config.training.sequence_length + 1))
+    )
+    counter = CollectiveCounter()
+    with counter:
+        next(model.stage_modules())(tokens, **batch).backward()
+    return counter.seen, counter.flops
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("family", ["gpt-tiny", "llama-tiny", "bloom-tiny"])
+@pytest.mark.parametrize("more", [(), ("parallel.sequence_parallel=false",), ("training.activation_checkpointing=full",)])
+def test_tensor_parallel_collectives_and_products_are_those_of_a_real_run(worlds, family, more):
+    settings = (f"model={family}", *ONE, "parallel.tensor=2", "precision=fp32", "training.compile=off", *more)
+    seen, flops = worlds(2).run(one_micro_batch, *settings)[0]
+    traced = trace(configured(*settings))
+    operations = [o for part in stage_parts(traced, Layout.of(configured(*settings), 2), 0) for o in part.operations]
+    assert Counter((o.kind, o.bytes) for o in operations if isinstance(o, Collective)) == seen
+    assert sum(o.flops for o in operations if isinstance(o, Product)) == flops
