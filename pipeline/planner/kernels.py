@@ -25,7 +25,7 @@ PROLOGUE = 32
 #: Kernels reach their rate where the rows of all operands are a multiple of 128 bytes (NVIDIA, "Matrix Multiplication Background User's
 #: Guide", on A100); number of bytes -> factor of the time of a product whose rows are a multiple of that many only.
 ALIGNED_BYTES = 128
-MISALIGNED = {64: 1.23, 32: 2.20, 16: 2.42, 1: 2.0}
+MISALIGNED = {64: 1.32, 32: 2.36, 16: 2.59, 1: 2.0}
 #: Columns of head width at which attention kernels reach their full rate.
 FULL_HEAD_DIM = 128
 #: Time of the backward pass of attention over the forward pass, beyond its 2.5 times as many FLOPs.

@@ -71,7 +71,7 @@ def collective_time(kind: Kind, size: float, where: Group, hardware: Hardware) -
 
 
 #: Microseconds of a step of a ring between nodes.
-RING_STEP_US = 4.5
+RING_STEP_US = 4.8
 
 
 def _link_rate(ranks: int, hardware: Hardware) -> float:

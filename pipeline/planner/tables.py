@@ -285,15 +285,15 @@ def _practice(row: dict[str, str], year: int, zero: int, shards: int) -> Practic
 
 
 #: Rate of matrix products beside the collectives of FSDP, on GPUs up to A100 and newer ones.
-EAGER_PRODUCTS, EAGER_PRODUCTS_NEW = 0.90, 0.62
+EAGER_PRODUCTS, EAGER_PRODUCTS_NEW = 0.84, 0.62
 #: Rate of FlashAttention 2 over that of the kernel written for the GPU, on GPUs newer than A100.
-EAGER_ATTENTION = 0.88
+EAGER_ATTENTION = 0.77
 #: Bytes of the memory-bound kernels that frameworks fuse by hand, over those that a compiler fuses.
 HAND_FUSED = 1.9
 #: Microseconds for which PyTorch's host code is busy with an operator.
 HOST_US = 7
 #: Share of the collectives of tensor parallelism that frameworks of 2024 on hide behind products, with sequence parallelism.
-TENSOR_OVERLAP = 0.56
+TENSOR_OVERLAP = 0.6
 
 
 def _recompute(row: dict[str, str], year: int, assumed: list[str]) -> str:
