@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode):
         reads = dict(_sizes(self, inputs))
         outputs = list(_tensors(result))
         writes = dict(_sizes(self, outputs))
+        if short == "cat":
+            self._name_concatenation(list(reads), outputs[0])
         if short in _LOOKUPS:
             reads[self._id(inputs[0])] = sum(writes.values())
         operation, name = self._operation(operator, args, inputs, outputs, kwargs), operator.name()
@@ -139,6 +141,13 @@ class Recorder(TorchDispatchMode):
             if self.recording.storages[key].kernel is None and key not in reads:
                 self.recording.storages[key].kernel = index
         return result
+
+    def _name_concatenation(self, inputs: list[int], result: Tensor) -> None:
+        """Name the concatenated weights of several layers, which one product applies."""
+        names = [self._names[key].split(".") for key in inputs if key in self._names]
+        if len(names) == len(inputs) and all(len(name) > 1 for name in names):
+            layers = "+".join(name[-2] for name in names)
+            self._names[self._id(result)] = ".".join([*names[0][:-2], layers, names[0][-1]])
 
     def _id(self, tensor: Tensor, *, allocated: bool = True) -> int:
         """The id of a tensor's storage; a new one counts as allocated."""

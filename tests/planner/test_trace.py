@@ -52,12 +52,9 @@ def test_products_of_a_llama_block_by_hand():
     block = trace(config).parts["0"]
     forward = {p.name.removeprefix("blocks.0."): (p.m, p.n, p.k) for p in block.products if p.phase == "forward"}
     assert forward == {
-        "attention.query.weight": (4096, 1024, 4096),
-        "attention.key.weight": (4096, 256, 4096),
-        "attention.value.weight": (4096, 256, 4096),
+        "attention.query+key+value.weight": (4096, 1536, 4096),
         "attention.output.weight": (4096, 4096, 1024),
-        "mlp.gate.weight": (4096, 3584, 4096),
-        "mlp.up.weight": (4096, 3584, 4096),
+        "mlp.gate+up.weight": (4096, 7168, 4096),
         "mlp.down.weight": (4096, 4096, 3584),
     }
     backward = [p for p in block.products if p.phase == "backward"]
