@@ -16,6 +16,7 @@ from pipeline.config.stages import Plan as PlanConfig
 from pipeline.files import atomic_file
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
+from pipeline.planner import roofline
 from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
 from pipeline.planner.tables import predict_table
 from pipeline.stages import plan_search
@@ -47,6 +48,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     lines = [*head_lines(result), *table_lines(rows), *memory_lines(result), *time_lines(result), *cost_lines(result, stage)]
     print("\n".join(lines))
     print("\nsubmit\n" + override_line(result))
+    if stage.roofline:
+        roofline.draw(result, rows, Path(stage.roofline))
+        print(f"\nroofline\n{stage.roofline}")
     if stage.out:
         write_json(Path(stage.out), result, rows)
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")

@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.training.reduction import MAX_PENDING
 from tests.world import causal, share, tiny, trainer
+from tools.audit.reduced_gradient import reduction_error
 
 RANKS = 4
 BLOCKS = 6
@@ -160,34 +160,10 @@ def test_zero_3_starts_without_holding_the_model(worlds):
 
 
 def reduced_and_mean(*overrides: str) -> float:
-    """The largest difference between the reduced gradient and the fp32 mean of the micro-batches' gradients, relative to the largest."""
+    """The error of the reduction of one batch."""
     config, job = trainer(*SETTINGS, *overrides)
     tokens, batch = batch_of(config, job)
-    parameters = list(job.model.pieces)
-    stage = job.model.stages["0"]
-    expected = [torch.zeros(job.model.pieces[p].shape) for p in parameters]
-    for part, targets in zip(tokens.chunk(MICRO_BATCHES), batch["targets"].chunk(MICRO_BATCHES), strict=True):
-        gradients = torch.autograd.grad(stage(part, targets=targets) / MICRO_BATCHES, parameters)  # calls no hook of the parameters
-        assert any(gradient.dtype == torch.bfloat16 for gradient in gradients)
-        for total, gradient in zip(expected, gradients, strict=True):
-            total += gradient.float()
-    for total in expected:
-        dist.all_reduce(total)
-        total /= RANKS
-    found = {}
-    pipeline = job._pipeline(tokens, batch)
-    with job.engine.accumulate(pipeline.micro_batches):
-        pipeline.train(tokens, batch)
-    if config.parallel.zero_stage == 0:
-        found = {p: p.grad for p in parameters}
-    else:
-        for bucket in job.engine._reducer.buckets:
-            partition = job.engine._reducer.reduced(bucket)
-            flat = partition.new_empty(bucket.elements)
-            dist.all_gather_into_tensor(flat, partition, group=bucket.group)
-            found |= {p: bucket.view(flat, p) for p in bucket.pieces}
-    largest = max(float(total.abs().max()) for total in expected)
-    return max(float((found[p] - total).abs().max()) for p, total in zip(parameters, expected, strict=True)) / largest
+    return reduction_error(job, tokens, batch, MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
