@@ -139,7 +139,7 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
         "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS],
         "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300", "tokenizer.report=false"],
         "tokenize": [*wide, "slurm/tokenize.sbatch"],
-        "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING],
+        "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.zero_stage=0"],  # eight imports of DeepSpeed less
         "convert": ["slurm/convert.sbatch", *MODEL],
     }
     numbers: dict[str, int] = {}
@@ -180,15 +180,15 @@ def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Path) -> None:
-    """Three runs, held until the launcher has exited. Their folder name requires quoting for the shell, Slurm and Hydra."""
+    """Two runs, held until the launcher has exited. Their folder name requires quoting for the shell, Slurm and Hydra."""
     sweep = tmp_path / "a sweep #1 100%"
-    rates = [1e-4, 3e-4, 1e-3]
+    rates = [1e-4, 1e-3]
     printed = pipeline(
-        "-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4,1e-3", f"data.tokens={tokens}", f"run_dir='{sweep}'", *MODEL, *TRAINING,
-        "parallel.pipeline=1", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.sbatch=[--hold]", *SLURM,
+        "-m", "stage=pretrain", "optimizer.lr=1e-4,1e-3", f"data.tokens={tokens}", f"run_dir='{sweep}'", *MODEL, *TRAINING,
+        "parallel.pipeline=1", "parallel.zero_stage=0", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.sbatch=[--hold]", *SLURM,
     )  # fmt: skip
     record = json.loads((sweep / "sweep.json").read_text())
-    assert len(record) == 3
+    assert len(record) == 2
     for entry in record:
         assert f"job {entry['job']}: {entry['run_dir']}" in printed
         command("scontrol", "release", str(entry["job"]))
@@ -200,7 +200,7 @@ def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Pat
         steps = training_steps(sweep / str(index))
         assert max(line["lr"] for line in steps) == pytest.approx(rate)
         losses.append(steps[-1]["loss"])
-    assert len(set(losses)) == 3
+    assert len(set(losses)) == 2
 
 
 def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, tmp_path: Path) -> None:

@@ -67,7 +67,10 @@ def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
 OTHER = [
     (("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=2", "parallel.pipeline=2", "parallel.layers_per_stage=[1,3]")),
     (("parallel.zero_stage=3",), ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2")),
-    (("parallel.zero_stage=0", "parallel.pipeline=2", "parallel.schedule=zbv"), ("parallel.zero_stage=3", "parallel.tensor=4")),
+    (
+        ("parallel.zero_stage=0", "parallel.pipeline=2", "parallel.schedule=zbv", "training.micro_batch_size=2"),
+        ("parallel.zero_stage=3", "parallel.tensor=4"),
+    ),
 ]
 
 
