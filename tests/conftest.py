@@ -49,26 +49,11 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests of several ranks first, and one after the other: they are the longest, and a machine of two cores has room for one world."""
+    """Tests of several ranks first: they are the longest."""
     for item in items:
         if "worlds" in item.fixturenames or item.get_closest_marker("slurm"):
             item.add_marker("world")
-        if item.get_closest_marker("world"):
-            item.add_marker(pytest.mark.xdist_group("world"))
     items.sort(key=lambda item: item.get_closest_marker("world") is None)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Workers of pytest-xdist get the tests of several ranks as one unit, and the others file by file, in the order of collection."""
-    from xdist.scheduler import LoadGroupScheduling
-
-    class Scheduling(LoadGroupScheduling):
-        def _split_scope(self, nodeid):
-            return super()._split_scope(nodeid).partition("::")[0]
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")
