@@ -57,7 +57,7 @@ def load(name: str) -> Hardware:
     """
     path = CONF_DIR / "hardware" / f"{name}.yaml"
     if not path.is_file():
-        fix = f"add conf/hardware/{name}.yaml (tools/calibrate measures one), or choose another"
+        fix = f"add conf/hardware/{name}.yaml with the keys of another file, or choose one of these"
         raise UserError.of("cluster.hardware", name, f"must be one of {', '.join(names())}", fix)
     try:
         composed = OmegaConf.merge(OmegaConf.structured(Hardware), OmegaConf.load(path))
