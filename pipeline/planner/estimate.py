@@ -8,7 +8,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernels
 from pipeline.planner.network import Group, collective_time, group
-from pipeline.planner.operations import AttentionCall, Collective, Operation, Part, Product
+from pipeline.planner.operations import AttentionCall, Collective, Kind, Operation, Part, Product
 from pipeline.planner.schedule import StageTime, simulate
 from pipeline.planner.trace import Trace
 
@@ -241,15 +241,15 @@ def _accumulation(parts: list[Part], hardware: Hardware, practice: Practice) -> 
     return kernels.elementwise_time((2 + 2 * practice.gradient_bytes) * sum(part.parameters for part in parts), hardware)
 
 
-def _over_data(kind: str, parts: list[Part], size: float, hardware: Hardware, groups: dict[str, Group]) -> float:
+def _over_data(kind: Kind, parts: list[Part], size: float, hardware: Hardware, groups: dict[str, Group]) -> float:
     """Seconds of a collective over the weights of some parts, `size` bytes each; every part is a bucket."""
     total = 0.0
     for part in parts:
         dense = part.matrices + part.vectors
         if dense:
-            total += collective_time(kind, size * dense, groups["dense"], hardware)  # type: ignore[arg-type] # a Kind
+            total += collective_time(kind, size * dense, groups["dense"], hardware)
         if part.experts:
-            total += collective_time(kind, size * part.experts, groups["data"], hardware)  # type: ignore[arg-type]
+            total += collective_time(kind, size * part.experts, groups["data"], hardware)
     return total
 
 
@@ -275,7 +275,7 @@ def _reduction(
     if zero_stage == 3:
         return 0.0
     held = [part for stage in layout.stages(rank) for part in contents[stage]]
-    kind = "all_reduce" if zero_stage == 0 else "reduce_scatter"
+    kind: Kind = "all_reduce" if zero_stage == 0 else "reduce_scatter"
     reduce = _over_data(kind, held, practice.gradient_bytes, hardware, groups)
     forward = sum(stages[stage].forward for stage in layout.stages(rank))
     backward = sum(stages[stage].backward for stage in layout.stages(rank))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
 from pipeline.errors import UserError
+from pipeline.files import atomic_file
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mixtral.config import MixtralConfig
@@ -176,18 +177,16 @@ def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
     )
 
 
-def predict_table(source: Path, target: Path, progress: Callable[[int], None] = lambda _: None) -> tuple[int, int]:
+def predict_table(source: Path, target: Path) -> tuple[int, int]:
     """Predict every row of a CSV file; returns the numbers of predicted and of refused rows.
 
     Raises:
         UserError: the file cannot be read, or lacks a required column.
     """
-    from pipeline.files import atomic_file
-
     rows, columns = load(source)
     cache: dict[str, Trace] = {}
     refused = 0
-    for index, row in enumerate(rows):
+    for row in rows:
         row.update(dict.fromkeys(PREDICTED, ""))
         try:
             run = read(row)
@@ -200,7 +199,6 @@ def predict_table(source: Path, target: Path, progress: Callable[[int], None] = 
             row["predicted_memory_gb"] = f"{result.memory.total / 2**30:.2f}"
             row["fits"] = "yes" if result.fits else "no"
             row["assumptions"] = "; ".join(run.assumptions)
-        progress(index + 1)
     with atomic_file(target, "w") as file:
         writer = csv.DictWriter(file, [*columns, *PREDICTED], extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -405,7 +403,7 @@ def measured_step_time(row: dict[str, str]) -> float | None:
 
     FLOPs are only used where their convention is stated to be that of Narayanan et al. 2021 (SC21, equation 3).
     """
-    number: Callable[[str], float | None] = lambda name: _float(row, name)  # noqa: E731 - a partial application
+    number = partial(_float, row)
     if time := number("step_time_s"):
         return time
     batch, sequence, gpus = number("global_batch"), number("seq_len"), number("gpus")
