@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.planner.tables import Contradiction, measured_step_time
+from pipeline.planner.published import Contradiction, measured_step_time
 
 
 @dataclass(frozen=True)

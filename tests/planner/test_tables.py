@@ -7,8 +7,9 @@ import csv
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.planner.published import Contradiction, measured_step_time, read
 from pipeline.planner.score import score
-from pipeline.planner.tables import Contradiction, measured_step_time, predict, predict_table, read
+from pipeline.planner.tables import predict, predict_table
 
 #: Llama-2 70B on 64 H100, as a user writes it.
 RUN = {

@@ -1,0 +1,328 @@
+"""A published run of any framework, as a row of a table, and what the planner understands of it (columns: pipeline/planner/README.md)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pipeline.config import hardware as hardware_files
+from pipeline.config.hardware import Hardware
+from pipeline.config.layout import Layout
+from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
+from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.planner.estimate import Practice
+
+#: Columns without which a row cannot be predicted.
+REQUIRED = ("gpu", "gpus", "seq_len", "global_batch")
+#: Bandwidth between nodes for each GPU, GB/s in one direction, of systems that a row names in its text (their documentation).
+SYSTEMS = {
+    "jean zay": 6.25,
+    "leonardo": 12.5,
+    "lumi": 12.5,
+    "frontier": 12.5,
+    "juwels": 25.0,
+    "jupiter": 25.0,
+    "selene": 25.0,
+    "perlmutter": 25.0,
+    "alps": 25.0,
+    "marenostrum": 25.0,
+    "100 gb/s ib": 1.5625,
+}
+
+
+class Contradiction(Exception):  # noqa: N818 - a property of a row
+    """A row whose cells contradict each other, or that describes no run."""
+
+
+@dataclass
+class Run:
+    """A row as the planner understands it.
+
+    Attributes:
+        config: with the layout, batch and model of the row.
+        layout: of the row.
+        hardware: its GPU, node and network.
+        zero_stage: 0 to 3.
+        practice: what its framework does.
+        fused: whether memory-bound operators are fused into few kernels.
+        assumptions: made for empty cells.
+    """
+
+    config: RunConfig
+    layout: Layout
+    hardware: Hardware
+    zero_stage: int
+    practice: Practice
+    fused: bool = True
+    assumptions: list[str] = field(default_factory=list)
+
+
+def read(row: dict[str, str]) -> Run:
+    """Understand a row.
+
+    Raises:
+        Contradiction: cells contradict each other, a required cell is empty, or the GPU is unknown.
+    """
+    assumed: list[str] = []
+    for name in REQUIRED:
+        if not row.get(name, "").strip():
+            raise Contradiction(f"{name} is empty")
+    gpus, tensor, pipeline, context = (_int(row, name, 1, assumed) for name in ("gpus", "tp", "pp", "cp"))
+    model_ranks = tensor * pipeline * context
+    if gpus % model_ranks:
+        raise Contradiction(f"gpus={gpus} is not a multiple of tp x pp x cp = {model_ranks}")
+    data = _int(row, "dp", gpus // model_ranks, assumed)
+    if data * model_ranks != gpus:
+        raise Contradiction(f"tp x pp x cp x dp = {data * model_ranks} is not gpus={gpus}")
+    expert = _int(row, "ep", 1, [])
+    if data % expert:  # experts are also spread over tensor and context ranks
+        shared = math.gcd(data, expert)
+        assumed.append(f"experts over {shared} data ranks instead of ep={expert}")
+        expert = shared
+    sequence, batch = _int(row, "seq_len", 0, assumed), _int(row, "global_batch", 0, assumed)
+    micro = _int(row, "micro_batch", 1, assumed)
+    if batch % data:
+        raise Contradiction(f"global_batch={batch} is not a multiple of dp={data}")
+    if (batch // data) % micro:
+        raise Contradiction(f"global_batch={batch} is not a multiple of dp x micro_batch = {data * micro}")
+    micro_batches = batch // data // micro
+    model = _model(row, sequence, tensor, expert, pipeline, assumed)
+    year = _int(row, "year", 2024, assumed)
+    usual = model.layers // pipeline if year >= 2024 and model.layers % pipeline == 0 and micro_batches % pipeline == 0 else 1
+    chunks = _int(row, "interleave", usual, assumed) if pipeline > 1 else 1
+    if chunks > 1 and (model.layers < pipeline * chunks or micro_batches % pipeline):
+        assumed.append(f"no interleaving, since {chunks} stages a rank do not divide layers or micro-batches")
+        chunks = 1
+    if model.layers < pipeline:
+        raise Contradiction(f"layers={model.layers} are fewer than pp={pipeline}")
+    recompute = _recompute(row, year, assumed)
+    zero, shards = _sharding(row, model_ranks, assumed)
+    practice = _practice(row, year, zero, shards)
+    sequence_parallel = row.get("sequence_parallel", "").strip().lower()
+    if not sequence_parallel and tensor > 1:
+        assumed.append(f"sequence_parallel={'y' if year >= 2023 else 'n'}")
+        sequence_parallel = "y" if year >= 2023 else "n"
+    config = RunConfig(
+        model=model,
+        training=TrainingConfig(
+            global_batch_size=batch, micro_batch_size=micro, sequence_length=sequence, activation_checkpointing=recompute
+        ),
+        parallel=ParallelConfig(
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            zero_stage=zero,
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            stages_per_rank=chunks,
+            sequence_parallel=sequence_parallel.startswith(("y", "t", "1")) and sequence % (tensor * context) == 0,
+        ),
+    )
+    layout = Layout(
+        pipeline, data // expert, tensor, expert, context, config.parallel.schedule, chunks if pipeline > 1 else 1, micro_batches
+    )
+    return Run(config, layout, hardware_of(row, assumed), zero, practice, fused=not eager(row), assumptions=assumed)
+
+
+def eager(row: dict[str, str]) -> bool:
+    """Whether a framework launches PyTorch's operators one by one: FSDP, but not under XLA."""
+    text = " ".join(row.values()).lower()
+    return "fsdp" in row.get("zero_or_fsdp", "").lower() and not re.search(r"jax|xla|compile", text)
+
+
+def hardware_of(row: dict[str, str], assumed: list[str]) -> Hardware:
+    """Return the hardware of a row.
+
+    Raises:
+        Contradiction: no file of conf/hardware/ describes its GPU.
+    """
+    name = row["gpu"].lower()
+    memory = _float(row, "gpu_mem_gb")
+    kinds = {"v100": "v100-32", "gh200": "gh200", "gb200": "gb200", "h200": "h200", "h100": "h100", "h800": "h100", "b200": "b200"}
+    kinds |= {"mi250": "mi250x", "mi300": "mi300x", "a100": "a100-80"}
+    found = next((file for word, file in sorted(kinds.items(), key=lambda item: -len(item[0])) if word in name), None)
+    if found is None:
+        raise Contradiction(f"gpu={row['gpu']} is not one of {', '.join(hardware_files.names())}")
+    if found == "a100-80":
+        found = "a100-64" if "custom" in name or memory == 64 else "a100-40" if memory == 40 else found
+    if found == "v100-32" and memory == 16:
+        found = "v100-16"
+    hardware = hardware_files.load(found)
+    node = _int(row, "gpus_per_node", hardware.gpus_per_node, assumed)
+    text = " ".join(row.values()).lower()
+    network = next((rate for word, rate in SYSTEMS.items() if word in text), 0.0)
+    if not network and _int(row, "gpus", 1, []) > node:
+        assumed.append(f"network={hardware.network_gb_s:g} GB/s a GPU")
+    if found.startswith(("a100", "h100", "h200")):  # boards of four GPUs have no switch
+        hardware = replace(hardware, switch=node >= 8)
+    if memory and found not in ("a100-64", "gb200", "b200") and abs(memory * 2**30 / 1e9 - hardware.memory_gb) > 4:
+        hardware = replace(hardware, memory_gb=memory * 2**30 / 1e9)
+    if found == "gb200":
+        node = hardware.gpus_per_node  # one NVLink domain, of which a tray of four GPUs is a part
+    return hardware_files.with_node(hardware, gpus_per_node=node, network_gb_s=network)
+
+
+def _practice(row: dict[str, str], year: int, zero: int, shards: int) -> Practice:
+    """What a framework of that year does: kernels, overlap, number formats."""
+    precision = row.get("precision", "").lower()
+    modern = year >= 2023  # fused attention, and collectives of data parallelism beside the backward pass
+    tensor = row.get("sequence_parallel", "").lower().startswith("y") and year >= 2024
+    # Recipes of NVIDIA's frameworks accumulate and reduce 16-bit gradients.
+    sixteen = year >= 2024 and "distributed optimizer" in row.get("zero_or_fsdp", "").lower()
+    plain, old = eager(row), bool(re.search("a100|v100", row["gpu"].lower()))
+    return Practice(
+        flash=modern,
+        products=(EAGER_PRODUCTS if old else EAGER_PRODUCTS_NEW) if plain else 1.0,
+        attention=1.0 if not plain or old else EAGER_ATTENTION,
+        elementwise=1.0 if plain else HAND_FUSED,
+        host_us=HOST_US if plain else 0.0,
+        recompute_scores=row.get("recompute", "") == "selective",
+        overlap_data=0.9 if modern else 0.0,
+        overlap_tensor=TENSOR_OVERLAP if tensor else 0.0,
+        fp8="fp8" in precision,
+        logits_bytes=4 if plain else 6,  # in 16 bits with their gradients; or in 16 bits and in fp32, which become the gradients
+        gradient_copy=2 if "fp32 grad" in precision else 0,
+        gradient_bytes=4 if ("amp" in precision or ("bf16" in precision and zero < 3) or not precision) and not sixteen else 2,
+        shard_ranks=shards,
+    )
+
+
+#: Rate of matrix products beside the collectives of FSDP, on GPUs up to A100 and newer ones.
+EAGER_PRODUCTS, EAGER_PRODUCTS_NEW = 0.84, 0.62
+#: Rate of FlashAttention 2 over that of the kernel written for the GPU, on GPUs newer than A100.
+EAGER_ATTENTION = 0.77
+#: Bytes of the memory-bound kernels that frameworks fuse by hand, over those that a compiler fuses.
+HAND_FUSED = 1.9
+#: Microseconds for which PyTorch's host code is busy with an operator.
+HOST_US = 7
+#: Share of the collectives of tensor parallelism that frameworks of 2024 on hide behind products, with sequence parallelism.
+TENSOR_OVERLAP = 0.6
+
+
+def _recompute(row: dict[str, str], year: int, assumed: list[str]) -> str:
+    """Activation checkpointing: fused attention recomputes the scores by itself, so `selective` is none."""
+    given = row.get("recompute", "").strip().lower()
+    if not given:
+        assumed.append("recompute=none")
+    if given == "selective" and year >= 2023:
+        return "none"
+    return "full" if given == "full" else "none"
+
+
+def _sharding(row: dict[str, str], model_ranks: int, assumed: list[str]) -> tuple[int, int]:
+    """The ZeRO stage, and over how many ranks it shards (0: all data ranks)."""
+    text = row.get("zero_or_fsdp", "").lower()
+    if not text.strip():
+        stage = 1 if model_ranks > 1 else 3
+        assumed.append(f"zero_or_fsdp=ZeRO-{stage}")
+        return stage, 0
+    if found := re.search(r"fsdp (\d+) x dp", text):
+        return 3, int(found[1])
+    if "hybrid" in text:
+        return 3, _int(row, "gpus_per_node", 8, [])
+    if "shard_grad" in text or re.search(r"zero-?_? ?2", text):
+        return 2, 0
+    if "fsdp" in text or re.search(r"zero-?_? ?3", text):
+        return 3, 0
+    return (1, 0) if "distributed optimizer" in text or re.search(r"zero-?_? ?1", text) else (0, 0)
+
+
+def _model(row: dict[str, str], sequence: int, tensor: int, expert: int, pipeline: int, assumed: list[str]) -> Any:
+    """The model of a row, with one family for each kind of feed-forward: GPT, Llama (gated) or Mixtral (experts)."""
+    parameters = (_float(row, "params_b") or 0.0) * 1e9
+    vocabulary = _int(row, "vocab", 50304, assumed)
+    hidden, layers = _int(row, "hidden", 0, []), _int(row, "layers", 0, [])
+    if not hidden:
+        if not parameters:
+            raise Contradiction("hidden and params_b are empty")
+        hidden = max(128, round(math.sqrt(parameters / 12 / (layers or 32)) / 128) * 128)
+        assumed.append(f"hidden={hidden}")
+    given = _int(row, "ffn_hidden", 0, [])
+    experts, top_k = _experts(row.get("model_name", ""), expert)
+    ffn = given or 4 * hidden
+    if not given and experts > 1 and parameters and layers:  # nearly all parameters are those of the three matrices of the experts
+        ffn = max(256, round((parameters - 2 * vocabulary * hidden - 4 * layers * hidden**2) / (3 * hidden * layers * experts) / 256) * 256)
+    if not given:
+        assumed.append(f"ffn_hidden={ffn}")
+    if not layers:
+        block = 4 * hidden**2 + 2 * ffn * hidden
+        layers = max(pipeline, round((parameters - vocabulary * hidden) / block)) if parameters else 0
+        if not layers:
+            raise Contradiction("layers and params_b are empty")
+        assumed.append(f"layers={layers}")
+    heads = _int(row, "heads", 0, [])
+    if not heads:
+        heads = next((n for n in (hidden // 128, hidden // 64, hidden // 96) if n and hidden % n == 0 and n % tensor == 0), tensor)
+        assumed.append(f"heads={heads}")
+    kv_heads = _int(row, "kv_heads", heads, assumed)
+    kv_heads = kv_heads if kv_heads % tensor == 0 else tensor  # every tensor rank has a copy
+    if hidden % heads or heads % tensor or ffn % tensor or heads % kv_heads:
+        raise Contradiction(f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} and ffn_hidden={ffn} do not divide by tp={tensor}")
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "ffn_hidden": ffn, "vocab_size": vocabulary}
+    sizes["max_positions"] = sequence
+    if experts > 1:
+        experts = math.ceil(experts / expert) * expert
+        return MixtralConfig(**sizes, kv_heads=kv_heads, experts=experts, top_k=top_k)
+    if given and ffn != 4 * hidden:
+        return LlamaConfig(**sizes, kv_heads=kv_heads)
+    if kv_heads != heads:  # no gate: one of the two entry products is not there
+        return LlamaConfig(**{**sizes, "ffn_hidden": ffn * 2 // 3 // tensor // 64 * tensor * 64}, kv_heads=kv_heads)
+    return GPTConfig(**sizes)
+
+
+def _experts(name: str, expert: int) -> tuple[int, int]:
+    """Number of experts and experts of a token, from the name of a model."""
+    text = name.lower()
+    top = re.search(r"top-?(\d+)", text)
+    if found := re.search(r"(\d+)\s*x\s*(?:\d+b|top|\d+\.\d+b)|moe (\d+)", text):
+        count = int(found[1] or found[2])
+        return count, int(top[1]) if top else (2 if count <= 16 else 1)
+    return (8 * expert, 2) if expert > 1 else (1, 1)
+
+
+def _int(row: dict[str, str], name: str, default: int, assumed: list[str]) -> int:
+    """A whole number; an empty cell gives the default, which is noted."""
+    value = _float(row, name)
+    if value is None:
+        if default and name not in ("gpus_per_node", "year"):
+            assumed.append(f"{name}={default}")
+        return default
+    if value != int(value) or value < 1:
+        raise Contradiction(f"{name}={row[name]} is not a positive whole number")
+    return int(value)
+
+
+def _float(row: dict[str, str], name: str) -> float | None:
+    """A number, None for an empty cell."""
+    text = row.get(name, "").strip().replace("_", "")
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise Contradiction(f"{name}={text} is not a number") from error
+
+
+def measured_step_time(row: dict[str, str]) -> float | None:
+    """Return the published step time in seconds, derived from throughput if it is not printed; None if neither is there.
+
+    FLOPs are only used where their convention is stated to be that of Narayanan et al. 2021 (SC21, equation 3).
+    """
+    number = partial(_float, row)
+    if time := number("step_time_s"):
+        return time
+    batch, sequence, gpus = number("global_batch"), number("seq_len"), number("gpus")
+    if not (batch and sequence and gpus):
+        return None
+    if tokens := number("tokens_per_s_per_gpu"):
+        return batch * sequence / (tokens * gpus)
+    rate, layers, hidden, vocabulary = (number(name) for name in ("tflops_per_gpu", "layers", "hidden", "vocab"))
+    if rate and layers and hidden and vocabulary and "96bslh" in row.get("tflops_convention", "").lower():
+        flops = 96 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
+        return flops / (rate * 1e12 * gpus)
+    return None
