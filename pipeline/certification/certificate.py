@@ -117,8 +117,8 @@ def train_all(configs: Mapping[str, RunConfig], folder: str, spoil: str | None) 
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
-    """Return the configuration with another precision.dtype."""
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype))
+    """Return the configuration with another precision.dtype, and without fp8: a layout rounds other numbers to 8 bits than a process."""
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none"))
 
 
 def with_active_clipping(planned: RunConfig, small: Shrunk) -> Shrunk:

@@ -222,8 +222,11 @@ def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> 
 
 
 def _training(config: RunConfig) -> Iterator[Violation]:
-    """Training length, sequence length and recomputation."""
+    """Training length, sequence length and number formats."""
     training, optimizer = config.training, config.optimizer
+    if config.precision.fp8 != "none" and config.precision.dtype != "bf16":
+        rule = f"requires precision.dtype=bf16, not {config.precision.dtype}"
+        yield Violation("precision.fp8", config.precision.fp8, rule, "set precision=fp8")
     if training.sequence_length > config.model.max_positions:
         rule = f"must not exceed model.max_positions={config.model.max_positions}"
         yield Violation(

@@ -120,6 +120,13 @@ class PrecisionConfig:
     """Number formats. Master weights, optimizer state and accumulated gradients are always fp32."""
 
     dtype: str = knob("bf16", "dtype of weights and activations in matrix products", choices=("bf16", "fp16", "fp32"))
+    fp8: str = knob(
+        "none",
+        "multiply 8-bit numbers in the linear layers of the blocks (bf16 elsewhere): one scale per tensor (the fastest), or per row; by "
+        "torchao, on GPUs from Ada and Hopper on, emulated on a CPU",
+        choices=("none", "tensorwise", "rowwise"),
+    )
+    fp8_exclude_layers: int = knob(1, "fp8: number of first and of last layers whose products stay bf16", unit="layers", at_least=0)
     initial_loss_scale: float = knob(
         65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1
     )

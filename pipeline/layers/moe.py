@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
+    """The experts of a MoE layer, on this rank or on several ranks."""
+
+    def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+        """Send the rows to their experts, arguments as in `Experts.forward`; the result returns their outputs."""
+        raise NotImplementedError
+
+
+class Experts(RoutedExperts):
     """Gated feed-forward experts with weights stacked along dim 0. Their number is dim 0 of the weights, so slices work too.
 
     Args:
@@ -31,6 +40,10 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
+
+    def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+        """See RoutedExperts."""
+        return partial(self.forward, x, counts)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert to its rows.
@@ -83,23 +96,31 @@ class MoE(nn.Module):
     Attributes:
         loss_scale: scales the auxiliary losses like the model's loss; gradient accumulation over micro-batches sets it.
         reduce_sums: as in AuxLoss.loss; context parallelism sets it.
+        narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
         record: sums since the last `take_record`, fp32 (experts + 4,), None before the first backward pass: tokens of each expert, mean
             entropy of a token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
     """
 
     def __init__(
-        self, router: Router, experts: nn.Module, *, aux_loss: AuxLoss | None = None, capacity_factor: float | None = None
+        self, router: Router, experts: RoutedExperts, *, aux_loss: AuxLoss | None = None, capacity_factor: float | None = None
     ) -> None:
         super().__init__()
         self.router, self.experts = router, experts
         self.aux_loss, self.capacity_factor = aux_loss or AuxLoss(), capacity_factor
         self.loss_scale: float | Tensor = 1.0
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
+        self.narrow: Callable[[Tensor], Tensor] | None = None
         self.record: Tensor | None = None
 
     @torch.compiler.disable  # the number of rows of each expert changes with every micro-batch
-    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """(batch, sequence, hidden) -> (batch, sequence, hidden); padding (document -1) is routed to no expert and its output is zero."""
+    def forward(self, x: Tensor, context: AttentionContext | None = None, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """(batch, sequence, hidden) -> (batch, sequence, hidden); padding (document -1) is routed to no expert and its output is zero.
+
+        Args:
+            x: the hidden states.
+            context: whose documents mark padding.
+            meanwhile: is called while the tokens travel to their experts.
+        """
         documents = context.mask.documents if context is not None else None
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
         tokens = x.flatten(0, 1)
@@ -108,10 +129,13 @@ class MoE(nn.Module):
         expert_ids = routing.experts.masked_fill(~valid.view(-1, 1), num_experts)
         if self.capacity_factor is not None:
             expert_ids = drop_over_capacity(expert_ids, num_experts, math.ceil(self.capacity_factor * expert_ids.numel() / num_experts))
-        outputs = self._compute_experts(tokens, expert_ids, routing.weights.to(x.dtype), num_experts)
-        return self._add_aux_loss(outputs.view_as(x), routing, expert_ids, valid)
+        sent = tokens if self.narrow is None else self.narrow(tokens)
+        outputs = self._compute_experts(sent, expert_ids, routing.weights.to(x.dtype), num_experts, meanwhile)
+        return self._add_aux_loss(outputs.unflatten(0, x.shape[:2]), routing, expert_ids, valid)
 
-    def _compute_experts(self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    def _compute_experts(
+        self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, meanwhile: Callable[[], None] | None
+    ) -> Tensor:
         """Permute the tokens by expert, apply the experts and combine their outputs.
 
         Args:
@@ -119,6 +143,7 @@ class MoE(nn.Module):
             expert_ids: int64 (tokens, top_k); `num_experts` for no expert.
             weights: (tokens, top_k).
             num_experts: number of experts.
+            meanwhile: as in forward.
 
         Returns:
             (tokens, hidden).
@@ -130,7 +155,10 @@ class MoE(nn.Module):
         # A row of no expert is undefined: times a zero weight it could still be NaN, in the output and in the gradient.
         assigned = (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
         rows = rows.where(assigned, 0)
-        rows = self.experts(rows, counts).where(assigned, 0)
+        compute = self.experts.dispatch(rows, counts)
+        if meanwhile is not None:
+            meanwhile()
+        rows = compute().where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
     def _add_aux_loss(self, y: Tensor, routing: Routing, expert_ids: Tensor, valid: Tensor) -> Tensor:
@@ -163,7 +191,9 @@ class SharedExpertMoE(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); context as in MoE."""
-        return self.routed(x, context) + self.shared(x)
+        outputs: list[Tensor] = []
+        routed = self.routed(x, context, lambda: outputs.append(self.shared(x)))
+        return routed + outputs[0]
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:

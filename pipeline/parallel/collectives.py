@@ -8,10 +8,14 @@
 | reduce_scatter_sequence: reduce-scatter | all-gather |
 | scatter_sequence: local slice of the sequence | all-gather |
 | scatter_heads: local slice of the heads | all-gather |
+| gather_columns: all-gather | reduce-scatter |
+| reduce_scatter_columns: reduce-scatter | all-gather |
+| replicate_columns: all-gather | local slice of the columns |
 | all_reduce_with_grad: all-reduce | all-reduce |
 | scale_gradient: identity | division by the group size |
 | scatter_heads_gather_sequence: all-to-all | scatter_sequence_gather_heads |
 | scatter_sequence_gather_heads: all-to-all | scatter_heads_gather_sequence |
+| scatter_sequence_gather_columns: all-to-all | its inverse |
 
 Activations are (batch, sequence, hidden); the sequence collectives shard dim 1. No collective works in place, since autograd may share
 the same buffer with other consumers. The sequence collectives are written as split and cat, the form in which inductor recognizes them
@@ -86,6 +90,35 @@ def _scatter_sequence_gather_heads(tensor: Tensor, group: ProcessGroup) -> Tenso
     """(batch, heads / ranks, tokens, head_dim) -> (batch, heads, tokens / ranks, head_dim)."""
     sent = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
     return _all_to_all(sent, group).transpose(0, 1).flatten(1, 2)
+
+
+def _scatter_sequence_gather_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, sequence, hidden / ranks) -> (batch, sequence / ranks, hidden)."""
+    sent = tensor.unflatten(1, (group.size(), -1)).permute(1, 0, 2, 3).contiguous()
+    return _all_to_all(sent, group).permute(1, 2, 0, 3).flatten(2)
+
+
+def _scatter_columns_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, sequence / ranks, hidden) -> (batch, sequence, hidden / ranks)."""
+    sent = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3).contiguous()
+    return _all_to_all(sent, group).transpose(0, 1).flatten(1, 2)
+
+
+def _all_gather_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(..., hidden / ranks) on each rank -> (..., hidden)."""
+    pieces = _all_gather_heads(tensor.unsqueeze(0), group)
+    return pieces.movedim(0, -2).flatten(-2)
+
+
+def _reduce_scatter_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(..., hidden), summed over the ranks -> the local (..., hidden / ranks)."""
+    pieces = tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
+    return _result(_OPS.reduce_scatter_tensor(pieces, "sum", group.size(), group.group_name)).squeeze(0)
+
+
+def _local_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(..., hidden) -> the local (..., hidden / ranks)."""
+    return tensor.chunk(group.size(), dim=-1)[group.rank()].contiguous()
 
 
 def _all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -171,3 +204,26 @@ def scatter_heads_gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor
 def scatter_sequence_gather_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The inverse, and also the transpose, of scatter_heads_gather_sequence."""
     return _conjugate_pair(tensor, group, _scatter_sequence_gather_heads, _scatter_heads_gather_sequence)
+
+
+def gather_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Enter a tensor-parallel region from rows whose columns are sharded: (rows, hidden / ranks) -> (rows, hidden)."""
+    return _conjugate_pair(tensor, group, _all_gather_columns, _reduce_scatter_columns)
+
+
+def reduce_scatter_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Leave a tensor-parallel region to rows whose columns are sharded: (rows, hidden), partial sums -> (rows, hidden / ranks)."""
+    return _conjugate_pair(tensor, group, _reduce_scatter_columns, _all_gather_columns)
+
+
+def replicate_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(batch, sequence, hidden / ranks) -> the same (batch, sequence, hidden) on every rank."""
+    return _conjugate_pair(tensor, group, _all_gather_columns, _local_columns)
+
+
+def scatter_sequence_gather_columns(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """All-to-all from all tokens with some columns to some tokens with all columns.
+
+    (batch, sequence, hidden / ranks) -> (batch, sequence / ranks, hidden).
+    """
+    return _conjugate_pair(tensor, group, _scatter_sequence_gather_columns, _scatter_columns_gather_sequence)

@@ -5,6 +5,7 @@ As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), but witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,60 +14,109 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import inverse_permutation, moe_layers, permute
+from pipeline.layers.moe import Experts, RoutedExperts, inverse_permutation, moe_layers, permute
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
 
-class _AllToAll(torch.autograd.Function):
-    """All-to-all with uneven splits; the backward pass exchanges the splits."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
-        ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group
-        return _all_to_all(rows, input_splits, output_splits, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
-    received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), output_splits, input_splits, group=group)
-    return received
-
-
-def all_to_all(rows: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
-    """Send each rank its rows. Differentiable.
+class Exchange:
+    """An all-to-all of rows with uneven splits. The rows travel between `start` and `finish`, in the backward pass the other way.
 
     Args:
-        rows: (rows, hidden), ordered by destination rank.
         input_splits: number of rows to send to each rank; sums to all rows.
         output_splits: number of rows to receive from each rank.
         group: the process group.
-
-    Returns:
-        (received rows, hidden), ordered by source rank.
     """
-    result: Tensor = _AllToAll.apply(rows, input_splits, output_splits, group)
-    return result
+
+    def __init__(self, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> None:
+        self._splits, self._group = (input_splits, output_splits), group
+        self._work: Any = None
+        self._gradient: Tensor | None = None
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Start to send rows, (rows, hidden) ordered by destination rank. The result has no values before `finish`. Differentiable."""
+        received: Tensor = _Start.apply(rows, self)
+        return received
+
+    def finish(self, received: Tensor) -> Tensor:
+        """Wait for the rows, (received rows, hidden) ordered by source rank. Differentiable."""
+        rows: Tensor = _Finish.apply(received, self)
+        return rows
+
+    def returning(self) -> Exchange:
+        """The exchange in the other direction."""
+        return Exchange(self._splits[1], self._splits[0], self._group)
+
+    def transfer(self, rows: Tensor) -> Tensor:
+        """`start` and `finish`."""
+        return self.finish(self.start(rows))
+
+    def _send(self, rows: Tensor, input_splits: list[int], output_splits: list[int]) -> Tensor:
+        received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(received, rows.contiguous(), output_splits, input_splits, group=self._group, async_op=True)
+        return received
+
+    def _wait(self) -> None:
+        """Wait for the rows (on a GPU, the current stream waits)."""
+        if self._work is not None:  # None from a fake process group
+            self._work.wait()
+            self._work = None
 
 
-class ExpertParallelExperts(nn.Module):
+class _Start(torch.autograd.Function):
+    """Exchange.start; its backward pass ends the exchange of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._send(rows, *exchange._splits)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        ctx.exchange._wait()
+        gradient, ctx.exchange._gradient = ctx.exchange._gradient, None
+        return gradient, None
+
+
+class _Finish(torch.autograd.Function):
+    """Exchange.finish; its backward pass starts the exchange of the gradients, which _Start returns: its rows are others than here."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange._wait()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange._gradient = ctx.exchange._send(grad, *reversed(ctx.exchange._splits))
+        return grad, None
+
+
+class ExpertParallelExperts(RoutedExperts):
     """Drop-in replacement for Experts whose experts are sharded over a group: same arguments, same result.
+
+    With tensor parallelism, all tensor ranks route the same tokens. Each sends its own columns of them, so that a token crosses the network
+    once, and the experts' tensor ranks gather the columns. Arguments and results of `forward` then have these columns only.
 
     Args:
         experts: the local experts; each rank of the group holds the same number, in rank order.
         group: the expert-parallel group.
+        tensor: the tensor-parallel group.
     """
 
-    def __init__(self, experts: nn.Module, group: ProcessGroup) -> None:
+    def __init__(self, experts: Experts, group: ProcessGroup, tensor: ProcessGroup | None = None) -> None:
         super().__init__()
         self.experts, self.group = experts, group
+        self.tensor = tensor if tensor is not None and tensor.size() > 1 else None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """As Experts in layers/moe.py, with the counts of all experts. Synchronizes the host with the device to read the splits."""
+        """As Experts in layers/moe.py, with the counts of all experts."""
+        return self.dispatch(x, counts)()
+
+    @torch.compiler.disable  # the numbers of rows change with every micro-batch
+    def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+        """See RoutedExperts. Synchronizes the host with the device once, to read the splits."""
         received_counts = torch.empty_like(counts)
         dist.all_to_all_single(received_counts, counts, group=self.group)
         # Both (ranks, local experts): rows to send to each rank's experts, and rows to receive from each rank for the local experts.
@@ -75,13 +125,23 @@ class ExpertParallelExperts(nn.Module):
             input_splits = output_splits = [x.shape[0] // self.group.size()] * self.group.size()
         else:
             input_splits, output_splits = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)]).tolist()
-        routed = sum(input_splits)
-        rows = all_to_all(x[:routed], input_splits, output_splits, self.group)
-        order = _order_by_expert(received_counts, sum(output_splits))
+        exchange = Exchange(input_splits, output_splits, self.group)
+        return partial(self._compute, len(x), exchange, exchange.start(x[: sum(input_splits)]), received_counts)
+
+    @torch.compiler.disable
+    def _compute(self, length: int, exchange: Exchange, pending: Tensor, received_counts: Tensor) -> Tensor:
+        """Apply the local experts to the rows that arrive, and send the outputs back: `length` rows, those without an expert at the end."""
+        rows = exchange.finish(pending)
+        if self.tensor is not None:
+            rows = collectives.gather_columns(rows, self.tensor)
+        order = _order_by_expert(received_counts, len(rows))
         inverse_order = inverse_permutation(order)
         outputs = self.experts(permute(rows, order, inverse_order), received_counts.sum(dim=0))
-        combined = all_to_all(permute(outputs, inverse_order, order), output_splits, input_splits, self.group)
-        return torch.cat([combined, combined.new_zeros(x.shape[0] - routed, combined.shape[1])])
+        outputs = permute(outputs, inverse_order, order)
+        if self.tensor is not None:
+            outputs = collectives.reduce_scatter_columns(outputs, self.tensor)
+        combined = exchange.returning().transfer(outputs)
+        return torch.cat([combined, combined.new_zeros(length - len(combined), combined.shape[1])])
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
@@ -95,10 +155,18 @@ def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
+def _own_columns(tokens: Tensor, group: ProcessGroup) -> Tensor:
+    """(tokens, hidden) -> (tokens, hidden / ranks)."""
+    return tokens.chunk(group.size(), dim=1)[group.rank()]
+
+
 def apply(model: nn.Module, mesh: Mesh) -> None:
     """Make every MoE layer dispatch over the expert group, and its statistics cover full sequences under context parallelism."""
     for moe in list(moe_layers(model)):
         if mesh.layout.expert > 1:
-            moe.experts = ExpertParallelExperts(moe.experts, mesh.expert)
+            assert isinstance(moe.experts, Experts), "the layer is already connected"
+            moe.experts = ExpertParallelExperts(moe.experts, mesh.expert, mesh.tensor)
+            if mesh.layout.tensor > 1:
+                moe.narrow = partial(_own_columns, group=mesh.tensor)
         if mesh.layout.context > 1:
             moe.reduce_sums = partial(collectives.all_reduce_with_grad, group=mesh.context)

@@ -19,7 +19,7 @@ from pipeline.layers.flex import flex
 from pipeline.layers.init import Init, initial_tensor
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import context, expert, tensor
+from pipeline.parallel import context, expert, float8, tensor
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
@@ -87,7 +87,16 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         if mesh.layout.tensor > 1:
             again, recomputed = gather_again(config), config.training.activation_checkpointing != "none"
             sequence = config.parallel.sequence_parallel
-            tensor.apply(stage, model.pieces, plan, mesh.tensor, sequence=sequence, gather_again=again, recomputed=recomputed)
+            dispatched = mesh.layout.expert > 1
+            tensor.apply(
+                *(stage, model.pieces, plan, mesh.tensor),
+                sequence=sequence,
+                gather_again=again,
+                recomputed=recomputed,
+                dispatched=dispatched,
+            )
+        if config.precision.fp8 != "none":
+            float8.apply(stage, config, mesh.device)
         expert.apply(stage, mesh)
         for layer in attention_layers(stage):
             layer.core = core or CORES[config.training.attention]

@@ -43,24 +43,24 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, leave: RegionBoundary) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.leave = leave
+        self.bias = linear.bias
+        linear.register_parameter("bias", None)
+        self.linear, self.leave = linear, leave
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, input / ranks) -> (batch, sequence, output)."""
-        y = self.leave(_partial_product(x, self.weight))
+        y = self.leave(self._partial_product(x))
         return y if self.bias is None else y + self.bias
 
-
-def _partial_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute F.linear, and mark the product as partial."""
-    if torch.compiler.is_compiling():  # the compiler saves only what the backward pass reads, and that is the sum
-        return F.linear(x, weight)
-    token = _PARTIAL_PRODUCT.set(True)
-    try:
-        return F.linear(x, weight)
-    finally:
-        _PARTIAL_PRODUCT.reset(token)
+    def _partial_product(self, x: Tensor) -> Tensor:
+        """Compute the rank's product, and mark it as partial."""
+        if torch.compiler.is_compiling():  # the compiler saves only what the backward pass reads, and that is the sum
+            return self.linear(x)
+        token = _PARTIAL_PRODUCT.set(True)
+        try:
+            return self.linear(x)
+        finally:
+            _PARTIAL_PRODUCT.reset(token)
 
 
 def is_saved_product(operation: object) -> bool:
@@ -193,6 +193,7 @@ def apply(
     sequence: bool,
     gather_again: bool = False,
     recomputed: bool = False,
+    dispatched: bool = False,
 ) -> None:
     """Insert the collectives around the tensor-parallel regions of a model with sharded weights.
 
@@ -204,9 +205,12 @@ def apply(
         sequence: shard activations along the sequence between the regions.
         gather_again: gather inputs of attention and feed-forward again in the backward pass instead of saving them.
         recomputed: the blocks are recomputed in the backward pass.
+        dispatched: expert parallelism dispatches tokens, a slice of the columns by each tensor rank (parallel/expert.py).
     """
     enter: RegionBoundary = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
     leave: RegionBoundary = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)
+    from_columns = collectives.scatter_sequence_gather_columns if sequence else collectives.replicate_columns
+    leave_experts: RegionBoundary = partial(from_columns, group=group) if dispatched else leave
 
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
@@ -226,7 +230,7 @@ def apply(
                 setattr(module, name, ParallelRMSNorm(child, pieces[child.weight].full_shape[0], group))
         if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
-            module.register_forward_hook(lambda _, args, output: leave(output))  # noqa: ARG005 - hook's signature
+            module.register_forward_hook(lambda _, args, output: leave_experts(output))  # noqa: ARG005 - hook's signature
         if isinstance(module, NextSentenceHead):  # all ranks compute the same, from the first token of each sequence
             module.register_forward_pre_hook(lambda _, args: (enter(args[0]),))
             module.register_forward_hook(lambda _, args, output: collectives.scale_gradient(output, group))  # noqa: ARG005 - hook's signature

@@ -2,7 +2,8 @@
 
 Under ZeRO 1 and 2, the new weights are gathered once a step: the collectives start after the optimizer step, in the order of use, and every
 module waits for its own. Under ZeRO 3, the matrices of a block are gathered for each use and freed after it; the gathering of the next
-block starts before the computation of this one.
+block starts before the computation of this one. The head, whose backward pass follows its forward pass, is gathered once for both, and
+token embeddings only for the forward pass.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeline.parallel.tensor import VocabParallelEmbedding
 from pipeline.training.buckets import Bucket
 
 
@@ -91,7 +94,7 @@ class WeightGatherer:
         self._of = {parameter: flat for flat in self._weights for parameter in flat.bucket.pieces}
         self._in_backward: dict[Bucket, FlatWeights] = {}
         for stage in stages.values():
-            self._register(_units(stage))
+            self._register(_units(stage), getattr(stage, "head", None))
 
     def refresh(self) -> None:
         """Start to gather weights that are not freed after use: the optimizer has changed them."""
@@ -110,35 +113,48 @@ class WeightGatherer:
         for flat in self._weights:
             flat.free()
 
-    def _register(self, units: list[nn.Module]) -> None:
-        used = [list(dict.fromkeys(self._of[p] for p in unit.parameters() if p in self._of)) for unit in units]
+    def _register(self, units: list[nn.Module], head: nn.Module | None) -> None:
+        forward = [self._weights_of(unit.parameters()) for unit in units]
+        backward = [self._weights_of(_read_in_backward(unit)) for unit in units]
         for index, unit in enumerate(units):
-            following = used[index + 1] if index + 1 < len(units) else []
-            preceding = used[index - 1] if index > 0 else []
+            following = forward[index + 1] if index + 1 < len(units) else []
+            preceding = backward[index - 1] if index > 0 else []
             # Around the compiled call: torch.compile would trace hooks of the module, and break its graph there.
             call = unit._compiled_call_impl or unit._call_impl
-            unit._compiled_call_impl = partial(self._call, call, used[index], following, preceding)
+            use = partial(self._call, call, forward[index], following, kept=backward[index] if unit is head else [])
+            unit._compiled_call_impl = partial(self._with_hook, use, partial(self._before_backward, backward[index], preceding))
+
+    def _weights_of(self, parameters: Iterable[nn.Parameter]) -> list[FlatWeights]:
+        return list(dict.fromkeys(self._of[parameter] for parameter in parameters if parameter in self._of))
 
     def _call(
         self,
         call: Callable[..., Any],
         weights: list[FlatWeights],
         following: list[FlatWeights],
-        preceding: list[FlatWeights],
         *args: Any,
+        kept: list[FlatWeights],
         **options: Any,
     ) -> Any:
-        """Call a module with its weights, and make them available again for its backward pass."""
+        """Call a module with its weights; those that are kept stay available until the end of its backward pass."""
         for flat in weights:
             flat.acquire()
         for flat in following:
             flat.start()
         output = call(*args, **options)
         for flat in weights:
-            flat.release()
+            if flat in kept and torch.is_grad_enabled() and flat.bucket not in self._in_backward:
+                self._in_backward[flat.bucket] = flat
+            else:
+                flat.release()
+        return output
+
+    def _with_hook(self, call: Callable[..., Any], before_backward: Callable[[Tensor], None], *args: Any, **options: Any) -> Any:
+        """Call a module, and make its weights available again before its backward pass."""
+        output = call(*args, **options)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, weights, preceding))
+                tensor.register_hook(before_backward)
         return output
 
     def _before_backward(self, weights: list[FlatWeights], preceding: list[FlatWeights], _grad: Tensor) -> None:
@@ -156,3 +172,10 @@ def _units(stage: nn.Module) -> list[nn.Module]:
     for name, child in stage.named_children():
         units += list(child.children()) if name == "blocks" else [child]
     return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+def _read_in_backward(unit: nn.Module) -> list[nn.Parameter]:
+    """The weights that the backward pass of a module reads: all but the tables of embeddings."""
+    tables = (module for module in unit.modules() if isinstance(module, nn.Embedding | VocabParallelEmbedding))
+    looked_up = {parameter for table in tables for parameter in table.parameters(recurse=False)}
+    return [parameter for parameter in unit.parameters() if parameter not in looked_up]

@@ -1,6 +1,7 @@
 """Expert parallelism: dispatch to the experts and combination of their outputs. Training with it: tests/training/test_layouts.py."""
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -59,34 +60,51 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
     assert found.keys() == saved.keys()
 
 
-def _experts(group_size, counts_of_rank, dropped):
+def _experts(expert, tensor, counts_of_rank, dropped):
     """Values and gradients of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert import ExpertParallelExperts
+    from pipeline.parallel.expert import ExpertParallelExperts, _own_columns
 
-    rank, group = dist.get_rank(), dist.group.WORLD
+    group, tensor_group = _groups(expert, tensor)
+    which, piece = group.rank(), tensor_group.rank()
     generator = torch.Generator().manual_seed(0)
-    whole = Experts(8, 6, 10).double()
+    whole = Experts(8, 6, 12).double()
+    mine = Experts(8 // expert, 6, 12 // tensor).double()
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    mine = Experts(8 // group_size, 6, 10).double()
-    with torch.no_grad():
         for own, full in zip(mine.parameters(), whole.parameters(), strict=True):
-            own.copy_(full.chunk(group_size)[rank])
-    counts = torch.tensor(counts_of_rank[rank])
-    x = torch.randn(int(counts.sum()) + dropped, 6, generator=generator.manual_seed(rank + 1), dtype=torch.float64)
-    results = []
-    for module in (ExpertParallelExperts(mine, group), whole):
-        leaf = x.clone().requires_grad_()
-        y = module(leaf, counts)[: counts.sum()]
-        y.sin().sum().backward()
-        results.append((y.detach(), leaf.grad))
+            own.copy_(_piece(full, which, expert, piece, tensor))
+    counts = torch.tensor(counts_of_rank[which])
+    x = torch.randn(int(counts.sum()) + dropped, 6, generator=generator.manual_seed(which + 1), dtype=torch.float64)
+    leaf, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    parallel = ExpertParallelExperts(mine, group, tensor_group)
+    y = parallel(_own_columns(leaf, tensor_group), counts)[: counts.sum()]
+    y.sin().sum().backward()
+    expected = whole(reference, counts)[: counts.sum()]
+    expected.sin().sum().backward()
     gradients = [parameter.grad for parameter in whole.parameters()]
     for gradient in gradients:
-        dist.all_reduce(gradient)
-    expected = [gradient.chunk(group_size)[rank] for gradient in gradients]
-    return [*zip(*results, strict=True), *zip((p.grad for p in mine.parameters()), expected, strict=True)]
+        dist.all_reduce(gradient, group=group)
+    values = [(y.detach(), _own_columns(expected.detach(), tensor_group))]
+    values += [(_own_columns(leaf.grad, tensor_group), _own_columns(reference.grad, tensor_group))]
+    pieces = [_piece(gradient, which, expert, piece, tensor) for gradient in gradients]
+    return values + list(zip((p.grad for p in mine.parameters()), pieces, strict=True))
+
+
+@functools.cache
+def _groups(expert, tensor):
+    """This rank's expert and tensor groups of four ranks; the tensor ranks are neighbors."""
+    assert expert * tensor == 4
+    mesh = torch.arange(4).view(expert, tensor)
+    experts = [dist.new_group(ranks) for ranks in mesh.T.tolist()][dist.get_rank() % tensor]
+    return experts, [dist.new_group(ranks) for ranks in mesh.tolist()][dist.get_rank() // tensor]
+
+
+def _piece(full, which, expert, piece, tensor):
+    """The experts of a rank, and its piece of their width, which is dim 2 of the last product."""
+    dim = 2 if full.shape[1] == 6 else 1
+    return full.chunk(expert)[which].chunk(tensor, dim=dim)[piece]
 
 
 @pytest.mark.parametrize("dropped", [0, 3])
@@ -99,19 +117,21 @@ def _experts(group_size, counts_of_rank, dropped):
         [[0] * 8] * 4,
     ],
 )
-def test_expert_parallel_experts_equal_the_experts(world, counts, dropped):
-    for rank in world.run(_experts, 4, counts, dropped):
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_expert_parallel_experts_equal_the_experts(world, counts, dropped, tensor):
+    for rank in world.run(_experts, 4 // tensor, tensor, counts, dropped):
         for ours, expected in rank:
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def _gradcheck():
-    from pipeline.parallel.expert import all_to_all
+    from pipeline.parallel.expert import Exchange
 
     rank, group = dist.get_rank(), dist.group.WORLD
     sent, received = [rank, 1, 0, 2], [[0, 1, 2, 3], [1] * 4, [0] * 4, [2] * 4][rank]
     rows = torch.randn(sum(sent), 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64, requires_grad=True)
-    there_and_back = all_to_all(all_to_all(rows, sent, received, group) * (rank + 1), received, sent, group)
+    exchange = Exchange(sent, received, group)
+    there_and_back = exchange.returning().transfer(exchange.transfer(rows) * (rank + 1))
     there_and_back.sum().backward()
     factors = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64).repeat_interleave(torch.tensor(sent)).unsqueeze(1)
     return torch.equal(there_and_back, rows * factors), torch.equal(rows.grad, factors.expand_as(rows))

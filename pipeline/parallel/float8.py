@@ -1,0 +1,77 @@
+"""fp8 training: the linear layers of the blocks multiply 8-bit numbers, by torchao's float8 training.
+
+Inputs, weights and gradients of the outputs are scaled and rounded to 8 bits for each matrix product (Micikevicius et al. 2022,
+https://arxiv.org/abs/2209.05433), whose result is bf16. Everything else is as in bf16: weights, gradients, collectives, checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError, Violation
+from pipeline.layers.stack import Stack
+
+log = logging.getLogger("pipeline")
+
+#: The kernels of fp8 products require sizes that are multiples of this.
+ALIGNMENT = 16
+#: Compute capability of the first GPUs with fp8 products (Ada, Hopper).
+CAPABILITY = (8, 9)
+
+
+def apply(stage: Stack, config: RunConfig, device: torch.device) -> None:
+    """Replace the linear layers of the stage's blocks, except the first and last blocks of the model. On a CPU, fp8 is emulated.
+
+    Args:
+        stage: a pipeline stage with sharded weights, after tensor.apply.
+        config: configuration of the run.
+        device: of the rank; on the meta device, layers are only checked.
+
+    Raises:
+        UserError: the GPU has no fp8 products, or a layer has a size that they do not support.
+    """
+    layers, excluded = config.model.layers, config.precision.fp8_exclude_layers
+    linears = {
+        f"blocks.{name}.{path}": module
+        for name, block in stage.blocks.items()
+        if excluded <= int(name) < layers - excluded
+        for path, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    if problems := _violations(linears, config, device):
+        raise UserError(problems)
+    if device.type == "meta" or not linears:
+        return
+    try:
+        logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for other GPUs
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ModuleNotFoundError:
+        raise UserError.of("precision.fp8", config.precision.fp8, "requires the package torchao", "pip install '.[fp8]'") from None
+    recipe = Float8LinearConfig.from_recipe_name(config.precision.fp8)
+    chosen = set(linears.values())
+    convert_to_float8_training(
+        stage,
+        config=replace(recipe, emulate=device.type == "cpu"),
+        module_filter_fn=lambda module, _: module in chosen,
+    )
+    log.info(
+        "fp8 (%s) in %d linear layers of this stage%s", config.precision.fp8, len(chosen), ", emulated" if device.type == "cpu" else ""
+    )
+
+
+def _violations(linears: dict[str, nn.Linear], config: RunConfig, device: torch.device) -> list[Violation]:
+    key, value = "precision.fp8", config.precision.fp8
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return [Violation(key, value, f"requires a GPU with fp8 products (from Ada and Hopper on), this is {name}", "set precision=bf16")]
+    for name, linear in linears.items():
+        if any(size % ALIGNMENT for size in linear.weight.shape):
+            shape = " x ".join(map(str, linear.weight.shape))
+            rule = f"requires matrices whose sizes are multiples of {ALIGNMENT}; a rank's piece of {name} is {shape}"
+            return [Violation(key, value, rule, "set precision=bf16, or reduce parallel.tensor")]
+    return []
