@@ -82,6 +82,14 @@ def tiny(*overrides: str) -> tuple[str, ...]:
     return ("stage=pretrain", "precision=fp32", *sizes, *batch, "optimizer.warmup_steps=2", "optimizer.lr=0.01", *overrides)
 
 
+def composed(*overrides: str) -> Any:
+    """As configured; the text of an error for other ranks, which would wait for rank 0."""
+    try:
+        return configured(*overrides)
+    except Exception as error:
+        return f"{overrides}: {error}"
+
+
 def trainer(*overrides: str) -> tuple[Any, Any]:
     """Return the checked configuration and this rank's trainer. Collective."""
     from pipeline.config.layout import Layout
@@ -89,9 +97,8 @@ def trainer(*overrides: str) -> tuple[Any, Any]:
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
-    composed = [configured(*overrides) if dist.get_rank() == 0 else None]  # once: it takes 0.2 s of a core
-    dist.broadcast_object_list(composed)
-    config: Any = composed[0]
+    config = meshes.on_rank_0(lambda: composed(*overrides))  # once: it takes 0.2 s of a core
+    assert not isinstance(config, str), config
     preflight.check(config, dist.get_world_size())
     return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 

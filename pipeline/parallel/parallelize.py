@@ -17,6 +17,7 @@ from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
 from pipeline.layers.init import Init, initial_tensor
+from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, float8, tensor
@@ -102,12 +103,10 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
             layer.core = core or CORES[config.training.attention]
         if mesh.layout.context > 1:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
-        apply_activation_checkpointing(stage, config.training.activation_checkpointing)
         if async_tensor_enabled(config, mesh.device):
             tensor.fuse_collectives(mesh.tensor)
-        if compile_enabled(config, mesh.device):
-            for block in stage.blocks.values():
-                block.compile()
+        for block in stage.blocks.values():
+            checkpoint_and_compile(block, config.training.activation_checkpointing, compiled=compile_enabled(config, mesh.device))
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -189,15 +188,20 @@ def async_tensor_enabled(config: RunConfig, device: torch.device) -> bool:
     return config.parallel.async_tensor == "on" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def apply_activation_checkpointing(model: Stack, mode: str) -> None:
-    """Recompute the blocks in the backward pass (`full`), or all their operations except matrix products and attention (`selective`)."""
-    if mode == "none":
-        return
-    options: dict[str, Any] = {}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
-    for block in model.blocks.values():
+def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool) -> None:
+    """Recompute a block in the backward pass (`full`), or all its operations except matrix products and attention (`selective`).
+
+    A dense block is compiled as one graph, with what is recomputed. Dispatch of MoE layers breaks the graph, and torch.compile compiles
+    nothing inside a checkpoint with a break: there, `full` recomputes compiled pieces, and `selective` stays uncompiled.
+    """
+    breaks = mode != "none" and any(True for _ in moe_layers(block))
+    if compiled and breaks and mode == "full":
+        block.forward = torch.compile(block.forward)
+    if mode != "none":
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)} if mode == "selective" else {}
         block.forward = _checkpointed(block.forward, options)
+    if compiled and not breaks:
+        block.compile()
 
 
 def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:

@@ -1,5 +1,6 @@
 """Compiled blocks: no graph break, no block left out, and no compilation after the second step, in what is combined with compilation."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ SIZES = (f"model.layers={BLOCKS}", "model.ffn_hidden=48", "model.kv_heads=2", "t
 MODEL = tiny("model=llama-tiny", "training.sequence_length=16", "parallel.zero_stage=0", *SIZES)
 
 
-def compiled_run(overrides: tuple[str, ...]) -> tuple[list[float], list[int], list[int], int, list[str]]:
+def compiled_run(overrides: tuple[str, ...], model: tuple[str, ...] = MODEL) -> tuple[list[float], list[int], list[int], int, list[str]]:
     """Train some steps; returns the losses, graphs so far and calls of compiled graphs after each step, graph breaks and their reasons."""
     import torch._dynamo
     from torch._dynamo.backends.debugging import aot_eager
@@ -35,9 +36,8 @@ def compiled_run(overrides: tuple[str, ...]) -> tuple[list[float], list[int], li
 
     torch._dynamo.reset()
     counters.clear()
-    compile_module = nn.Module.compile
-    with mock.patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=counting)):
-        config, mine = trainer(*MODEL, *overrides)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=counting)):
+        config, mine = trainer(*model, *overrides)
     losses, graphs, called = [], [], []
     for step in range(STEPS):
         shape = (config.training.global_batch_size, config.training.sequence_length + 1)
@@ -100,6 +100,7 @@ COMBINATIONS = [
     ("training.activation_checkpointing=none", "parallel.tensor=2"),
     ("parallel.zero_stage=1",),
     ("parallel.zero_stage=3", "training.activation_checkpointing=selective"),
+    ("precision=fp8", "precision.fp8_exclude_layers=0", "model.hidden=64", "model.ffn_hidden=64", "parallel.tensor=2"),
 ]
 
 
@@ -114,6 +115,25 @@ def test_blocks_are_compiled_whole(worlds, overrides):
         assert graphs[1] == graphs[-1], "compiled again after the second step"
         per_step = {later - earlier for earlier, later in zip([0, *calls], calls, strict=False)}
         assert per_step == {BLOCKS * MICRO_BATCHES}, "every block of every micro-batch runs one compiled graph"
+
+
+MIXTRAL = tiny("model=mixtral-tiny", "training.sequence_length=16", "parallel.zero_stage=0", *SIZES)
+DEEPSEEK = tiny(
+    *("model=deepseek-tiny", "model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4"),
+    *("model.v_head_dim=8", "model.expert_ffn_hidden=12", "model.layers=2", "training.micro_batch_size=4", "training.compile=on"),
+)
+
+
+@pytest.mark.parametrize(("model", "checkpointing"), [(MIXTRAL, "none"), (DEEPSEEK, "full")], ids=["mixtral", "deepseek full"])
+def test_a_moe_layer_is_compiled_up_to_the_dispatch(worlds, model, checkpointing):
+    """Routing, permutation and combination are compiled; dispatch, experts and the record of the load are not."""
+    layout = ("parallel.expert=2", "training.global_batch_size=16", f"training.activation_checkpointing={checkpointing}")
+    losses, graphs, calls, _, reasons = worlds(2).run(compiled_run, layout, model)[0]
+    eager = worlds(2).run(compiled_run, (*layout, "training.compile=off"), model)[0][0]
+    assert losses == pytest.approx(eager, rel=1e-5)
+    assert graphs[1] == graphs[-1], "compiled again after the second step"
+    assert calls[0] > BLOCKS * MICRO_BATCHES, "several graphs a block"
+    assert all("torch.compiler.disable" in reason for reason in reasons), reasons
 
 
 def test_compilation_of_all_axes_together(worlds):

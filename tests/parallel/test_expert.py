@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +123,47 @@ def test_expert_parallel_experts_equal_the_experts(world, counts, dropped, tenso
     for rank in world.run(_experts, 4 // tensor, tensor, counts, dropped):
         for ours, expected in rank:
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def _events(layout):
+    """What happens in forward and backward pass of a layer with a shared expert, and the bytes of each all-to-all of rows."""
+    from pipeline.layers.moe import SharedExpertMoE
+    from pipeline.parallel.expert import Exchange
+
+    config, mine = make(*DEEPSEEK, "parallel.expert=2", "parallel.zero_stage=0", "training.global_batch_size=8", *layout)
+    layer = next(module for module in mine.model.modules() if isinstance(module, SharedExpertMoE))
+    events, sizes = [], []
+
+    def spied(name, method):
+        def call(self, *arguments):
+            events.append(name)
+            if name == "send":
+                sizes.append(arguments[0].nbytes / max(1, len(arguments[0])))
+            return method(self, *arguments)
+
+        return mock.patch.object(Exchange, method.__name__, call)
+
+    layer.shared.register_forward_pre_hook(lambda *_: events.append("shared"))
+    layer.shared.down.register_full_backward_pre_hook(lambda *_: events.append("shared"))
+    x = torch.randn(2, 8 // mine.mesh.tensor.size(), config.model.hidden, requires_grad=True)
+    with spied("send", Exchange._send), spied("wait", Exchange._wait):
+        y = layer(x)
+        events.append("backward")
+        y.sum().backward()
+    return events, sizes
+
+
+def test_the_shared_expert_computes_while_tokens_travel(world):
+    """Rows go to the experts and return; so do their gradients."""
+    events, sizes = world.run(_events, ())[0]
+    assert events == ["send", "shared", "wait", "send", "wait", "backward", "send", "wait", "send", "shared", "wait"]
+    assert sizes == [4 * 32] * 4
+
+
+def test_a_token_crosses_the_network_once_and_not_once_a_tensor_rank(world):
+    events, sizes = world.run(_events, ("parallel.tensor=2",))[0]
+    assert events.count("send") == 4
+    assert sizes == [4 * 32 / 2] * 4, "each tensor rank sends its columns"
 
 
 def _gradcheck():

@@ -1,0 +1,83 @@
+"""fp8 training, emulated on CPU ranks: close to bf16, in every layout, and refused where the kernels of GPUs would fail."""
+
+import pytest
+import torch
+
+from pipeline.errors import UserError
+from pipeline.launch.preflight import violations
+from tests.world import causal, configured, share, tiny, trainer
+
+#: Widths that are multiples of 16, also when they are divided by two.
+SIZES = tiny(
+    *("model=llama-tiny", "model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=96"),
+    *("model.vocab_size=64", "training.steps=50", "training.global_batch_size=8", "training.micro_batch_size=2", "optimizer.lr=3e-3"),
+)
+
+#: Largest relative difference between the losses of a step in fp8 and in bf16.
+BAND = 0.05
+
+
+def losses(steps: int, *overrides: str) -> tuple[list[float], int]:
+    """Train on sequences that count modulo the vocabulary; returns the losses, and the number of this rank's fp8 layers."""
+    config, mine = trainer(*SIZES, *overrides)
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        shape = (config.training.global_batch_size, 1)
+        start, stride = torch.randint(64, shape, generator=generator), torch.randint(1, 4, shape, generator=generator)
+        tokens = (start + stride * torch.arange(config.training.sequence_length + 1)) % 64
+        found.append(float(mine.train(*causal(*share(mine, tokens)))[0]))
+    return found, sum(type(module).__name__ == "Float8Linear" for module in mine.model.modules())
+
+
+@pytest.fixture(scope="module")
+def bf16(worlds):
+    """The losses of 50 steps in bf16, which fall by half."""
+    found, layers = worlds(1).run(losses, 50, "precision=bf16", "training.micro_batch_size=8")[0]
+    assert layers == 0
+    assert found[-1] < 0.6 * found[0]
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_loss_of_fifty_steps_is_near_that_of_bf16(worlds, bf16, recipe):
+    fp8, layers = worlds(1).run(losses, 50, "precision=fp8", f"precision.fp8={recipe}", "training.micro_batch_size=8")[0]
+    assert layers == 2 * 7, "all but the first and the last block"
+    assert fp8 == pytest.approx(bf16, rel=BAND)
+    assert fp8[1:] != bf16[1:]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.tensor=2", "training.activation_checkpointing=selective"),
+        ("parallel.pipeline=2", "training.activation_checkpointing=full"),
+        ("parallel.zero_stage=3",),
+        ("parallel.tensor=2", "parallel.sequence_parallel=false", "parallel.zero_stage=1"),
+    ],
+    ids=" ".join,
+)
+def test_layouts_train_as_one_process(worlds, layout):
+    """Scales of a tensor depend on the slices that the ranks hold, those of a row only on the row or its part."""
+    alone, _ = worlds(1).run(losses, 3, "precision=fp8")[0]
+    ranks = worlds(2).run(losses, 3, "precision=fp8", *layout)
+    assert sum(layers for _, layers in ranks) == 14 * (1 if "parallel.pipeline=2" in layout else 2)
+    assert max(found for found, _ in ranks) == pytest.approx(alone, rel=0.01)
+
+
+def test_master_weights_and_gradients_are_those_of_bf16():
+    refused = violations(configured(*SIZES, "precision.fp8=tensorwise"), 1)
+    assert [violation.rule for violation in refused] == ["requires precision.dtype=bf16, not fp32"]
+
+
+def refusal(*overrides: str) -> str:
+    """The message for a model whose matrices the kernels cannot multiply."""
+    with pytest.raises(UserError) as caught:
+        trainer(*SIZES, "precision=fp8", *overrides)
+    return str(caught.value)
+
+
+def test_sizes_that_fp8_products_do_not_support_are_refused(worlds):
+    message = worlds(2).run(refusal, "model.ffn_hidden=80", "parallel.tensor=2")[0]
+    assert "multiples of 16; a rank's piece of blocks.1.mlp.gate is 40 x 64" in message
+    assert "set precision=bf16, or reduce parallel.tensor" in message
