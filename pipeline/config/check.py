@@ -232,6 +232,14 @@ def _training(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "training.sequence_length", training.sequence_length, rule, "reduce the sequence length, or increase model.max_positions"
         )
+    if training.activation_budget is not None:
+        if training.activation_checkpointing != "selective":
+            rule = f"has no effect with training.activation_checkpointing={training.activation_checkpointing}"
+            fix = "set training.activation_checkpointing=selective"
+            yield Violation("training.activation_budget", training.activation_budget, rule, fix)
+        unsupported = {"encoder_blocks": "encoder-decoders", "experts": "MoE models: the number of rows of an expert is not known before"}
+        for rule in (f"is not supported by {models}" for attribute, models in unsupported.items() if hasattr(config.model, attribute)):
+            yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")
     if optimizer.warmup_steps + optimizer.decay_steps > training.steps:
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={training.steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")

@@ -38,6 +38,13 @@ class TrainingConfig:
         "recomputation in the backward pass: none, all but matrix products and attention (selective), or full blocks",
         choices=("none", "selective", "full"),
     )
+    activation_budget: float | None = knob(
+        None,
+        "with activation_checkpointing=selective: activations that a layer may keep of a micro-batch on a rank; the results that cost the "
+        "most to compute again are kept; default: all results of matrix products and attention",
+        unit="MB",
+        above=0,
+    )
     attention: str = knob(
         "auto",
         "attention kernel: PyTorch SDPA, flex attention, or the unfused formula (plain); auto chooses by GPU, dtype, head widths and mask "

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pipeline.config.check import may_compile
 from pipeline.config.layout import Layout
@@ -17,10 +15,9 @@ from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
 from pipeline.layers.init import Init, initial_tensor
-from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import context, expert, float8, tensor
+from pipeline.parallel import context, expert, float8, recomputation, tensor
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
@@ -99,14 +96,16 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         if config.precision.fp8 != "none":
             float8.apply(stage, config, mesh.device)
         expert.apply(stage, mesh)
+        kept = recomputation.choose(stage, config, mesh) if config.training.activation_budget is not None else {}
         for layer in attention_layers(stage):
             layer.core = core or CORES[config.training.attention]
         if mesh.layout.context > 1:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         if async_tensor_enabled(config, mesh.device):
             tensor.fuse_collectives(mesh.tensor)
-        for block in stage.blocks.values():
-            checkpoint_and_compile(block, config.training.activation_checkpointing, compiled=compile_enabled(config, mesh.device))
+        for name, block in stage.blocks.items():
+            mode, compiled = config.training.activation_checkpointing, compile_enabled(config, mesh.device)
+            recomputation.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -186,48 +185,3 @@ def async_tensor_enabled(config: RunConfig, device: torch.device) -> bool:
     if not possible or config.parallel.async_tensor == "off":
         return False
     return config.parallel.async_tensor == "on" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool) -> None:
-    """Recompute a block in the backward pass (`full`), or all its operations except matrix products and attention (`selective`).
-
-    A dense block is compiled as one graph, with what is recomputed. Dispatch of MoE layers breaks the graph, and torch.compile compiles
-    nothing inside a checkpoint with a break: there, `full` recomputes compiled pieces, and `selective` stays uncompiled.
-    """
-    breaks = mode != "none" and any(True for _ in moe_layers(block))
-    if compiled and breaks and mode == "full":
-        block.forward = torch.compile(block.forward)
-    if mode != "none":
-        options = {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)} if mode == "selective" else {}
-        block.forward = _checkpointed(block.forward, options)
-    if compiled and not breaks:
-        block.compile()
-
-
-def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return `forward` under `checkpoint`. A function, not a partial: torch.compile does not compile a forward that is torch's own code."""
-
-    def forward_and_recompute(*args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
-        return output
-
-    return forward_and_recompute
-
-
-#: Operations other than matrix products whose results selective activation checkpointing saves: the most FLOPs or communication per byte.
-#: The sums of row-parallel products are saved, sharded along the sequence with sequence parallelism, instead of the products.
-_SAVED_OPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.pipeline.ring_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-}
-
-
-def _selective_policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
-    """Save the results of matrix products, attention and reductions over ranks, recompute all others."""
-    saved = operation in _SAVED_OPS or tensor.is_saved_product(operation)
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

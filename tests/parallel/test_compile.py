@@ -99,7 +99,7 @@ COMBINATIONS = [
     ("training.activation_checkpointing=full", "parallel.context=2", "parallel.context_kind=ulysses"),
     ("training.activation_checkpointing=none", "parallel.tensor=2"),
     ("parallel.zero_stage=1",),
-    ("parallel.zero_stage=3", "training.activation_checkpointing=selective"),
+    ("parallel.zero_stage=3", "training.activation_checkpointing=selective", "training.activation_budget=0.05"),
     ("precision=fp8", "precision.fp8_exclude_layers=0", "model.hidden=64", "model.ffn_hidden=64", "parallel.tensor=2"),
 ]
 

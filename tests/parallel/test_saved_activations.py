@@ -6,11 +6,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.world import tiny, trainer
+from pipeline.config import check as rules
+from pipeline.errors import UserError
+from pipeline.parallel.recomputation import Result, fill
+from tests.world import configured, tiny, trainer
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, SEQUENCE, RANKS = 32, 88, 4, 4, 67, 2, 8, 2
 TOKENS, KV = BATCH * SEQUENCE, HIDDEN // HEADS * KV_HEADS
 MODEL = tiny("model=llama-tiny", "model.layers=1", f"model.ffn_hidden={FFN}", f"model.kv_heads={KV_HEADS}", "parallel.tensor=2")
+
+SELECTIVE = "training.activation_checkpointing=selective"
 
 #: Elements that a rank keeps (Korthikanti et al. 2022): widths within a region and tokens between regions are divided by RANKS.
 LOCAL, INNER, HEAD_OUTPUT = TOKENS * HIDDEN // RANKS, TOKENS * FFN // RANKS, TOKENS * HIDDEN // RANKS
@@ -70,3 +75,53 @@ def test_a_block_keeps_what_is_sharded(worlds, recompute):
         assert whole == 0, "no input or product of full width is kept"
         assert found <= 4 * KEPT[recompute]
         assert gradients == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("share", [0, 0.7])
+def test_a_block_keeps_at_most_its_budget(worlds, share):
+    """Between full and selective recomputation; the gradients do not change."""
+    smallest, largest = 4 * LOCAL, 4 * KEPT["selective"]
+    budget = smallest + share * (largest - smallest)
+    settings = ("parallel.zero_stage=0", SELECTIVE, f"training.activation_budget={budget / 1e6}")
+    plain = worlds(2).run(kept, "parallel.zero_stage=0", "parallel.pipeline=1", "training.activation_checkpointing=full")
+    for (found, _, gradients), (full, _, expected) in zip(worlds(2).run(kept, *settings), plain, strict=True):
+        assert full <= found <= budget
+        assert (found > full) == (share > 0), "the budget is used"
+        assert gradients == pytest.approx(expected, rel=1e-5)
+
+
+def test_reductions_are_kept_before_attention_and_attention_before_products():
+    results = [
+        Result("product", 0, 10, 1e3),
+        Result("attention", 0, 20, 4e3),
+        Result("product", 1, 30, 6e3),
+        Result("reduction", 0, 5, 0.0),
+    ]
+    assert [(r.kind, r.index) for r in fill(results, 36)] == [("reduction", 0), ("attention", 0), ("product", 0)]
+    assert fill(results, 4) == []
+    assert len(fill(results, 65)) == 4
+
+
+def refusal(*overrides: str) -> str:
+    """The message for a budget."""
+    with pytest.raises(UserError) as caught:
+        trainer(*MODEL, *overrides)
+    return str(caught.value)
+
+
+def test_a_budget_that_cannot_be_met_is_refused(worlds):
+    message = worlds(2).run(refusal, "training.activation_budget=0.0001", SELECTIVE)[0]
+    assert "is less than the input of a block, 0.0 MB, which is always kept" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        ((), "has no effect with training.activation_checkpointing=none"),
+        (("model=mixtral-tiny", SELECTIVE), "is not supported by MoE models: the number of rows of an expert is not known before"),
+        (("model=t5-tiny", SELECTIVE), "is not supported by encoder-decoders"),
+    ],
+)
+def test_a_budget_that_has_no_effect_is_refused(overrides, rule):
+    found = rules.violations(configured("stage=pretrain", "training.activation_budget=10", *overrides), 1)
+    assert [v.rule for v in found if v.key == "training.activation_budget"] == [rule]
