@@ -107,6 +107,9 @@ def _expert(config: RunConfig) -> Iterator[Violation]:
     elif experts % ranks:
         yield Violation("parallel.expert", ranks, f"must divide model.experts={experts}", "choose a divisor of model.experts")
     tensor, width = config.parallel.tensor, getattr(config.model, "expert_ffn_hidden", 0)
+    if ranks > 1 and config.model.hidden % tensor:
+        rule = f"must divide model.hidden={config.model.hidden} with parallel.expert={ranks}"
+        yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.hidden")
     if width % tensor:
         rule = f"must divide model.expert_ffn_hidden={width}"
         yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.expert_ffn_hidden")

@@ -231,6 +231,10 @@ def test_the_initial_values_of_stacked_experts_do_not_depend_on_the_layout():
     [
         (("model=llama-tiny", "parallel.expert=2"), "requires an MoE model; model.family=llama has no experts"),
         (("model=mixtral-tiny", "parallel.expert=3"), "must divide model.experts=4"),
+        (
+            ("model=deepseek-tiny", "model.experts=12", "parallel.expert=3", "parallel.tensor=2", "model.hidden=91"),
+            "must divide model.hidden=91 with parallel.expert=3",
+        ),
         (("model=mixtral-tiny", "model.top_k=5"), "is more than model.experts=4"),
         (("model=deepseek-tiny", "model.expert_ffn_hidden=99", "parallel.tensor=2"), "must divide model.expert_ffn_hidden=99"),
     ],
