@@ -55,7 +55,7 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        grouped = (x.is_cuda and x.dtype == torch.bfloat16) or x.is_meta  # the planner traces the kernel of GPUs
+        grouped = x.dtype == torch.bfloat16 and (x.is_cuda or x.is_meta)  # the planner traces the kernel of GPUs
         product = grouped_mm if grouped else loop_mm
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
@@ -73,7 +73,8 @@ def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         (rows, output).
     """
-    sizes = counts.tolist()
+    experts = len(weights)
+    sizes = [len(x) // experts] * experts if x.is_meta else counts.tolist()  # the planner has no values: equal numbers of rows
     parts = x.split([*sizes, x.shape[0] - sum(sizes)])
     products = [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=False)]
     return torch.cat([*products, x.new_zeros(parts[-1].shape[0], weights.shape[1])])

@@ -83,6 +83,15 @@ class AttentionCall:
         once = self.batch * (query + key) * (self.head_dim + self.value_dim) * self.bytes_per_element
         return float(once * (2 if self.phase == "backward" else 1))
 
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends around the ring: keys and values, and in the backward pass their fp32 gradients back to their rank."""
+        if self.ring == 1:
+            return 0.0
+        elements = self.batch * self.kv_heads * self.keys * (self.head_dim + self.value_dim)
+        gradients = self.ring * 4 if self.phase == "backward" else 0
+        return float(elements * ((self.ring - 1) * self.bytes_per_element + gradients))
+
 
 @dataclass(frozen=True)
 class Elementwise:
@@ -119,6 +128,33 @@ class Collective:
 Operation = Product | AttentionCall | Elementwise | Collective
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a part that the engine treats alike.
+
+    Attributes:
+        elements: on this rank.
+        axis: the ranks that hold the same ones: dense, or data for experts.
+        matrix: whether they are matrices (decayed, and freed by ZeRO 3) or vectors.
+        summed: whether their gradients are summed over the tensor ranks.
+        shared: "tied_embedding" or "pipeline" where other stages hold them too, else empty.
+        copy: whether this is the head's copy of a tied embedding.
+        fixed: whether they have no gradient.
+        unit: module whose gradients are reduced together; empty for the part itself.
+        uses: number of modules of the rank that use them.
+    """
+
+    elements: int
+    axis: str = "dense"
+    matrix: bool = True
+    summed: bool = False
+    shared: str = ""
+    copy: bool = False
+    fixed: bool = False
+    unit: str = ""
+    uses: int = 1
+
+
 @dataclass
 class Part:
     """The operations of one micro-batch in one part of the model: its embedding, one block, or norm and head.
@@ -129,7 +165,7 @@ class Part:
         saved: bytes that stay allocated between forward and backward pass, without weights.
         output: bytes of the result.
         peak: bytes that are allocated at most during the backward pass, beyond what was saved, without gradients of weights.
-        weights: (elements of matrices, elements of vectors, elements of experts) on this rank.
+        weights: of this rank.
     """
 
     name: str
@@ -137,14 +173,12 @@ class Part:
     saved: int = 0
     output: int = 0
     peak: int = 0
-    matrices: int = 0
-    vectors: int = 0
-    experts: int = 0
+    weights: list[Weights] = field(default_factory=list)
 
     @property
     def parameters(self) -> int:
-        """Elements of all weights of this rank."""
-        return self.matrices + self.vectors + self.experts
+        """Elements of all weights of this rank; those of a tied embedding count where the embedding is."""
+        return sum(weights.elements for weights in self.weights if not weights.copy)
 
     @property
     def products(self) -> list[Product]:

@@ -10,9 +10,12 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner.estimate import Estimate, Practice, axis_groups, estimate, operation_time, stage_parts
+from pipeline.planner.estimate import Estimate, axis_groups, estimate, operation_time
+from pipeline.planner.exchange import stage_parts
 from pipeline.planner.kernels import product_time
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise
+from pipeline.planner.practice import Practice
+from pipeline.planner.rank_memory import ModelState
 from pipeline.planner.trace import Trace, trace
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -82,10 +85,10 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         traced,
         layout,
         hardware,
-        zero_stage=config.parallel.zero_stage,
-        weight_bytes=DTYPES[config.precision.dtype].itemsize,
-        state_tensors=len(OPTIMIZERS[config.optimizer.name].state),
-        hidden_bytes=hidden_bytes(config),
+        ModelState(
+            config.parallel.zero_stage, DTYPES[config.precision.dtype].itemsize, state_tensors=len(OPTIMIZERS[config.optimizer.name].state)
+        ),
+        hidden_bytes=hidden_bytes(config) * hidden_states(config),
         practice=practice,
     )
     return Plan(config, layout, hardware, traced, predicted)
@@ -97,6 +100,11 @@ def hidden_bytes(config: RunConfig) -> float:
     shards = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
     tokens = training.micro_batch_size * training.sequence_length / shards
     return tokens * config.model.hidden * DTYPES[config.precision.dtype].itemsize
+
+
+def hidden_states(config: RunConfig) -> int:
+    """Return the number of hidden states between two stages: encoder-decoders pass those of source and target."""
+    return 2 if hasattr(config.model, "encoder_blocks") or config.model.objective == "encoder_decoder" else 1
 
 
 def table(plan: Plan) -> list[Row]:

@@ -15,7 +15,7 @@ from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mixtral.config import MixtralConfig
-from pipeline.planner.estimate import Practice
+from pipeline.planner.practice import Practice
 
 #: Columns without which a row cannot be predicted.
 REQUIRED = ("gpu", "gpus", "seq_len", "global_batch")

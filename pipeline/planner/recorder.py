@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from typing import Any
 from weakref import finalize
 
@@ -58,21 +59,29 @@ class Kernel:
 
 @dataclass
 class Storage:
-    """An allocation: bytes, the part and phase in which it was made, and the kernel that wrote it first (None for weights and inputs)."""
+    """An allocation.
+
+    Attributes:
+        bytes: its size.
+        part, phase: in which it was made; an empty part for weights and inputs.
+        kernel: the kernel that wrote it first, None for weights and inputs.
+        born, died: number of kernels before it was allocated and freed; None if it was not freed.
+    """
 
     bytes: int
     part: str
     phase: Phase
     kernel: int | None
+    born: int
+    died: int | None = None
 
 
 @dataclass
 class Recording:
-    """Everything that was recorded: kernels in order, storages by id, and the most bytes that each part allocates beyond what was saved."""
+    """Everything that was recorded: kernels in order, and storages by id."""
 
     kernels: list[Kernel] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
-    peak: dict[str, int] = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):
@@ -94,8 +103,6 @@ class Recorder(TorchDispatchMode):
         self._axes, self._sizes = axes, axis_sizes
         self._ids: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names: dict[int, str] = {}
-        self._alive = {"forward": 0, "backward": 0}
-        self._start = 0
         self._count = 0
         self._pending: list[tuple[tuple[int, ...], str]] = []
         for weight, name in weights.items():
@@ -109,10 +116,6 @@ class Recorder(TorchDispatchMode):
         if not self.in_backward:
             return "forward"
         return "recompute" if torch.is_grad_enabled() else "backward"
-
-    def enter(self, part: str) -> None:
-        """The following kernels belong to a part."""
-        self.part, self._start = part, self._alive["forward"]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator on the meta device and record it."""
@@ -156,18 +159,15 @@ class Recorder(TorchDispatchMode):
             self._count += 1
             key = self._count
             self._ids[storage] = key
-            size = storage.nbytes()
-            self.recording.storages[key] = Storage(size, self.part if allocated else "", self.phase, None)
+            part = self.part if allocated else ""
+            made = Storage(storage.nbytes(), part, self.phase, None, len(self.recording.kernels))
+            self.recording.storages[key] = made
             if allocated:
-                phase = "backward" if self.in_backward else "forward"
-                self._alive[phase] += size
-                beyond = self._alive[phase] - (0 if self.in_backward else self._start)
-                self.recording.peak[self.part] = max(self.recording.peak.get(self.part, 0), beyond)
-                finalize(storage, self._freed, phase, size)
+                finalize(storage, self._freed, made)
         return int(self._ids[storage])
 
-    def _freed(self, phase: str, size: int) -> None:
-        self._alive[phase] -= size
+    def _freed(self, storage: Storage) -> None:
+        storage.died = len(self.recording.kernels)
 
     def _operation(self, operator: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor], kwargs: Any) -> Operation | None:
         """What a call is, None for a memory-bound kernel."""
@@ -246,16 +246,22 @@ def _sizes(recorder: Recorder, tensors: list[Tensor]) -> Iterator[tuple[int, int
         yield recorder._id(tensor), elements * tensor.element_size()
 
 
-def fuse(recording: Recording, *, fused: bool) -> tuple[dict[str, list[Operation]], dict[str, int]]:
-    """Turn a recording into the operations and saved bytes of each part.
+@dataclass(frozen=True)
+class Fused:
+    """By part: operations in order, bytes that are saved for the backward pass, and the most that is allocated besides."""
+
+    operations: dict[str, list[Operation]]
+    saved: dict[str, int]
+    peak: dict[str, int]
+
+
+def fuse(recording: Recording, *, fused: bool) -> Fused:
+    """Turn a recording into the operations and the memory of each part.
 
     Args:
         recording: of a forward and a backward pass.
         fused: fuse memory-bound kernels between two other kernels into one, as a compiler does: a tensor that is only used inside is never
             written, and one that follows from saved tensors is computed again in the backward pass instead of being saved.
-
-    Returns:
-        The operations of each part in order, and the bytes that each part saves for its backward pass.
     """
     kernels, storages = recording.kernels, recording.storages
     groups = _groups(kernels, fused=fused)
@@ -264,6 +270,30 @@ def fuse(recording: Recording, *, fused: bool) -> tuple[dict[str, list[Operation
         for key in kernel.reads:
             readers.setdefault(key, set()).add(groups[index])
     recomputed = _recomputed(recording) if fused else {}
+    saved_keys: dict[int, str] = {}
+    for key, parts in _backward_readers(recording).items():
+        storage = storages[key]
+        if storage.part and storage.phase == "forward" and key not in recomputed:
+            saved_keys[key] = storage.part if storage.part in parts else parts[0]
+    saved: dict[str, int] = {}
+    for key, part in saved_keys.items():
+        saved[part] = saved.get(part, 0) + storages[key].bytes
+    inside = {
+        key
+        for key, storage in storages.items()
+        if fused
+        and storage.kernel is not None
+        and kernels[storage.kernel].operation is None
+        and readers.get(key) == {groups[storage.kernel]}
+    }
+    absent = inside | {key for key in recomputed if storages[key].phase == "forward"}
+    return Fused(_operations(kernels, groups, readers, recomputed), saved, _peaks(recording, saved_keys, absent))
+
+
+def _operations(
+    kernels: list[Kernel], groups: list[int], readers: dict[int, set[int]], recomputed: dict[int, dict[int, int]]
+) -> dict[str, list[Operation]]:
+    """The operations of each part: calls, and memory-bound kernels of the groups."""
     operations: dict[str, list[Operation]] = {}
     start = 0
     while start < len(kernels):
@@ -279,13 +309,34 @@ def fuse(recording: Recording, *, fused: bool) -> tuple[dict[str, list[Operation
             label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more, fused"
             operations.setdefault(first.part, []).append(Elementwise(label, first.phase, moved))
         start = stop
-    saved: dict[str, int] = {}
-    for key, parts in _backward_readers(recording).items():
-        storage = storages[key]
-        if storage.part and storage.phase == "forward" and key not in recomputed:
-            part = storage.part if storage.part in parts else parts[0]
-            saved[part] = saved.get(part, 0) + storage.bytes
-    return operations, saved
+    return operations
+
+
+def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dict[str, int]:
+    """The most bytes that are allocated during a pass of a part, beyond what all parts have saved at the boundary to its backward pass.
+
+    Args:
+        recording: of a forward and a backward pass.
+        saved: storages that are saved for the backward pass.
+        absent: storages that fused kernels never write.
+    """
+    kernels = recording.kernels
+    changes, kept = [0] * (len(kernels) + 2), [0] * (len(kernels) + 2)
+    for key, storage in recording.storages.items():
+        if storage.part and key not in absent:
+            died = len(kernels) + 1 if storage.died is None else storage.died + 1  # it is still there while its last reader runs
+            for counter in (changes, kept) if key in saved else (changes,):
+                counter[storage.born] += storage.bytes
+                counter[died] -= storage.bytes
+    alive = list(accumulate(changes))
+    keeps = list(accumulate(kept))
+    peaks: dict[str, int] = {}
+    for (part, backward), run in groupby(range(len(kernels)), lambda index: (kernels[index].part, kernels[index].phase != "forward")):
+        indices = list(run)
+        before, after = indices[0] - 1, indices[-1]
+        base = keeps[before if backward else after] if after else 0
+        peaks[part] = max(peaks.get(part, 0), *(alive[index] - base for index in indices))
+    return peaks
 
 
 def _backward_readers(recording: Recording) -> dict[int, list[str]]:

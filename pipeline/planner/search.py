@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from pipeline.config import check
+from pipeline.config.check import may_compile
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.planner.estimate import Practice, axis_groups, part_time
-from pipeline.planner.operations import Part
+from pipeline.planner.estimate import axis_groups, part_time
 from pipeline.planner.plan import Plan, plan
+from pipeline.planner.practice import Practice
 from pipeline.planner.trace import Trace, trace
 
 #: Micro-batches, recomputation and stages per rank that are tried.
@@ -90,7 +91,7 @@ class Traces:
         parallel, training = config.parallel, config.training
         sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.sequence_parallel
         batch = training.micro_batch_size, training.sequence_length, training.activation_checkpointing
-        return f"{config.model} {config.precision} {sizes} {batch}"
+        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config)}"
 
     def block_and_ends(self, config: RunConfig, layout: Layout, hardware: Hardware) -> tuple[float, float]:
         """Seconds of a micro-batch in all blocks, and in embedding and head."""
@@ -202,20 +203,17 @@ def _memory_bound(found: Trace, config: RunConfig, layout: Layout) -> float:
     per_rank = len(found.kinds) / layout.pipeline
     blocks = [found.parts[kind] for kind in found.kinds]
 
-    def mean(name: str) -> float:
-        return sum(float(getattr(block, name)) for block in blocks) / len(blocks)
+    def elements(axis: str) -> float:
+        each = {name: sum(w.elements for w in part.weights if w.axis == axis) for name, part in found.parts.items()}
+        return per_rank * sum(each[kind] for kind in found.kinds) / len(found.kinds) + each["embed"]
 
-    def held(parts: list[Part], name: str) -> float:
-        return per_rank * mean(name) + sum(getattr(part, name) for part in parts)
-
-    ends = [found.parts["embed"]]
-    dense, experts = held(ends, "matrices") + held(ends, "vectors"), held(ends, "experts")
+    dense, experts = elements("dense"), elements("data")
     data = layout.data * layout.context
     share = dense / (data * layout.expert) + experts / data
     whole, zero = dense + experts, config.parallel.zero_stage
     state = (share if zero == 3 else whole) * 2 + (share if zero >= 2 else whole) * 4 + share * 12
     flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
-    return state + flight * per_rank * mean("saved")
+    return state + flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
 
 
 def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: Traces) -> float:

@@ -11,6 +11,7 @@ from pipeline.files import atomic_file
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.plan import hidden_bytes
 from pipeline.planner.published import REQUIRED, Contradiction, Run, read
+from pipeline.planner.rank_memory import ModelState
 from pipeline.planner.trace import Trace, trace
 
 PREDICTED = ("predicted_step_time_s", "predicted_memory_gb", "fits", "assumptions", "refused")
@@ -45,7 +46,7 @@ def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
         composed,
         run.layout,
         run.hardware,
-        zero_stage=run.zero_stage,
+        ModelState(run.zero_stage),
         hidden_bytes=hidden_bytes(config),
         practice=run.practice,
     )

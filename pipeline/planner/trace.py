@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.check import may_compile
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention_kernel import pad_values
@@ -28,7 +30,8 @@ from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
 from pipeline.parallel.partition import partition_weights
-from pipeline.planner.operations import Part
+from pipeline.parallel.tensor import sums_over_tensor
+from pipeline.planner.operations import Part, Weights
 from pipeline.planner.recorder import Recorder, fuse, visible_share
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -51,15 +54,16 @@ class Trace:
         return self.parts[self.kinds[index]]
 
 
-def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -> Trace:
+def trace(config: RunConfig, *, fused: bool | None = None, every_block: bool = False) -> Trace:
     """Trace one micro-batch of the model in the tensor, context and expert sizes of a configuration.
 
     Args:
         config: a valid configuration; it selects model, micro-batch, sequence length, number format, recomputation and parallel sizes.
-        fused: as in `fuse`; torch.compile fuses. What is saved is that of fused kernels in both cases.
+        fused: as in `fuse`; whether the job compiles its blocks when None.
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
+    fused = may_compile(config) if fused is None else fused
     layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
     stage, kinds = _stack(config, every_block=every_block)
     excepthook = sys.excepthook  # every process group wraps it once more
@@ -79,14 +83,13 @@ def trace(config: RunConfig, *, fused: bool = True, every_block: bool = False) -
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
-    operations, saved = fuse(recorder.recording, fused=fused)
-    saved = saved if fused else fuse(recorder.recording, fused=True)[1]
-    peak = recorder.recording.peak
+    found = fuse(recorder.recording, fused=fused)
     parts = {
-        name: Part(name, operations.get(name, []), saved=saved.get(name, 0), peak=peak.get(name, 0))
+        name: Part(name, found.operations.get(name, []), saved=found.saved.get(name, 0), peak=found.peak.get(name, 0))
         for name in ("embed", *stage.blocks, "head")
     }
-    _count_weights(stage, model, parts)
+    for name, weights in _weights(stage, model, config):
+        parts[name].weights.append(weights)
     return Trace(parts, kinds)
 
 
@@ -170,7 +173,7 @@ def _run(stage: Stack, config: RunConfig, recorder: Recorder) -> None:
             with recorder:
                 loss = stage(tokens, **batch)
                 recorder.in_backward = True
-                recorder.enter("head")
+                recorder.part = "head"
                 loss.backward()
         finally:
             _RECORDER.reset(token)
@@ -184,7 +187,7 @@ def _marked(stage: Stack, recorder: Recorder) -> Iterator[None]:
     def before(name: str, inputs: tuple[Any, ...]) -> None:
         if recorder.in_backward:
             return
-        recorder.enter(name)
+        recorder.part = name
         previous = list(stage.blocks).index(name) - 1
         for tensor in inputs:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -195,7 +198,7 @@ def _marked(stage: Stack, recorder: Recorder) -> Iterator[None]:
         if recorder.in_backward:
             return
         if name == list(stage.blocks)[-1]:
-            recorder.enter("head")
+            recorder.part = "head"
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(_setter(recorder, name))
 
@@ -213,25 +216,37 @@ def _setter(recorder: Recorder, name: str) -> Any:
     """A hook of a tensor that marks the part whose backward pass begins."""
 
     def mark(_: Tensor) -> None:
-        recorder.enter(name)
+        recorder.part = name
 
     return mark
 
 
-def _count_weights(stage: Stack, model: LocalModel, parts: dict[str, Part]) -> None:
-    """Count the weights of each part; a tied head holds none."""
-    counted: set[nn.Parameter] = set()
-    for name, parameter in stage.named_parameters():
-        if parameter in counted:
-            continue
-        counted.add(parameter)
-        words = name.split(".")
-        embeds = words[0] == "embed" or words[0].endswith("_bias")
-        part = parts[words[1] if words[0] == "blocks" else "embed" if embeds else "head"]
+def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tuple[str, Weights]]:
+    """Yield the weights with the part that holds them."""
+    tied, everywhere = set(registry.aliases(config.model).values()), registry.everywhere(config.model)
+    for parameter, names in _names(stage).items():
         piece = model.pieces[parameter]
-        if piece.is_sliced_along("expert"):
-            part.experts += parameter.numel()
-        elif len(piece.full_shape) >= 2:
-            part.matrices += parameter.numel()
-        else:
-            part.vectors += parameter.numel()
+        shared = "tied_embedding" if piece.name in tied else "pipeline" if any(fnmatchcase(piece.name, p) for p in everywhere) else ""
+        words = names[0].split(".")
+        weights = Weights(
+            parameter.numel(),
+            axis="data" if piece.is_sliced_along("expert") else "dense",
+            matrix=len(piece.full_shape) >= 2,
+            summed=config.parallel.tensor > 1 and sums_over_tensor(piece, sequence=config.parallel.sequence_parallel),
+            shared=shared,
+            fixed=not parameter.requires_grad,
+            unit="" if words[0] == "blocks" else words[0],
+            uses=len({name.split(".")[0] for name in names}),
+        )
+        embeds = words[0] == "embed" or shared == "pipeline"
+        yield words[1] if words[0] == "blocks" else "embed" if embeds else "head", weights
+        if shared == "tied_embedding":
+            yield "head", replace(weights, copy=True)
+
+
+def _names(stage: Stack) -> dict[nn.Parameter, list[str]]:
+    """All names of every parameter: a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
-from pipeline.planner.estimate import stage_parts
+from pipeline.planner.exchange import stage_parts
 from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.parameters import count_model_parameters
 from pipeline.planner.trace import trace

@@ -1,0 +1,42 @@
+"""What an engine does, where engines differ: kernels, overlap, number formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Practice:
+    """What an engine does; the defaults are this project's on GPUs.
+
+    Attributes:
+        flash: fused attention; otherwise the scores are in memory.
+        recompute_scores: with unfused attention, recompute the scores in the backward pass (Korthikanti et al. 2022).
+        overlap_data: share of the compute during which collectives of data parallelism run beside it.
+        overlap_tensor: share of the collectives of tensor parallelism that is hidden behind products.
+        fp8: products of the blocks in 8 bits.
+        logits_bytes: of each logit of a micro-batch, which are all in memory; 0 for this project's fused loss.
+        gradient_copy: bytes of a 16-bit gradient that is kept beside the accumulated one.
+        gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
+        optimizer_gathers: weights are gathered after the step of a sharded optimizer.
+        products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
+        attention: factor of the rate of the attention kernel; below 1 for kernels that were not written for the GPU.
+        elementwise: factor of the bytes of memory-bound kernels; above 1 where fewer of them are fused than in the trace.
+        host_us: microseconds that the host needs to launch an operation; they count where a part's kernels are shorter.
+        shard_ranks: ranks over which ZeRO 3 shards (hybrid sharding); 0 for all that hold the same weights.
+    """
+
+    flash: bool = True
+    recompute_scores: bool = False
+    overlap_data: float = 0.9
+    overlap_tensor: float = 0.0
+    fp8: bool = False
+    logits_bytes: int = 0
+    gradient_copy: int = 0
+    gradient_bytes: int = 4
+    optimizer_gathers: bool = True
+    products: float = 1.0
+    attention: float = 1.0
+    elementwise: float = 1.0
+    host_us: float = 0.0
+    shard_ranks: int = 0

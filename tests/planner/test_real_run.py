@@ -1,0 +1,206 @@
+"""The plan is what the job runs: FLOPs and collectives of a step, traced on the meta device and counted in real runs on gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config.layout import Layout
+from pipeline.planner.exchange import buckets, gathers, reductions, sends, stage_parts
+from pipeline.planner.operations import AttentionCall, Collective, Product
+from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.trace import trace
+from tests.world import configured, trainer
+
+#: (kind, axis, bytes) -> count
+Events = Counter[tuple[str, str, int]]
+SMALL = ("stage=pretrain", "training.sequence_length=32", "training.micro_batch_size=1", "training.compile=off", "model.vocab_size=512")
+#: Norms, losses and router statistics: a step sums a few numbers over all ranks.
+SCALARS = 96
+#: Settings and ranks of each run. Micro-batches: two a rank.
+LAYOUTS = {
+    "tensor, every family": [
+        (2, f"model={family}", "model.layers=2", "parallel.tensor=2", "parallel.zero_stage=0", "training.global_batch_size=2")
+        for family in ("gpt-tiny", "bert-tiny", "t5-tiny", "gemma3-tiny", "olmo2-tiny", "apertus-tiny", "opt-tiny")
+    ],
+    "ZeRO": [
+        (2, "model=llama-tiny", "model.layers=3", f"parallel.zero_stage={stage}", "training.global_batch_size=4") for stage in (0, 1, 2, 3)
+    ],
+    "ZeRO with tensor": [
+        (4, "model=bloom-tiny", "model.layers=2", "parallel.tensor=2", f"parallel.zero_stage={stage}", "training.global_batch_size=4")
+        for stage in (1, 3)
+    ],
+    "pipeline": [
+        (2, "model=gpt-tiny", "model.layers=2", "parallel.pipeline=2", "parallel.zero_stage=1", "training.global_batch_size=2"),
+        (2, "model=t5-tiny", "model.layers=2", "parallel.pipeline=2", "parallel.zero_stage=1", "training.global_batch_size=2"),
+        (4, "model=llama-tiny", "model.layers=2", "parallel.pipeline=2", "parallel.zero_stage=3", "training.global_batch_size=4"),
+        (
+            *(2, "model=llama-tiny", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=interleaved"),
+            *("parallel.stages_per_rank=2", "parallel.zero_stage=0", "training.global_batch_size=4"),
+        ),
+        (
+            *(2, "model=gpt-tiny", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zbv"),
+            *("parallel.zero_stage=0", "training.global_batch_size=4"),
+        ),
+    ],
+    "context": [
+        (2, "model=llama-tiny", "model.layers=2", "parallel.context=2", "parallel.zero_stage=1", "training.global_batch_size=2"),
+        (
+            *(4, "model=llama-tiny", "model.layers=2", "parallel.context=2", "parallel.tensor=2", "parallel.context_kind=ulysses"),
+            *("parallel.zero_stage=0", "training.global_batch_size=1"),
+        ),
+    ],
+    "experts": [
+        (2, "model=mixtral-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=1", "training.global_batch_size=4"),
+        (
+            *(4, "model=mixtral-tiny", "model.layers=2", "parallel.expert=2", "parallel.tensor=2"),
+            *("parallel.zero_stage=0", "training.global_batch_size=2"),
+        ),
+        (4, "model=deepseek-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=3", "training.global_batch_size=8"),
+    ],
+}
+CASES = [pytest.param(kind, case, id=f"{kind}-{i}") for kind, cases in LAYOUTS.items() for i, case in enumerate(cases)]
+
+
+#: Operator of a collective -> kind, and which argument is the whole tensor.
+_C10D = {
+    "allreduce_": ("all_reduce", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "_allgather_base_": ("all_gather", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the collectives of a real step by kind, axis and bytes, and the FLOPs of its matrix products."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.events: Events = Counter()
+        self.flops = 0.0
+        self._axes = axes
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        name = operator.name().partition("::")[2].partition(".")[0]
+        if operator.namespace == "_c10d_functional" and name != "wait_tensor":
+            group = next(a for a in reversed(args) if isinstance(a, str) and a in self._axes)
+            kinds = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+            self.add(kinds.get(name, name), group, max(args[0].nbytes, result.nbytes))
+        elif operator.namespace == "c10d" and name in _C10D:
+            group = next(
+                dist.ProcessGroup.unbox(a).group_name for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)
+            )
+            kind, argument = _C10D[name]
+            tensors = args[argument] if isinstance(args[argument], list) else [args[argument]]
+            self.add(kind, group, sum(tensor.nbytes for tensor in tensors))
+        elif name in ("mm", "addmm"):  # not bmm: products of activations belong to attention
+            first, second = args[-2:]
+            self.flops += 2 * first.numel() * second.shape[-1]
+        return result
+
+    def add(self, kind: str, group: str, size: int) -> None:
+        """Count a collective."""
+        if size > SCALARS:
+            self.events[kind, self._axes[group], size] += 1
+
+    def batch(self, operations: list[Any]) -> Any:
+        """Stand in for dist.batch_isend_irecv: a dispatch mode does not see into the operator of ring attention."""
+        for operation in operations:
+            if operation.op is dist.isend and self._axes[operation.group.group_name] == "context":
+                self.add("send", operation.group.group_name, operation.tensor.nbytes)
+        return _BATCH(operations)
+
+
+_BATCH = dist.batch_isend_irecv
+
+
+def step(*settings: str) -> tuple[Events, float]:
+    """The collectives of this rank in a step, and the FLOPs of its matrix products."""
+    config, job = trainer(*settings)
+    mesh = job.mesh
+    axes = {
+        getattr(mesh, axis).group_name: axis
+        for axis in ("data", "dense", "expert", "context", "tensor", "pipeline")
+        if getattr(mesh, axis).size() > 1
+    }
+    if mesh.tied_embedding is not None:
+        axes.setdefault(mesh.tied_embedding.group_name, "tied_embedding")
+    sequences, length = config.training.global_batch_size // mesh.layout.batch_shards, config.training.sequence_length
+    tokens = torch.randint(512, (sequences, length), generator=torch.Generator().manual_seed(dist.get_rank()))
+    batch = {"targets": tokens.roll(-1, 1)}
+    if hasattr(config.model, "encoder_blocks") or config.model.family == "t5":
+        batch["decoder_tokens"] = tokens
+    if getattr(config.model, "next_sentence", False):
+        batch["next_sentence"] = torch.zeros(sequences, dtype=torch.int64)
+    counted = Counted(axes)
+    with counted, mock.patch.object(dist, "batch_isend_irecv", counted.batch):
+        job.train(tokens, batch)
+    return counted.events, counted.flops
+
+
+def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, float]]:
+    """The same for every pipeline rank, from the trace."""
+    config = configured(*settings)
+    layout, traced = Layout.of(config, ranks), trace(config)
+    names = {"data": "dense"} if layout.expert == 1 else {}
+    if layout.data == 1 and layout.context * layout.expert > 1:  # these axes have the same ranks
+        names["dense"] = names["data"] = "context" if layout.context > 1 else "expert"
+    if layout.pipeline == 2:
+        names["tied_embedding"] = "pipeline"
+    for rank in range(layout.pipeline):
+        events: Events = Counter()
+        flops = 0.0
+        held = buckets(traced, layout, layout.stages(rank))
+        exchanges = reductions(held, layout, config.parallel.zero_stage) + gathers(held, layout, config.parallel.zero_stage, 4)
+        for exchange in exchanges + sends(layout, rank, hidden_bytes(config), hidden_states(config)):
+            c = exchange.collective
+            events[c.kind, names.get(c.axis, c.axis), int(c.bytes)] += exchange.count
+        for stage in layout.stages(rank):
+            for operation in (o for part in stage_parts(traced, layout, stage) for o in part.operations):
+                if isinstance(operation, Collective):
+                    events[operation.kind, operation.axis, int(operation.bytes)] += layout.micro_batches
+                elif isinstance(operation, Product) and operation.batch == 1:
+                    flops += layout.micro_batches * operation.flops
+                elif isinstance(operation, AttentionCall) and operation.sent:
+                    events["ring", "context", 0] += layout.micro_batches * int(operation.sent)
+        yield Counter({event: count for event, count in events.items() if event[2] > SCALARS or event[0] == "ring"}), flops
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_collectives_and_flops_of_a_step_are_those_of_a_real_run(worlds, kind, case):
+    ranks, *settings = case
+    settings = (*SMALL, "precision=fp32", *settings)
+    real = worlds(ranks).run(step, *settings)
+    layout = Layout.of(configured(*settings), ranks)
+    plans = list(planned(settings, ranks))
+    assert sum(flops for _, flops in real) == sum(flops for _, flops in plans) * ranks / layout.pipeline
+    by_stage = [real[rank] for rank in range(ranks)]
+    for pipeline_rank, (expected, _) in enumerate(plans):
+        mine = [events for rank, (events, _) in enumerate(by_stage) if layout.coordinates(rank).pipeline == pipeline_rank]
+        if kind == "experts":  # how many tokens go where depends on the router: only their sum over all ranks is known
+            assert _total(mine, "all_to_all") == _total([expected], "all_to_all") * len(mine)
+            mine, expected = [_without(events, "all_to_all") for events in mine], _without(expected, "all_to_all")
+        if layout.context > 1:  # the trace counts the bytes of a ring attention, not its sends
+            sent = _total(mine, "send", "context")
+            assert sent == expected.pop(("ring", "context", 0), 0) * len(mine)
+            mine = [Counter({event: n for event, n in events.items() if event[:2] != ("send", "context")}) for events in mine]
+        for events in mine:
+            assert events == expected
+
+
+def _total(ranks: list[Events], kind: str, axis: str = "expert") -> int:
+    """Bytes of all collectives of a kind along an axis."""
+    return sum(size * count for events in ranks for (k, a, size), count in events.items() if (k, a) == (kind, axis))
+
+
+def _without(events: Events, kind: str) -> Events:
+    return Counter({event: count for event, count in events.items() if event[0] != kind})
