@@ -1,9 +1,9 @@
 """The native checkpoint format: a folder `step-00000100` with one safetensors file per rank and an index that is written last.
 
 A file contains the fragments that its rank owns: per weight, a run of elements of the rank's piece, as fp32 "weight",
-"exp_avg" and "exp_avg_sq" (an imported model has no moments yet). The file's header stores the position of each fragment in the full
-weight, so a checkpoint of any layout can be loaded into any other. The index contains the configuration and counters of the run, and
-length and checksum of every file.
+"exp_avg" and "exp_avg_sq" (an imported model has no moments yet). A frozen weight has no moments, and the dtype of the run. The file's
+header stores the position of each fragment in the full weight, so a checkpoint of any layout can be loaded into any other. The index
+contains the configuration and counters of the run, and length and checksum of every file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Index:
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
         files: file name -> {"bytes", "xxh3"}.
-        kinds: the tensors that the files hold for each weight: "weight" and the optimizer's state; state that they do not hold is zero.
+        kinds: the tensors that the files hold for each trained weight: "weight" and the optimizer's state; state that they do not hold
+            is zero.
     """
 
     train_state: TrainState
@@ -118,6 +119,20 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
     if not (Path(which) / INDEX).is_file():
         raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
+
+
+def find_start(where: str, key: str, fix: str) -> Path:
+    """Return the checkpoint that a configuration key names: a checkpoint folder, or a run directory, of which the newest is taken.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(where)
+    if (folder / INDEX).is_file():
+        return folder
+    if found := complete(folder):
+        return found[-1]
+    raise UserError.of(key, where, "contains no checkpoint", fix)
 
 
 def set_aside(folder: Path) -> Path:

@@ -38,6 +38,7 @@ class Checkpoint:
         self._kinds = index.kinds
         self._open: dict[str, Any] = {}
         self._headers: dict[str, dict[str, dict[str, Any]]] = {}
+        self._keys: dict[str, set[str]] = {}
         self._verified: set[str] = set()
 
     @property
@@ -92,6 +93,7 @@ class Checkpoint:
         if file not in self._headers:
             try:
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
+                self._keys[file] = set(self._open[file].keys())
                 self._headers[file] = json.loads(self._open[file].metadata()["fragments"])
             except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
                 self._verify(file)  # raises a more specific error if length or checksum differ
@@ -102,7 +104,7 @@ class Checkpoint:
         """Return the elements of a fragment; the file is verified at the first read. Moments that the checkpoint does not have are zero."""
         self._verify(file)
         geometry = self._geometries(file)[name]
-        if kind not in self._kinds:
+        if kind not in self._kinds or tensor_key(kind, name) not in self._keys[file]:
             return torch.zeros(geometry["run"][1])
         tensor: Tensor = self._open[file].get_tensor(tensor_key(kind, name))
         return tensor

@@ -20,14 +20,20 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if not config.run_dir.strip():
         found.append(Violation("run_dir", repr(config.run_dir), "must name a folder", "set run_dir, or remove an unset variable from it"))
     if config.stage.name in PARALLEL_STAGES and not plans_other_layouts(config.stage):
-        found += [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
-        found += [*_batch(config, world_size), *_training(config)]
+        found += training_violations(config, world_size)
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be less than the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
     if isinstance(config.stage, Generate):
         found += _generate(config, config.stage, world_size)
     return [*found, *check_data.violations(config)]
+
+
+def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Return the rules between model, layout, batches and training length that a configuration violates."""
+    found = [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
+    found += [*_batch(config, world_size), *_training(config), *_start(config)]
+    return found
 
 
 def layout_violations(config: RunConfig) -> list[Violation]:
@@ -222,6 +228,14 @@ def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> 
         if micro_batches % rounds:
             rule = f"yields {micro_batches} micro-batches per rank; interleaved requires a multiple of {rounds} rounds"
             yield Violation(key, size, rule, f"choose a number of micro-batches divisible by parallel.pipeline={parallel.pipeline}")
+
+
+def _start(config: RunConfig) -> Iterator[Violation]:
+    """A run starts in one way."""
+    start, resume = config.checkpoint.initialize_from, config.checkpoint.resume
+    if start is not None and resume not in ("auto", "none"):
+        rule = f"starts the run, and so does checkpoint.resume={resume}"
+        yield Violation("checkpoint.initialize_from", start, rule, "set one of them")
 
 
 def _training(config: RunConfig) -> Iterator[Violation]:

@@ -77,6 +77,17 @@ class PairsConfig:
 
 
 @dataclass
+class InstructionsConfig:
+    """Prompts and chats with answers, for supervised fine-tuning."""
+
+    train: list[str] = knob(
+        [], 'training files: JSON lines {"messages": [...]} for the tokenizer\'s chat template, or {"prompt": TEXT, "completion": TEXT}'
+    )
+    validation: list[str] = knob([], "validation files: JSON lines")
+    pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
+
+
+@dataclass
 class WarmupConfig:
     """A value that applies before a given step."""
 
@@ -116,7 +127,7 @@ class DataConfig:
         1, "documents per tar member of a text shard; values above 1 save space for short documents", at_least=1
     )
     quarantine_limit: float = knob(
-        0.01, "maximum fraction of the input that cannot be read; above it the stage fails", at_least=0, at_most=1
+        0.01, "maximum fraction of the input, or of data.instructions, that is unusable; above it the stage fails", at_least=0, at_most=1
     )
     save_dropped: bool = knob(False, "write every dropped document with the step, the reason and its text to dropped.jsonl.zst")
     blend: dict[str, CorpusConfig] = knob(
@@ -137,6 +148,7 @@ class DataConfig:
     masking: MaskingConfig = field(default_factory=MaskingConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)
     pairs: PairsConfig = field(default_factory=PairsConfig)
+    instructions: InstructionsConfig = field(default_factory=InstructionsConfig)
     decoder_start: str | None = knob(None, "start token of the decoder, also used as padding; default: <pad> or [PAD] of the tokenizer")
     verify: str = knob(
         "lazy",

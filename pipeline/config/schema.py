@@ -22,6 +22,12 @@ class TrainingConfig:
     """Length of the run, batches, recomputation and kernels."""
 
     steps: int = knob(1000, "number of optimizer steps", at_least=1, at_most=10**7)
+    objective: str = knob(
+        "auto",
+        "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions",
+        choices=("auto", "supervised"),
+    )
+    frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)
@@ -156,6 +162,9 @@ class CheckpointConfig:
         "auto",
         "auto: newest checkpoint of run_dir, if any; none: start from scratch; or a checkpoint folder to start from, "
         "unless run_dir already continues from it",
+    )
+    initialize_from: str | None = knob(
+        None, "run directory or checkpoint whose weights a new run starts from, without its optimizer state and its progress"
     )
     skip_damaged: bool = knob(False, "with resume=auto, set aside a damaged newest checkpoint and continue from the previous one")
 

@@ -100,7 +100,9 @@ class Plan(StageConfig):
 
 
 #: Stages with one rank per GPU.
-GPU_STAGES = ("pretrain", "evaluate", "generate")
+GPU_STAGES = ("pretrain", "finetune", "evaluate", "generate")
+#: Stages that train until all steps are done, over several jobs if necessary.
+TRAINING_STAGES = ("pretrain", "finetune")
 #: Stages whose settings are those of a parallel layout and of training samples.
 PARALLEL_STAGES = ("pretrain", "evaluate", "certify", "plan")
 
@@ -117,6 +119,10 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "tokenize": (StageConfig, "text shards -> token shards (multiple ranks: mpirun or srun)"),
     "convert_tokens": (ConvertTokens, "token shards -> Megatron indexed datasets or Parquet; or Megatron indexed datasets -> token shards"),
     "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)"),
+    "finetune": (
+        StageConfig,
+        "weights and prompts or chats with answers -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)",
+    ),
     "certify": (
         Certify,
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",

@@ -22,12 +22,7 @@ def find(draft: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    folder = Path(draft)
-    if (folder / native.INDEX).is_file():
-        return folder
-    if found := native.complete(folder):
-        return found[-1]
-    raise UserError.of("stage.draft", draft, "contains no checkpoint", "set it to the run directory or a checkpoint of a smaller model")
+    return native.find_start(draft, "stage.draft", "set it to the run directory or a checkpoint of a smaller model")
 
 
 def check(stage: Generate, checkpoint: Checkpoint, target: ModelConfig, tokenizer: Path) -> None:

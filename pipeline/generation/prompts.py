@@ -9,16 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.chat_template import ChatError, ChatTemplate
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.errors import UserError
 
 #: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
 PART_LINES, PARTS = 256, 64
-#: Keys of tokenizer_config.json with special tokens, which chat templates use.
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class BadLine(ValueError):  # noqa: N818 - reported with its line, not raised to the user
@@ -144,42 +141,14 @@ class PromptReader:
 
     def _render(self, messages: Any) -> str:
         """Format a chat with the template of the tokenizer."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            raise BadLine('"messages" must be a list of objects with "role" and "content"')
         if self._template is None:
             raise BadLine(f"{self.folder} has no chat template")
-        template, variables = self._template
         try:
-            text: str = template.render(messages=messages, add_generation_prompt=True, **variables)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadLine(f"the chat template fails: {error}") from error
-        return text
+            return self._template.render(messages, add_generation_prompt=True)
+        except ChatError as error:
+            raise BadLine(str(error)) from error
 
     @cached_property
-    def _template(self) -> tuple[Any, dict[str, str]] | None:
-        """The compiled chat template and the special tokens that it may use; None without a template."""
-        settings: dict[str, Any] = {}
-        if (self.folder / "tokenizer_config.json").is_file():
-            settings = json.loads((self.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        text = settings.get("chat_template")
-        if isinstance(text, list):  # several templates with names
-            text = next((each["template"] for each in text if each["name"] == "default"), None)
-        if (self.folder / "chat_template.jinja").is_file():
-            text = (self.folder / "chat_template.jinja").read_text(encoding="utf-8")
-        if text is None:
-            return None
-        tokens = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
-        variables = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _raise
-        try:
-            return environment.from_string(text), variables
-        except TemplateError as error:
-            rule = f"has a chat template that cannot be compiled: {error}"
-            raise UserError.of("tokenizer.path", self.folder, rule, "correct chat_template.jinja or tokenizer_config.json") from error
-
-
-def _raise(message: str) -> None:
-    """A function of chat templates."""
-    raise TemplateError(message)
+    def _template(self) -> ChatTemplate | None:
+        """The chat template of the tokenizer; None without one."""
+        return chat_template.load(self.folder)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.schema import ClusterConfig
-from pipeline.config.stages import GPU_STAGES
+from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
 from pipeline.errors import UserError, Violation
 
 #: Timeout of sbatch and scancel, seconds.
@@ -70,7 +70,7 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
         yield "--kill-on-invalid-dep=yes"
     yield f"--nodes={cluster.nodes}"
     yield f"--ntasks-per-node={cluster.tasks_per_node}"
-    if job.stage == "pretrain":
+    if job.stage in TRAINING_STAGES:
         yield "--requeue"
         yield f"--signal=USR1@{SIGNAL_SECONDS}"
     yield from site_options(cluster, job.stage)

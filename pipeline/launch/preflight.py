@@ -47,7 +47,16 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         return found
     found += rules.violations(config, world_size)
     if config.stage.name in PARALLEL_STAGES:
-        from pipeline.data.load.objectives.registry import objective_of  # loads NumPy, which the other stages do not need here
-
-        found += objective_of(config).violations(config)
+        found += _objective_violations(config)
     return found
+
+
+def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Every rule of training that a configuration breaks, for a model that is read from a checkpoint."""
+    return [*rules.training_violations(config, world_size), *_objective_violations(config)]
+
+
+def _objective_violations(config: RunConfig) -> list[Violation]:
+    from pipeline.data.load.objectives.registry import objective_of  # loads NumPy, which most stages do not need here
+
+    return list(objective_of(config).violations(config))

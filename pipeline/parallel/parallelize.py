@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import trained
 from pipeline.config.check import may_compile
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
@@ -33,8 +35,8 @@ class LocalModel(nn.Module):
     Attributes:
         stages: stage index (as str) -> its part of the model.
         pieces: parameter -> its piece of the full weight.
-        fixed: the same for fp32 weights without a gradient (the bias of a router). They are plain tensors, not parameters, so that
-            DeepSpeed neither casts nor shards them.
+        fixed: the same for weights without a gradient: the fp32 bias of a router, a plain tensor; and frozen weights, in the dtype of the
+            run. DeepSpeed neither casts nor shards them.
     """
 
     def __init__(self, stages: dict[int, Stack], pieces: dict[nn.Parameter, Piece]) -> None:
@@ -118,7 +120,23 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     coordinates = layout.coordinates(rank)
     with torch.device("meta"):
         stages = {index: extract_stage(registry.build(config.model), layout, index) for index in layout.stages(coordinates.pipeline)}
-        return LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
+        model = LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
+    for parameter, piece in model.pieces.items():
+        if trained.is_frozen(config, piece.name):
+            parameter.requires_grad_(False)
+    return model
+
+
+def check_trained(config: RunConfig, layout: Layout) -> None:
+    """Refuse settings that freeze nothing, or everything in a pipeline stage.
+
+    Raises:
+        UserError: with one violation for each pattern.
+    """
+    with torch.device("meta"):
+        names = {name: parameter.requires_grad for name, parameter in registry.build(config.model).named_parameters()}
+    if found := trained.violations(config, layout, names):
+        raise UserError(found)
 
 
 def init_weights(
@@ -140,7 +158,8 @@ def init_weights(
     def materialized(_: str, parameter: nn.Parameter) -> Tensor:
         piece = model.pieces[parameter]
         if not parameter.requires_grad:
-            fixed = initial_value(piece, torch.float32)
+            frozen = trained.is_frozen(config, piece.name)
+            fixed = nn.Parameter(initial_value(piece), requires_grad=False) if frozen else initial_value(piece, torch.float32)
             model.fixed[fixed] = piece
             return fixed
         if config.parallel.zero_stage == 3:

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from pipeline import artifact, signals
 from pipeline.checkpoint import native
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
@@ -30,6 +31,7 @@ from pipeline.errors import DamagedCheckpointError, ToBeContinued, UserError
 from pipeline.files import atomic_file, remove_leftovers, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel.parallelize import check_trained
 from pipeline.planner.flops import flops_per_token, peak_flops
 from pipeline.planner.parameters import count_model_parameters
 from pipeline.training import loop, verification
@@ -52,6 +54,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     signals.record(signal.SIGTERM)
     if ranks.rank == 0:
         log.info("%s", _summary(config, ranks))
+    if config.checkpoint.initialize_from is not None:
+        initial_checkpoint(config.checkpoint.initialize_from)
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     blend.check_epochs(config, training_data.samples)
     minutes = config.training.timeout_minutes
@@ -60,13 +64,16 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         check_device(config, device)
         with ExitStack() as run_dir, Watchdog(minutes) as watchdog:
             start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
-            mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
+            layout = Layout.of(config, ranks.world_size)
+            if config.training.frozen:
+                check_trained(config, layout)
+            mesh = meshes.build_mesh(layout, device, minutes)
             trainer = Trainer(config, mesh)
             state = _resume(config, trainer, start, training_data)
             hosts = _hosts()
             if state.step >= config.training.steps:
                 if ranks.rank == 0 and _finish(config, state, hosts):
-                    log.info("pretrain: %s has completed %d steps, nothing to do", config.run_dir, state.step)
+                    log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, config.run_dir, state.step)
                 return
             if ranks.rank == 0:
                 _write_config(config)
@@ -95,7 +102,7 @@ def _summary(config: RunConfig, ranks: Ranks) -> str:
     begin = f"newest checkpoint: step {native.step_of(found[-1])}" if found else "no checkpoint yet"
     count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     return (
-        f"pretrain: {config.model.family} with {count_model_parameters(config.model):,} parameters on {count} "
+        f"{config.stage.name}: {config.model.family} with {count_model_parameters(config.model):,} parameters on {count} "
         f"({ranks.local_size} on {socket.gethostname()}), {axes}, ZeRO {config.parallel.zero_stage}; {config.run_dir}: {begin}"
     )
 
@@ -118,8 +125,11 @@ def _resume(config: RunConfig, trainer: Trainer, start: Path | None, data: Objec
     """Load the checkpoint to start from; with checkpoint.skip_damaged, an older one if it is damaged.
 
     Raises:
-        UserError: as loop.resume.
+        UserError: as loop.resume and loop.initialize.
     """
+    if start is None and config.checkpoint.initialize_from is not None:
+        weights = meshes.on_rank_0(lambda: initial_checkpoint(config.checkpoint.initialize_from or ""))
+        return loop.initialize(config, trainer, Checkpoint(weights))
     while True:
         try:
             return loop.resume(config, trainer, start, data)
@@ -197,6 +207,15 @@ def starting_checkpoint(config: RunConfig) -> Path | None:
     )
 
 
+def initial_checkpoint(where: str) -> Path:
+    """Return the checkpoint that checkpoint.initialize_from names.
+
+    Raises:
+        UserError: there is none.
+    """
+    return native.find_start(where, "checkpoint.initialize_from", "set it to a run directory with checkpoints, or to one of them")
+
+
 def _started_by(newest: Path, resume: str) -> bool:
     """Whether the run that wrote this checkpoint was itself started with this checkpoint.resume."""
     before = native.read_index(newest).config["checkpoint"]["resume"]
@@ -219,7 +238,9 @@ def _write_config(config: RunConfig) -> None:
 def _finish(config: RunConfig, state: native.TrainState, hosts: list[str], unverified: int = 0) -> bool:
     """Write the manifest of the completed run: settings, final loss, hosts, unverified shards. Returns whether it was there already."""
     run_dir = Path(config.run_dir)
-    if (run_dir / artifact.MANIFEST).is_file() and artifact.read(run_dir, key="run_dir", stage="pretrain").totals.get("step") == state.step:
+    if (run_dir / artifact.MANIFEST).is_file() and artifact.read(run_dir, key="run_dir", stage=config.stage.name).totals.get(
+        "step"
+    ) == state.step:
         return True
     if not (run_dir / "config.yaml").is_file():
         _write_config(config)
@@ -228,7 +249,7 @@ def _finish(config: RunConfig, state: native.TrainState, hosts: list[str], unver
     totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": commit()}
     totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
-    artifact.write(run_dir, artifact.Manifest("pretrain", settings, files, totals))
+    artifact.write(run_dir, artifact.Manifest(config.stage.name, settings, files, totals))
     return False
 
 

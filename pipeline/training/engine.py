@@ -16,7 +16,6 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training.buckets import is_primary_copy
 from pipeline.training.loss_scale import LossScale
-from pipeline.training.optimizers import OptimizerKind
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
 ENGINES = {0: "pipeline.training.replicated:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero:ZeroEngine")
@@ -79,13 +78,13 @@ def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
     return engine
 
 
-def fixed_fragments(model: LocalModel, mesh: Mesh, kind: OptimizerKind) -> list[Fragment]:
-    """Fragments of the weights that no optimizer updates. A checkpoint stores optimizer state of zeros for them."""
+def fixed_fragments(model: LocalModel, mesh: Mesh) -> list[Fragment]:
+    """Fragments of the weights that no optimizer updates, without its state."""
     return [
         Fragment(
             piece,
             0,
-            {"weight": value.view(-1), **{name: torch.zeros_like(value).view(-1) for name in kind.state}},
+            {"weight": value.detach().view(-1)},
             owned=mesh.data.rank() == 0 and is_primary_copy(piece, mesh),
         )
         for value, piece in model.fixed.items()

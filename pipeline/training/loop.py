@@ -62,7 +62,7 @@ def train(
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, config, trainer.mesh)
     started = time.monotonic()
-    with Progress(training.steps - state.step, "pretrain", "step", trainer.mesh.rank, every=math.inf) as bar:
+    with Progress(training.steps - state.step, config.stage.name, "step", trainer.mesh.rank, every=math.inf) as bar:
         watchdog.report(f"loading the batch of step {state.step + 1}")
         for tokens, batch in loader.training(state.samples, range(state.step, training.steps)):
             waited = time.monotonic() - started
@@ -152,6 +152,20 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
         for key, old, new in save.changed_settings(checkpoint, config):
             log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
     return state
+
+
+def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
+    """Load the weights of a checkpoint, without its optimizer state, and return the state of a run that begins; collective.
+
+    Raises:
+        UserError: the checkpoint is of another model, or is corrupt.
+    """
+    save.check_same_model(checkpoint, config)
+    save.load(checkpoint, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in trainer.engine.fragments()])
+    trainer.engine.loaded(0)
+    dist.barrier()
+    log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
+    return TrainState()
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> TrainState:

@@ -99,7 +99,7 @@ class ReplicatedEngine(Engine):
             )
             for parameter, master in zip(self._parameters, self._masters, strict=True)
         ]
-        return learned + fixed_fragments(self.model, self._mesh, self._kind)
+        return learned + fixed_fragments(self.model, self._mesh)
 
     def updates(self) -> int:
         """See Engine."""

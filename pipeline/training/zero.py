@@ -103,7 +103,7 @@ class ZeroEngine(Engine):
         masters: list[Tensor] = self._zero.single_partition_of_fp32_groups
         create_state(self._zero.optimizer, self._kind, masters)
         learned = [fragment for bucket, master in zip(self._buckets, masters, strict=True) for fragment in self._fragments(bucket, master)]
-        return learned + fixed_fragments(self.model, self._mesh, self._kind)
+        return learned + fixed_fragments(self.model, self._mesh)
 
     def _fragments(self, bucket: Bucket, master: Tensor) -> list[Fragment]:
         """This rank's elements of a bucket: one contiguous range of each weight in the partition."""

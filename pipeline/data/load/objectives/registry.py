@@ -1,4 +1,4 @@
-"""The objectives by the name that a model's configuration gives in `objective`."""
+"""The objectives by name: that of training.objective, or the one that a model's configuration gives in `objective`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
 from pipeline.data.load.objectives.spans import SpanCorruption
+from pipeline.data.load.objectives.supervised import Supervised
 
-OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "pairs": Pairs, "span_corruption": SpanCorruption}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "causal": Causal,
+    "masked": Masked,
+    "pairs": Pairs,
+    "span_corruption": SpanCorruption,
+    "supervised": Supervised,
+}
 
 
 def objective_of(config: RunConfig) -> type[Objective]:
-    """The objective of the configured model."""
-    return OBJECTIVES[config.model.objective]
+    """The configured objective; that of the model's family with training.objective=auto."""
+    name = config.training.objective
+    return OBJECTIVES[config.model.objective if name == "auto" else name]
 
 
 def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective:

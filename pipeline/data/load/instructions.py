@@ -1,0 +1,273 @@
+"""Prompts and chats with answers, from JSON lines: `{"messages": [...]}` or `{"prompt": TEXT, "completion": TEXT}`, tokenized and packed.
+
+Opening reads and tokenizes all files, on every rank: packing needs the length of every example. Five bytes of memory per token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.loader import Source
+from pipeline.data.load.packing import best_fit
+from pipeline.data.load.permutation import permute
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.chat_template import ChatError, Span
+from pipeline.data.tokenize.tokenizer import TextEncoder, load
+from pipeline.errors import UserError, Violation
+
+log = logging.getLogger("pipeline")
+
+#: Lines that are tokenized with one call.
+_CHUNK_LINES = 1024
+#: Maximum number of unusable lines that the log and messages list.
+_SHOWN = 10
+
+
+class BadLine(ValueError):  # noqa: N818 - reported with its line, not raised to the user
+    """A line that is no usable example; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenized line.
+
+    Attributes:
+        tokens: (n,) int64.
+        is_answer: (n,) bool, the tokens that the model learns to write; never the first one.
+    """
+
+    tokens: np.ndarray
+    is_answer: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A rendered chat: its text, its answers, and whether an answer comes last."""
+
+    text: str
+    answers: list[Span]
+    ends: bool
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A prompt and its completion."""
+
+    prompt: str
+    completion: str
+
+
+class ExampleReader:
+    """Parses and tokenizes lines.
+
+    Text of prompts and completions that spells a special token is ordinary text; a chat template writes special tokens as text. A prompt
+    gets the special tokens of the tokenizer's post-processor, as in stage=generate.
+
+    Args:
+        folder: Hugging Face folder of the tokenizer.
+        end_of_document: token that ends every example whose last part is an answer.
+        longest: maximum number of tokens of an example.
+
+    Raises:
+        UserError: the folder has no tokenizer, or its chat template cannot be compiled.
+    """
+
+    def __init__(self, folder: Path, end_of_document: int, longest: int) -> None:
+        self._folder, self._end, self._longest = folder, end_of_document, longest
+        self._tokenizer = load(folder)
+        self._template = chat_template.load(folder)
+        self.template_text = self._template.text if self._template else ""
+
+    def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
+        """Return the example of every line, or why it is none."""
+        parsed = [self._try_to_parse(line) for line in lines]
+        found: dict[int, Example | BadLine] = {number: line for number, line in enumerate(parsed) if isinstance(line, BadLine)}
+        chats = {number: line for number, line in enumerate(parsed) if isinstance(line, _Chat)}
+        pairs = {number: line for number, line in enumerate(parsed) if isinstance(line, _Pair)}
+        encoded = self._encode([chat.text for chat in chats.values()], special=True)
+        for (number, chat), encoding in zip(chats.items(), encoded, strict=True):
+            found[number] = self._finished(encoding.ids, _in_spans(encoding.offsets, chat.answers), ends=chat.ends)
+        prompts = self._encode([pair.prompt for pair in pairs.values()], special=False, complete=True)
+        completions = self._encode([pair.completion for pair in pairs.values()], special=False)
+        for number, prompt, completion in zip(pairs, prompts, completions, strict=True):
+            before = prompt.ids or [self._end]
+            is_answer = np.arange(len(before) + len(completion.ids)) >= len(before)
+            found[number] = self._finished([*before, *completion.ids], is_answer, ends=True)
+        return [found[number] for number in range(len(lines))]
+
+    def _try_to_parse(self, line: bytes) -> _Chat | _Pair | BadLine:
+        """As _parse, or the reason why the line cannot be used."""
+        try:
+            return self._parse(line)
+        except (BadLine, ChatError) as error:
+            return BadLine(str(error))
+
+    def _parse(self, line: bytes) -> _Chat | _Pair:
+        """Return the content of a line."""
+        try:
+            fields = json.loads(line.decode())
+        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
+            raise BadLine(f"is not JSON: {error}") from error
+        if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
+            raise BadLine('must be an object with either "messages", or "prompt" and "completion"')
+        if "messages" in fields:
+            if self._template is None:
+                raise BadLine(f"{self._folder} has no chat template")
+            text, answers = self._template.answers(fields["messages"])
+            return _Chat(text, answers, fields["messages"][-1].get("role") == "assistant")
+        prompt, completion = fields["prompt"], fields.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise BadLine('"prompt" and "completion" must be texts')
+        if not completion:
+            raise BadLine('"completion" is empty')
+        return _Pair(prompt, completion)
+
+    def _encode(self, texts: list[str], *, special: bool, complete: bool = False) -> Any:
+        self._tokenizer.encode_special_tokens = not special
+        return self._tokenizer.encode_batch(texts, add_special_tokens=complete)
+
+    def _finished(self, tokens: list[int], is_answer: np.ndarray, *, ends: bool) -> Example | BadLine:
+        """Append the end-of-document token where an answer comes last, and check the example."""
+        if not is_answer[1:].any():
+            return BadLine("has no answer")
+        if ends and tokens[-1] != self._end:
+            tokens, is_answer = [*tokens, self._end], np.append(is_answer, True)
+        if len(tokens) > self._longest:
+            return BadLine(f"has {len(tokens)} tokens; training.sequence_length={self._longest - 1} has room for {self._longest}")
+        is_answer[0] = False
+        return Example(np.array(tokens, dtype=np.int64), is_answer)
+
+
+def _in_spans(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """Return which tokens have a character in one of the spans, bool (tokens,)."""
+    first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    found = np.zeros(len(first), dtype=bool)
+    for start, stop in spans:
+        found |= (last > np.maximum(first, start)) & (first < stop)
+    return found
+
+
+class Instructions(Source):
+    """The sequences of a run: packed examples. Training visits those of an epoch in the order of a permutation of (seed, epoch).
+
+    Attributes:
+        examples: number of usable lines.
+        answers: fraction of their tokens that are answers.
+        padding: fraction of the tokens of all sequences that is padding.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], length: int, *, pack: bool, seed: int | None, encoder: TextEncoder, content: str
+    ) -> None:
+        """Pack examples.
+
+        Args:
+            examples: in the order of the files.
+            length: tokens per sequence. An example takes one token less than it has: its last token is only a target.
+            pack: put several examples into a sequence.
+            seed: of the order; None reads the sequences in order.
+            encoder: the tokenizer.
+            content: fingerprint of the examples.
+        """
+        lengths = np.array([len(example.tokens) - 1 for example in examples], dtype=np.int64)
+        sequences = best_fit(lengths, length) if pack else np.arange(len(lengths))
+        self._order = np.argsort(sequences, kind="stable")  # within a sequence, examples keep their order
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(sequences))])
+        self._starts = np.concatenate([[0], np.cumsum(lengths + 1)])
+        self._tokens = np.concatenate([example.tokens for example in examples]).astype(np.uint32)
+        self._is_answer = np.concatenate([example.is_answer for example in examples])
+        self._seed, self.examples, self.answers = seed, len(examples), float(self._is_answer.mean())
+        count = len(self._bounds) - 1
+        self.padding = 1 - float(lengths.sum()) / (count * length)
+        totals = {"tokenizer": encoder.fingerprint, "end_of_document": encoder.end_of_document, "vocab_size": encoder.vocab_size}
+        self.corpora, self.counts, self.schedule = [Corpus("", [], totals, content)], np.array([count], dtype=np.int64), None
+        self.end_of_document, self.vocab_size = encoder.end_of_document, encoder.vocab_size
+
+    def sequences(self, indices: np.ndarray) -> Iterator[list[Example]]:
+        """Yield the examples of sequences by sample number; numbers beyond an epoch continue with the next epoch."""
+        count = int(self.counts[0])
+        epochs, places = np.divmod(np.asarray(indices, dtype=np.int64), count)
+        if self._seed is not None:
+            places = permute(places, count, self._seed, epochs)
+        for place in places.tolist():
+            numbers = self._order[self._bounds[place] : self._bounds[place + 1]]
+            parts = [slice(*self._starts[number : number + 2]) for number in numbers]
+            yield [Example(self._tokens[part].astype(np.int64), self._is_answer[part]) for part in parts]
+
+
+def open_files(
+    paths: Sequence[str],
+    folder: Path,
+    encoder: TextEncoder,
+    *,
+    key: str,
+    length: int,
+    pack: bool,
+    seed: int | None,
+    limit: float,
+    log_it: bool,
+) -> Instructions:
+    """Read, tokenize and pack files.
+
+    Args:
+        paths: .jsonl files, in order.
+        folder: of the tokenizer.
+        encoder: the same tokenizer.
+        key: configuration key that lists the files, for messages.
+        length: tokens per sequence.
+        pack: put several examples into a sequence.
+        seed: of the order; None reads in order.
+        limit: maximum fraction of the lines that are unusable (data.quarantine_limit).
+        log_it: log what was read, and the lines that are skipped.
+
+    Raises:
+        UserError: a file is missing or has no example, or too many lines are unusable; the message names lines with reasons.
+    """
+    problems = [Violation(key, path, "is not a file", "list files of JSON lines") for path in paths if not Path(path).is_file()]
+    if problems:
+        raise UserError(problems)
+    reader = ExampleReader(folder, encoder.end_of_document, length + 1)
+    state = xxhash.xxh3_128()
+    examples: list[Example] = []
+    bad: list[str] = []
+    for path in paths:
+        with open(path, "rb") as handle:
+            lines = ((number, line) for number, line in enumerate(handle, 1) if line.strip())
+            while chunk := list(islice(lines, _CHUNK_LINES)):
+                for (number, line), found in zip(chunk, reader.read([line for _, line in chunk]), strict=True):
+                    state.update(line)
+                    if isinstance(found, Example):
+                        examples.append(found)
+                    else:
+                        bad.append(f"{path}, line {number}: {found}")
+    shown = "; ".join(bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
+    if len(bad) > limit * (len(bad) + len(examples)):
+        rule = f"{len(bad):,} of {len(bad) + len(examples):,} lines are unusable: {shown}"
+        fix = f"correct them, or raise data.quarantine_limit={limit:g} to skip them"
+        raise UserError.of(key, ", ".join(paths), rule, fix)
+    if not examples:
+        raise UserError.of(key, ", ".join(paths), "has no usable lines", 'write lines such as {"prompt": "2 + 2 =", "completion": " 4"}')
+    opened = Instructions(
+        examples,
+        length,
+        pack=pack,
+        seed=seed,
+        encoder=encoder,
+        content=f"{state.hexdigest()} {xxhash.xxh3_64_hexdigest(reader.template_text.encode())}",
+    )
+    if log_it:
+        if bad:
+            log.warning("%s: skipped %d unusable lines: %s", key, len(bad), shown)
+        text = "%s: %s examples in %s sequences, %.1f %% padding; %.1f %% of the tokens are answers"
+        log.info(text, key, f"{opened.examples:,}", f"{opened.counts[0]:,}", 100 * opened.padding, 100 * opened.answers)
+    return opened

@@ -1,0 +1,94 @@
+"""Supervised fine-tuning: predict the answers of prompts and chats (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+import xxhash
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.instructions import Instructions, open_files
+from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import Violation
+
+
+class Supervised(Objective):
+    """Packed examples. Only tokens of answers are targets; an example attends to nothing but itself, and its positions begin at 0."""
+
+    settings: ClassVar[tuple[str, ...]] = ("data.instructions.pack", "tokenizer.path", "tokenizer.end_of_document")
+    data_key: ClassVar[str] = "data.instructions.train"
+
+    samples: Instructions
+
+    def __init__(self, samples: Instructions, length: int) -> None:
+        """Use sequences of `length` tokens."""
+        self.samples, self._length = samples, length
+
+    @staticmethod
+    def violations(config: RunConfig) -> Iterator[Violation]:
+        """See Objective."""
+        data, training = config.data, config.training
+        if config.model.objective != "causal":
+            rule = f"trains models that predict the next token; model.family={config.model.family} has another objective"
+            yield Violation("training.objective", training.objective, rule, "choose a decoder, or set training.objective=auto")
+        if config.stage.name != "evaluate" and not data.instructions.train:
+            fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}'
+            yield Violation("data.instructions.train", [], "names no file", fix)
+        if data.infill.rate > 0:
+            yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
+        if data.blend:
+            rule = "blends token shards; fine-tuning reads data.instructions"
+            yield Violation("data.blend", ", ".join(sorted(data.blend)), rule, "leave it empty")
+        if training.sequence_warmup:
+            rule = "splits samples, and examples are not split"
+            yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", rule, "leave it empty")
+        if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions, and prompts have none
+            rule = "predicts further tokens from the labels of all positions, and prompts have none"
+            yield Violation("model.mtp_depth", depth, rule, "choose a model without it")
+        if config.parallel.context > 1:
+            rule = "splits sequences by their positions, and those of packed examples begin at 0 several times"
+            yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
+
+    @classmethod
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+        """See Objective: data.instructions.train, shuffled."""
+        return cls._open(config, config.data.instructions.train, "data.instructions.train", share, config.training.seed)
+
+    @classmethod
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+        """See Objective: data.instructions.validation in file order; None if it names no file."""
+        paths = config.data.instructions.validation
+        return cls._open(config, paths, "data.instructions.validation", share, None) if paths else None
+
+    @classmethod
+    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+        folder, length = Path(config.tokenizer.path), config.training.sequence_length
+        encoder = TextEncoder(folder, config.tokenizer.end_of_document)
+        pack, limit = config.data.instructions.pack, config.data.quarantine_limit
+        samples = open_files(paths, folder, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
+        return cls(samples, length)
+
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
+        """See Objective: the lines, the tokenizer, its chat template, and packing."""
+        corpus = self.samples.corpora[0]
+        content = (corpus.fingerprint, corpus.totals["tokenizer"], corpus.totals["end_of_document"], config.data.instructions.pack)
+        return xxhash.xxh3_64_hexdigest(repr(content).encode())
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: tokens, targets, documents, and positions within each example."""
+        shape = (len(indices), self._length)
+        tokens, targets = np.full(shape, self.samples.end_of_document, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+        documents, positions = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=np.int64)
+        for row, examples in enumerate(self.samples.sequences(indices)):
+            start = 0
+            for number, example in enumerate(examples):
+                part = slice(start, start + len(example.tokens) - 1)
+                tokens[row, part] = example.tokens[:-1]
+                targets[row, part] = np.where(example.is_answer[1:], example.tokens[1:], IGNORE)
+                documents[row, part], positions[row, part] = number, np.arange(part.stop - start)
+                start = part.stop
+        return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}

@@ -1,0 +1,47 @@
+"""finetune: weights, and prompts or chats with answers -> checkpoints and metrics.jsonl, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.checkpoint import native
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.registry import objective_of
+from pipeline.errors import UserError
+from pipeline.launch import preflight
+from pipeline.launch.ranks import Ranks
+from pipeline.models import families
+from pipeline.stages import pretrain
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Train as pretrain does, from the weights of a checkpoint. The model is that of the checkpoint; `model=` is not required.
+
+    Raises:
+        UserError: there is no checkpoint to start from, the data is missing, or a setting does not fit the model; else as pretrain.
+    """
+    if config.training.objective == "auto":
+        config.training.objective = "supervised"
+    try:
+        start = _start(config)
+    except UserError as error:
+        raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
+    config.model = families.from_dict(native.read_index(start).config["model"])
+    if found := preflight.training_violations(config, ranks.world_size):
+        raise UserError(found)
+    pretrain.run(config, ranks)
+
+
+def _start(config: RunConfig) -> Path:
+    """Return the checkpoint that the run continues or starts from.
+
+    Raises:
+        UserError: there is none.
+    """
+    if found := pretrain.starting_checkpoint(config):
+        return found
+    if config.checkpoint.initialize_from is not None:
+        return pretrain.initial_checkpoint(config.checkpoint.initialize_from)
+    rule = f"is required: fine-tuning starts from trained weights, and {config.run_dir} has none"
+    fix = f"name a run directory or checkpoint, or import a model: stage=convert stage.input=FOLDER run_dir={config.run_dir}"
+    raise UserError.of("checkpoint.initialize_from", None, rule, fix)

@@ -1,0 +1,118 @@
+"""stage=finetune on the command line: chats, resuming, frozen weights, and what is refused."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint.native import complete
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.models.llama.config import LlamaConfig
+from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.helpers import pipeline
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% else %}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+NUMBERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tokenizer_folder) -> Path:  # noqa: F811 - the fixture
+    """A run directory with an imported model and chats."""
+    folder = tmp_path_factory.mktemp("base")
+    (tokenizer_folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = LlamaConfig(layers=2, hidden=32, heads=4, kv_heads=4, ffn_hidden=48, vocab_size=300, max_positions=64)
+    export(folder / "stock", random_model(config), config, tokenizer_folder)
+    pipeline("stage=convert", f"stage.input={folder / 'stock'}", f"run_dir={folder}")
+    chance = random.Random(0)
+    for name, count in (("train", 200), ("validation", 20)):
+        chats = [[chance.choice(list(NUMBERS)) for _ in range(2)] for _ in range(count)]
+        lines = [
+            {"messages": [message for word in chat for message in ({"role": "user", "content": word}, assistant(NUMBERS[word]))]}
+            for chat in chats
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def settings(base: Path, run_dir: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "stage=finetune",
+        f"run_dir={run_dir}",
+        f"checkpoint.initialize_from={base}",
+        f"tokenizer.path={base / 'imported'}",
+        f"data.instructions.train=[{base / 'train.jsonl'}]",
+        f"data.instructions.validation=[{base / 'validation.jsonl'}]",
+        "precision=fp32",
+        "training.sequence_length=64",
+        "training.global_batch_size=8",
+        "training.steps=30",
+        "training.validation_batches=1",
+        "optimizer.lr=0.02",
+        "optimizer.warmup_steps=3",
+        "tracking=disabled",
+        "parallel.zero_stage=0",
+        *more,
+    )
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir) if "loss" in line]
+
+
+def test_a_model_learns_the_answers_and_continues(base, tmp_path):
+    """In two jobs as in one, with frozen weights unchanged; then it answers, and is evaluated."""
+    frozen = 'training.frozen=["embed.*","blocks.0.*"]'
+    printed = pipeline(*settings(base, tmp_path / "run", frozen, "checkpoint.every=10", "checkpoint.keep=9"))
+    assert "starting with the weights of" in printed
+    assert "200 examples in" in printed
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.5 < 2 < found[0]
+    assert metrics(tmp_path / "run")[-1]["validation_loss"] < 0.5
+
+    (trained, start) = (Checkpoint(complete(folder)[-1]) for folder in (tmp_path / "run", base))
+    changed = {name for name in trained.names() if not torch.equal(trained.tensor(name), start.tensor(name))}
+    assert changed == {name for name in trained.names() if not name.startswith(("embed.", "blocks.0."))}
+    assert "nothing to do" in pipeline(*settings(base, tmp_path / "run", frozen))
+
+    # A checkpoint that both wrote: with ZeRO 2 on one rank, and without frozen weights' moments.
+    begun = tmp_path / "begun"
+    (begun / "checkpoints").mkdir(parents=True)
+    step = "checkpoints/step-00000020"
+    (tmp_path / "run" / step).rename(begun / step)
+    pipeline(*settings(base, begun, frozen, "parallel.zero_stage=2"))
+    assert losses(begun) == pytest.approx(found[20:], rel=1e-5)
+
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "three"}]}\n')
+    paths = (f"run_dir={tmp_path / 'run'}", f"tokenizer.path={base / 'imported'}", "precision=fp32")
+    pipeline("stage=generate", *paths, f"stage.prompts={tmp_path / 'prompts.jsonl'}", "stage.max_tokens=8")
+    assert json.loads((tmp_path / "run/generated/completions.jsonl").read_text())["generated"]["text"] == "drei"
+
+
+def test_refusals(base, tmp_path):
+    printed = pipeline("stage=finetune", f"run_dir={tmp_path}", expect=2)
+    assert "checkpoint.initialize_from=None: is required" in printed
+    assert "data.instructions.train=[]: names no file" in printed
+    printed = pipeline(
+        *settings(base, tmp_path / "run", "parallel.context=2", "training.sequence_length=65", "data.infill.rate=1"), expect=2
+    )
+    for said in ("parallel.context=2", "training.sequence_length=65: must not exceed model.max_positions=64", "data.infill.rate"):
+        assert said in printed
+    printed = pipeline(*settings(base, tmp_path / "run", 'training.frozen=["*","blocks.7.*"]'), expect=2)
+    assert "blocks.7.*: matches no weight" in printed
+    assert "leaves nothing to train in the model" in printed
+    assert "initialize_from" in pipeline(*settings(base, tmp_path / "run", f"checkpoint.resume={base}/checkpoints/step-00000000"), expect=2)
+    assert "contains no checkpoint" in pipeline(*settings(tmp_path / "no", tmp_path / "run"), expect=2)
+    assert not (tmp_path / "run" / "config.yaml").exists()
