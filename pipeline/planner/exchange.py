@@ -41,7 +41,7 @@ class Bucket:
         summed: elements whose gradients are first summed over the tensor ranks.
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
-        uses: number of modules that use the weights one after another: each gathers them under ZeRO 3.
+        gathers: how often ZeRO 3 gathers them for a micro-batch.
     """
 
     axis: str
@@ -50,7 +50,7 @@ class Bucket:
     summed: int = 0
     shared: str = ""
     decays: bool = True
-    uses: int = 1
+    gathers: int = 0
 
     def padded(self) -> Bucket:
         """With elements that divide into equal partitions of an even size."""
@@ -96,7 +96,8 @@ def buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[Bucket]:
         bucket = found[key]
         bucket.elements += weights.elements
         bucket.summed += weights.elements if weights.summed else 0
-        bucket.uses = max(bucket.uses, weights.uses if layout.pipeline == 1 else 1)
+        # Ranks of different pipeline stages each use their own copy.
+        bucket.gathers = max(bucket.gathers, 1 if shared == "tied_embedding" else weights.gathers)
     return [bucket.padded() for bucket in found.values()]
 
 
@@ -128,7 +129,7 @@ def gathers(held: list[Bucket], layout: Layout, zero_stage: int, weight_bytes: i
     for bucket in held:
         if zero_stage == 0 or bucket.ranks == 1:
             continue
-        count = (1 + bucket.uses) * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
+        count = bucket.gathers * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
         phase: Phase = "forward"
         found.append(Exchange(Collective("all_gather", bucket.axis, phase, float(weight_bytes * bucket.elements)), count))
     return found

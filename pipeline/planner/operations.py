@@ -141,7 +141,7 @@ class Weights:
         copy: whether this is the head's copy of a tied embedding.
         fixed: whether they have no gradient.
         unit: module whose gradients are reduced together; empty for the part itself.
-        uses: number of modules of the rank that use them.
+        gathers: under ZeRO 3, how often a rank that holds the whole model gathers them for a micro-batch.
     """
 
     elements: int
@@ -152,7 +152,7 @@ class Weights:
     copy: bool = False
     fixed: bool = False
     unit: str = ""
-    uses: int = 1
+    gathers: int = 2
 
 
 @dataclass

@@ -30,7 +30,7 @@ from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
 from pipeline.parallel.partition import partition_weights
-from pipeline.parallel.tensor import sums_over_tensor
+from pipeline.parallel.tensor import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner.operations import Part, Weights
 from pipeline.planner.recorder import Recorder, fuse, visible_share
 
@@ -236,12 +236,18 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             shared=shared,
             fixed=not parameter.requires_grad,
             unit="" if words[0] == "blocks" else words[0],
-            uses=len({name.split(".")[0] for name in names}),
+            gathers=sum(_gathers(stage, name) for name in names),
         )
         embeds = words[0] == "embed" or shared == "pipeline"
         yield words[1] if words[0] == "blocks" else "embed" if embeds else "head", weights
         if shared == "tied_embedding":
             yield "head", replace(weights, copy=True)
+
+
+def _gathers(stage: Stack, name: str) -> int:
+    """How often ZeRO 3 gathers a weight for its use under a name: the head and tables of embeddings once, others for each pass."""
+    table = isinstance(stage.get_submodule(name.rpartition(".")[0]), nn.Embedding | VocabParallelEmbedding)
+    return 1 if table or name.startswith("head.") else 2
 
 
 def _names(stage: Stack) -> dict[nn.Parameter, list[str]]:

@@ -187,20 +187,21 @@ def test_collectives_and_flops_of_a_step_are_those_of_a_real_run(worlds, kind, c
     for pipeline_rank, (expected, _) in enumerate(plans):
         mine = [events for rank, (events, _) in enumerate(by_stage) if layout.coordinates(rank).pipeline == pipeline_rank]
         if kind == "experts":  # how many tokens go where depends on the router: only their sum over all ranks is known
-            assert _total(mine, "all_to_all") == _total([expected], "all_to_all") * len(mine)
-            mine, expected = [_without(events, "all_to_all") for events in mine], _without(expected, "all_to_all")
+            for routed in (("all_to_all", "expert"), ("all_gather", "tensor"), ("reduce_scatter", "tensor")):
+                assert _total(mine, *routed) == _total([expected], *routed) * len(mine)
+                mine, expected = [_without(events, *routed) for events in mine], _without(expected, *routed)
         if layout.context > 1:  # the trace counts the bytes of a ring attention, not its sends
             sent = _total(mine, "send", "context")
             assert sent == expected.pop(("ring", "context", 0), 0) * len(mine)
-            mine = [Counter({event: n for event, n in events.items() if event[:2] != ("send", "context")}) for events in mine]
+            mine = [_without(events, "send", "context") for events in mine]
         for events in mine:
             assert events == expected
 
 
-def _total(ranks: list[Events], kind: str, axis: str = "expert") -> int:
+def _total(ranks: list[Events], kind: str, axis: str) -> int:
     """Bytes of all collectives of a kind along an axis."""
     return sum(size * count for events in ranks for (k, a, size), count in events.items() if (k, a) == (kind, axis))
 
 
-def _without(events: Events, kind: str) -> Events:
-    return Counter({event: count for event, count in events.items() if event[0] != kind})
+def _without(events: Events, kind: str, axis: str) -> Events:
+    return Counter({event: count for event, count in events.items() if event[:2] != (kind, axis)})
