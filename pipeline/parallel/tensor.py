@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.linear import Linear, Projection, project
+from pipeline.layers.lora import LoRALinear, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -44,11 +45,13 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear: nn.Linear, leave: RegionBoundary) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.lora = linear.lora if isinstance(linear, LoRALinear) else None
         self.leave = leave
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, input / ranks) -> (batch, sequence, output)."""
-        y = self.leave(_partial_product(x, self.weight))
+        partial = _partial_product(x, self.weight)
+        y = self.leave(partial if self.lora is None else partial + self.lora(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -106,7 +109,8 @@ def regathered_projection(enter: RegionBoundary) -> Projection:
             return tuple(fused_project(enter(x), *linears))
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts))
+        again = any(dropout_of(linear) for linear in linears)  # the same elements are dropped
+        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=again, context_fn=contexts))
 
     return projected
 

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 
 from pipeline.checkpoint import native, save
-from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.adapter import open_merged
 from pipeline.config.layout import Layout
+from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
@@ -42,7 +43,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
-        checkpoint = Checkpoint(meshes.on_rank_0(lambda: native.find(Path(config.run_dir), stage.checkpoint)))
+        path = meshes.on_rank_0(lambda: native.find(Path(config.run_dir), stage.checkpoint))
+        checkpoint = open_merged(path, stage.adapter)
+        config.lora = LoraConfig()
         save.check_same_model(checkpoint, config)
         trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
         state = loop.load(trainer, checkpoint)
