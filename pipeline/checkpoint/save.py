@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.adapter import MergedWeights, lora_of
 from pipeline.checkpoint.consolidate import extract_fragment
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.checkpoint.native import Index
@@ -100,7 +101,7 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3": digest(path)}
 
 
-def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
+def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
     """Read a checkpoint of any layout into this rank's fragments, in place; every rank calls this.
 
     Raises:
@@ -120,7 +121,7 @@ def load(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
 
 
 @torch.no_grad()
-def _read(checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
+def _read(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
     """Read a fragment directly if the file of the same rank holds it; else extract it from the consolidated weight."""
     rank = dist.get_rank()
     for fragment in fragments:
@@ -192,13 +193,18 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
     for key in ("training.seed", "training.sequence_length") if consumed else ():
         if _value(new, key) != _value(old, key):
             differences[key] = f"{_value(old, key)}"
+    adapters = dataclasses.asdict(lora_of(old))
+    has_adapters = bool(new["lora"]["rank"] or adapters["rank"])
+    for name in ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern") if consumed and has_adapters else ():
+        if new["lora"][name] != adapters[name]:
+            differences[f"lora.{name}"] = f"{adapters[name]}"
     if consumed and checkpoint.data != data.fingerprint(config, consumed):
         settings = {key: f"{_value(old, key)}" for key in data.settings if _value(new, key) != _value(old, key)}
         differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
     _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
 
 
-def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
+def check_same_model(checkpoint: Checkpoint | MergedWeights, config: RunConfig) -> None:
     """Refuse to load a checkpoint of another model.
 
     Raises:
@@ -222,7 +228,7 @@ def _model_differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, st
     return {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
 
 
-def _refuse(checkpoint: Checkpoint, new: dict[str, Any], differences: dict[str, str], fix: str) -> None:
+def _refuse(checkpoint: Checkpoint | MergedWeights, new: dict[str, Any], differences: dict[str, str], fix: str) -> None:
     """Raise a UserError if there are differences (key -> what the checkpoint was made with)."""
     if differences:
         raise UserError(

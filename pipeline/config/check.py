@@ -24,6 +24,9 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be less than the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
+    if config.lora.rank and config.stage.name in ("certify", "plan"):
+        rule = f"is not supported by stage={config.stage.name}"
+        found.append(Violation("lora.rank", config.lora.rank, rule, "remove it, for the job that trains all weights"))
     if isinstance(config.stage, Generate):
         found += _generate(config, config.stage, world_size)
     return [*found, *check_data.violations(config)]
@@ -244,6 +247,8 @@ def _training(config: RunConfig) -> Iterator[Violation]:
     if config.precision.fp8 != "none" and config.precision.dtype != "bf16":
         rule = f"requires precision.dtype=bf16, not {config.precision.dtype}"
         yield Violation("precision.fp8", config.precision.fp8, rule, "set precision=fp8")
+    if config.precision.fp8 != "none" and config.lora.rank:
+        yield Violation("precision.fp8", config.precision.fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")
     if training.sequence_length > config.model.max_positions:
         rule = f"must not exceed model.max_positions={config.model.max_positions}"
         yield Violation(

@@ -9,6 +9,7 @@ from omegaconf import MISSING
 
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig, WarmupConfig
+from pipeline.config.lora import LoraConfig
 from pipeline.knobs import knob
 
 if TYPE_CHECKING:
@@ -228,6 +229,7 @@ class RunConfig:
     dedup: DedupConfig = field(default_factory=DedupConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -13,11 +13,12 @@ class CheckpointReader(StageConfig):
     """A stage that reads one checkpoint."""
 
     checkpoint: str = knob("latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir")
+    adapter: str | None = knob(None, "folder of an adapter in PEFT's format, which is merged into the weights")
 
 
 @dataclass
 class Evaluate(CheckpointReader):
-    """Loss and bits per byte of a checkpoint on the validation split."""
+    """Loss, perplexity and bits per byte of a checkpoint on the validation split and its corpora."""
 
     batches: int | None = knob(None, "number of global batches; default: the full validation split", at_least=1)
 
@@ -52,7 +53,12 @@ class Convert(CheckpointReader):
     """Export of a native checkpoint to a Hugging Face folder, or import."""
 
     input: str | None = knob(None, "Hugging Face folder to import into run_dir; unset: export the checkpoint of run_dir")
-    output: str | None = knob(None, "output folder of an export; default run_dir/hf")
+    output: str | None = knob(None, "output folder of an export; default run_dir/hf, or run_dir/adapter for peft")
+    format: str = knob(
+        "huggingface",
+        "output of an export: full weights, with adapters merged, or only the adapter in PEFT's format",
+        choices=("huggingface", "peft"),
+    )
     dtype: str = knob("fp32", "dtype of the exported weights; checkpoints are fp32", choices=("fp32", "bf16"))
     shard_gigabytes: float = knob(5.0, "maximum size of a safetensors file", unit="GB", above=0)
 
@@ -128,7 +134,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
     "plan": (Plan, "settings of a planned pretrain job -> its matrix products, memory, time and cost; one process, no GPU"),
-    "evaluate": (Evaluate, "checkpoint -> validation loss and bits per byte"),
+    "evaluate": (Evaluate, "checkpoint -> validation loss, perplexity and bits per byte, by corpus"),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }

@@ -6,24 +6,37 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from pipeline.config.layout import Layout
+from pipeline.config.lora import is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.errors import Violation
 
 
 def is_frozen(config: RunConfig, name: str) -> bool:
-    """Whether training leaves a weight as it is."""
+    """Whether training leaves a weight as it is; with LoRA, all weights but those of adapters."""
+    if config.lora.rank and not is_adapter(name):
+        return True
     return any(fnmatchcase(name, pattern) for pattern in config.training.frozen)
 
 
 def violations(config: RunConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
-    """Return the rules of training.frozen that a configuration violates.
+    """Return the rules of training.frozen and lora that a configuration violates.
 
     Args:
         config: configuration of the run.
         layout: the layout of the job.
-        names: all weights of the model -> whether the model has a gradient for it.
+        names: all weights of the model, with its adapters -> whether the model has a gradient for it.
     """
     found = []
+    layers = {layer_of(name) for name in names if is_adapter(name)}
+    for key, patterns in (("targets", config.lora.targets), ("rank_pattern", config.lora.rank_pattern)):
+        for pattern in patterns if config.lora.rank else ():
+            if not any(fnmatchcase(layer, pattern) for layer in layers) and config.lora.rank_pattern.get(pattern) != 0:
+                rule = f"matches no linear layer of model.family={config.model.family}" + (" with an adapter" if key != "targets" else "")
+                found.append(
+                    Violation(
+                        f"lora.{key}", pattern, rule, f"choose names such as {', '.join(sorted(layers)[:3]) or 'blocks.0.attention.query'}"
+                    )
+                )
     for pattern in config.training.frozen:
         if not any(fnmatchcase(name, pattern) for name in names):
             fix = f"choose names such as {', '.join(_examples(names))}"
@@ -33,6 +46,9 @@ def violations(config: RunConfig, layout: Layout, names: Mapping[str, bool]) -> 
     }
     if idle := sorted(set(range(layout.stage_count)) - trained):
         where = "the model" if layout.stage_count == 1 else f"pipeline stage {idle[0]} of {layout.stage_count}"
+        if config.lora.rank:
+            fix = "set lora.targets such that each stage has an adapter"
+            return [*found, Violation("lora.targets", ", ".join(config.lora.targets), f"leaves nothing to train in {where}", fix)]
         fix = "freeze fewer weights" + ("" if layout.stage_count == 1 else ", or use fewer pipeline stages")
         found.append(Violation("training.frozen", ", ".join(config.training.frozen), f"leaves nothing to train in {where}", fix))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.config.stages import Generate
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.errors import UserError, Violation
@@ -25,7 +25,7 @@ def find(draft: str) -> Path:
     return native.find_start(draft, "stage.draft", "set it to the run directory or a checkpoint of a smaller model")
 
 
-def check(stage: Generate, checkpoint: Checkpoint, target: ModelConfig, tokenizer: Path) -> None:
+def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, tokenizer: Path) -> None:
     """Refuse a draft model with another vocabulary or a shorter context.
 
     Args:
@@ -60,7 +60,7 @@ def check(stage: Generate, checkpoint: Checkpoint, target: ModelConfig, tokenize
         )
 
 
-def _tokenizer_folder(stage: Generate, checkpoint: Checkpoint) -> Path:
+def _tokenizer_folder(stage: Generate, checkpoint: MergedWeights) -> Path:
     """Return the folder with the tokenizer of the draft model."""
     run = checkpoint.path.parent.parent
     recorded = checkpoint.config.get("tokenizer", {}).get("path")

@@ -7,7 +7,8 @@ import copy
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
 from pipeline.models import families
 from pipeline.models.config import ModelConfig
@@ -16,7 +17,7 @@ from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pieces import Piece
 
 
-def model_of(checkpoint: Checkpoint) -> ModelConfig:
+def model_of(checkpoint: MergedWeights) -> ModelConfig:
     """Return the model configuration of a checkpoint."""
     return families.from_dict(checkpoint.config["model"])
 
@@ -29,10 +30,11 @@ def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     parallel.zero_stage, parallel.sequence_parallel = 0, False
     parallel.schedule, parallel.stages_per_rank, parallel.layers_per_stage, parallel.balance = "1f1b", None, [], "layers"
     config.training.activation_checkpointing, config.training.compile = "none", "off"
+    config.training.frozen, config.lora = [], LoraConfig()  # adapters are merged
     return config
 
 
-def load(checkpoint: Checkpoint, config: RunConfig, mesh: Mesh) -> LocalModel:
+def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel:
     """Build this rank's part of the model.
 
     Args:

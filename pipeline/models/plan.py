@@ -24,12 +24,25 @@ SPLITS: dict[str, dict[str, int]] = {
 }
 
 
+#: Role of a linear layer's weight -> the roles of its adapter's weights (layers/lora.py): `a` is split as the layer's inputs are, `b` as
+#: its outputs are. The other one of the two is used on sharded activations.
+ADAPTERS: dict[str, dict[str, str]] = {
+    "column": {"a": "partial", "b": "column"},
+    "row": {"a": "row", "b": "partial"},
+    "replicate": {"a": "replicate", "b": "replicate"},
+    "partial": {"a": "partial", "b": "partial"},
+}
+
+
 def role(plan: dict[str, str], name: str) -> str:
     """Return the role of a weight, a key of SPLITS.
 
     Raises:
         KeyError: no pattern of the plan matches the name, or more than one does.
     """
+    layer, _, part = name.rpartition(".lora.")
+    if layer:
+        return ADAPTERS[role(plan, f"{layer}.weight")][part]
     matches = [pattern for pattern in plan if fnmatchcase(name, pattern)]
     if len(matches) != 1:
         raise KeyError(f"weight {name} is matched by {len(matches)} patterns of the parallel plan, not one: {matches}")

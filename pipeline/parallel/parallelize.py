@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import trained
+from pipeline.config import lora, trained
 from pipeline.config.check import may_compile
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -16,7 +16,8 @@ from pipeline.errors import UserError
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
-from pipeline.layers.init import Init, initial_tensor
+from pipeline.layers.init import Constant, Init, initial_tensor
+from pipeline.layers.lora import LoraSpec, add_adapters
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, float8, recomputation, tensor
@@ -35,6 +36,7 @@ class LocalModel(nn.Module):
     Attributes:
         stages: stage index (as str) -> its part of the model.
         pieces: parameter -> its piece of the full weight.
+        frozen: weights that have no gradient because the configuration says so, until they are initialized.
         fixed: the same for weights without a gradient: the fp32 bias of a router, a plain tensor; and frozen weights, in the dtype of the
             run. DeepSpeed neither casts nor shards them.
     """
@@ -44,6 +46,7 @@ class LocalModel(nn.Module):
         self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
         self.pieces = pieces
         self.fixed: dict[Tensor, Piece] = {}
+        self.frozen: set[nn.Parameter] = set()
         self._initial_value: Callable[[Piece], Tensor] | None = None
 
     def materialize(self, parameter: nn.Parameter) -> None:
@@ -119,11 +122,24 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     """Return the rank's stages with its piece of every weight, on the meta device. Needs no process group."""
     coordinates = layout.coordinates(rank)
     with torch.device("meta"):
-        stages = {index: extract_stage(registry.build(config.model), layout, index) for index in layout.stages(coordinates.pipeline)}
+        stages = {index: extract_stage(build_model(config), layout, index) for index in layout.stages(coordinates.pipeline)}
         model = LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
     for parameter, piece in model.pieces.items():
-        if trained.is_frozen(config, piece.name):
+        if parameter.requires_grad and trained.is_frozen(config, piece.name):
             parameter.requires_grad_(False)
+            model.frozen.add(parameter)
+    return model
+
+
+def build_model(config: RunConfig) -> Stack:
+    """Build the full model, with the adapters of a LoRA run; uninitialized, on torch's default device."""
+    model = registry.build(config.model)
+
+    def spec(layer: str) -> LoraSpec | None:
+        rank = config.lora.rank_of(layer)
+        return LoraSpec(rank, config.lora.alpha_of(layer), config.lora.dropout) if rank else None
+
+    add_adapters(model, spec)
     return model
 
 
@@ -134,7 +150,7 @@ def check_trained(config: RunConfig, layout: Layout) -> None:
         UserError: with one violation for each pattern.
     """
     with torch.device("meta"):
-        names = {name: parameter.requires_grad for name, parameter in registry.build(config.model).named_parameters()}
+        names = {name: parameter.requires_grad for name, parameter in build_model(config).named_parameters()}
     if found := trained.violations(config, layout, names):
         raise UserError(found)
 
@@ -152,13 +168,13 @@ def init_weights(
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
         if value is not None:
             return value(piece, dtype)
-        std = registry.initial_std(config.model, piece.name)
+        std = adapter_std(piece) if lora.is_adapter(piece.name) else registry.initial_std(config.model, piece.name)
         return init_piece(piece, std, config.training.seed, dtype=dtype, device=device)
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor:
         piece = model.pieces[parameter]
         if not parameter.requires_grad:
-            frozen = trained.is_frozen(config, piece.name)
+            frozen = parameter in model.frozen
             fixed = nn.Parameter(initial_value(piece), requires_grad=False) if frozen else initial_value(piece, torch.float32)
             model.fixed[fixed] = piece
             return fixed
@@ -174,6 +190,11 @@ def init_weights(
     model.pieces, model._initial_value = pieces, initial_value
     for stage in model.stage_modules():
         stage.reset_buffers()
+
+
+def adapter_std(piece: Piece) -> Init:
+    """Return the initial values of an adapter's weight: `b` is zero, `a` has PEFT's standard deviation (Kaiming uniform with a=5**0.5)."""
+    return Constant(0.0) if piece.name.endswith(".b") else (3 * piece.full_shape[1]) ** -0.5
 
 
 def init_piece(piece: Piece, std: Init, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.layers.attention_kernel import pad_values
+from pipeline.layers.lora import dropout_of
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
@@ -85,8 +86,9 @@ def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept:
     if compiled and breaks and mode == "full":
         block.forward = torch.compile(block.forward)
     if mode != "none":
-        options = {"context_fn": _contexts(None if kept is None else {(result.kind, result.index) for result in kept})}
-        options = options if mode == "selective" else {}
+        options: dict[str, Any] = {"preserve_rng_state": dropout_of(block) > 0}
+        if mode == "selective":
+            options["context_fn"] = _contexts(None if kept is None else {(result.kind, result.index) for result in kept})
         block.forward = _checkpointed(block.forward, options)
     if compiled and not breaks:
         block.compile()
@@ -96,7 +98,7 @@ def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Ca
     """Return `forward` under `checkpoint`. A function, not a partial: torch.compile does not compile a forward that is torch's own code."""
 
     def forward_and_recompute(*args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+        output: Tensor = checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
         return output
 
     return forward_and_recompute

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.linear import Linear, Projection, project
+from pipeline.layers.lora import dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -106,7 +107,8 @@ def regathered_projection(enter: RegionBoundary) -> Projection:
             return tuple(fused_project(enter(x), *linears))
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts))
+        again = any(dropout_of(linear) for linear in linears)  # the same elements are dropped
+        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=again, context_fn=contexts))
 
     return projected
 

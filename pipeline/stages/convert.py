@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline import artifact
-from pipeline.checkpoint import huggingface_export, reader
+from pipeline.checkpoint import adapter, huggingface_export, reader
 from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.native import INDEX
 from pipeline.config.schema import RunConfig
@@ -41,6 +42,9 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     Raises:
         UserError: the checkpoint is missing, the tokenizer does not match it, or no transformers class implements the model.
     """
+    if stage.format == "peft":
+        export_adapter(config, stage)
+        return
     output = Path(stage.output or Path(config.run_dir) / "hf")
     path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
@@ -53,11 +57,14 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
     }
+    if stage.adapter is not None:
+        file = Path(stage.adapter) / adapter.WEIGHTS
+        settings["stage.adapter"] = digest(file) if file.is_file() else stage.adapter
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
-    checkpoint = reader.Checkpoint(path)
+    checkpoint = adapter.open_merged(path, stage.adapter)
     model = families.from_dict(checkpoint.config["model"])
     collect_errors(
         lambda: _check_output(output),
@@ -80,6 +87,39 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
         artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def export_adapter(config: RunConfig, stage: Convert) -> None:
+    """Export the adapter of the configured checkpoint in PEFT's format.
+
+    Raises:
+        UserError: the checkpoint is missing or has no adapter, or no transformers class implements the model.
+    """
+    output = Path(stage.output or Path(config.run_dir) / "adapter")
+    path = reader.find(Path(config.run_dir), stage.checkpoint)
+    settings = {"stage.checkpoint": f"{path.name} {digest(path / INDEX)}", "stage.format": stage.format}
+    if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
+        log.info("convert: %s is complete, nothing to do (from %s)", output, path)
+        return
+    checkpoint = reader.Checkpoint(path)
+    model = families.from_dict(checkpoint.config["model"])
+    found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.adapter(model))
+    found = replace(found, base=adapter.base_hash(checkpoint, model))
+    base = checkpoint.config["checkpoint"].get("initialize_from") or ""
+    with atomic_folder(output) as folder:
+        dropout = adapter.lora_of(checkpoint.config).dropout
+        parameters = adapter.write_peft(folder, found, model, dropout=dropout, base_name=base)
+        files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
+        artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
+    log.info("convert: wrote %s (step %d, an adapter with %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def _adapter(checkpoint: reader.Checkpoint) -> adapter.Adapter:
+    """Return the adapter of a checkpoint; refuse a checkpoint without one."""
+    if (found := adapter.of_checkpoint(checkpoint)) is None:
+        rule = f"requires an adapter, and {checkpoint.path} has none"
+        raise UserError.of("stage.format", "peft", rule, "choose a run with lora.rank above 0, or stage.format=huggingface")
+    return found
 
 
 def open_tokenizer(config: RunConfig) -> TextEncoder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import adapter, native
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.errors import UserError
@@ -27,6 +27,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     except UserError as error:
         raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
     config.model = families.from_dict(native.read_index(start).config["model"])
+    if config.lora.adapter is not None:
+        adapter.configure(config.lora, adapter.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
     if found := preflight.training_violations(config, ranks.world_size):
         raise UserError(found)
     pretrain.run(config, ranks)

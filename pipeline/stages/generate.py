@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.adapter import WEIGHTS, MergedWeights, open_merged
 from pipeline.checkpoint.huggingface_import import read_generation_config
 from pipeline.checkpoint.native import INDEX
-from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -79,7 +79,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
         path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
-        checkpoint, drafts = Checkpoint(path), None if draft_path is None else Checkpoint(draft_path)
+        checkpoint, drafts = open_merged(path, stage.adapter), None if draft_path is None else open_merged(draft_path, None)
         model = weights.model_of(checkpoint)
         reader = PromptReader(
             Path(config.tokenizer.path),
@@ -218,11 +218,12 @@ def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> f
     return frozenset([tokenizer.end_of_document, *(ends if isinstance(ends, list) else [ends])])
 
 
-def _settings(config: RunConfig, stage: Generate, checkpoint: Checkpoint, tokenizer: TextEncoder) -> dict[str, Any]:
+def _settings(config: RunConfig, stage: Generate, checkpoint: MergedWeights, tokenizer: TextEncoder) -> dict[str, Any]:
     """Return all settings that determine the completions."""
     keys = [
         name for name in vars(stage) if name not in ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer")
     ]
+    adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),
         "stage.checkpoint": f"{checkpoint.path.name} {digest(checkpoint.path / INDEX)}",
@@ -231,10 +232,11 @@ def _settings(config: RunConfig, stage: Generate, checkpoint: Checkpoint, tokeni
         "data.decoder_start": config.data.decoder_start,
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
+        "stage.adapter": adapter,
     }
 
 
-def _draft_settings(drafts: Checkpoint | None) -> dict[str, Any]:
+def _draft_settings(drafts: MergedWeights | None) -> dict[str, Any]:
     """Return the setting of the draft model: its samples differ, although they have the same distribution."""
     return {"stage.draft": None if drafts is None else f"{drafts.path.name} {digest(drafts.path / INDEX)}"}
 

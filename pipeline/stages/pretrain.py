@@ -65,7 +65,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         with ExitStack() as run_dir, Watchdog(minutes) as watchdog:
             start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
             layout = Layout.of(config, ranks.world_size)
-            if config.training.frozen:
+            if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)
             mesh = meshes.build_mesh(layout, device, minutes)
             trainer = Trainer(config, mesh)

@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import save
+from pipeline.checkpoint import adapter, save
+from pipeline.checkpoint.consolidate import extract_fragment
+from pipeline.checkpoint.fragment import Fragment
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
+from pipeline.config.lora import PARTS, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import ToBeContinued
@@ -67,7 +70,7 @@ def train(
         for tokens, batch in loader.training(state.samples, range(state.step, training.steps)):
             waited = time.monotonic() - started
             watchdog.report(f"step {state.step + 1}")
-            loss, result = trainer.train(tokens, batch, control.requests())
+            loss, result = trainer.train(tokens, batch, control.requests(), state.step)
             size = warmup.batch_size(training, state.step)
             state = dataclasses.replace(state, step=state.step + 1, samples=state.samples + size)
             now = time.monotonic()
@@ -146,6 +149,8 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
         return TrainState()
     checkpoint = Checkpoint(path)
     save.check_same_run(checkpoint, config, training_data)
+    if config.lora.rank and not checkpoint.train_state.samples and adapter.of_checkpoint(checkpoint) is None:
+        return initialize(config, trainer, checkpoint)  # an imported model
     state = load(trainer, checkpoint)
     log.info("continuing from %s: step %d, %d samples", path, state.step, state.samples)
     if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
@@ -157,18 +162,37 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
 def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
     """Load the weights of a checkpoint, without its optimizer state, and return the state of a run that begins; collective.
 
+    The adapter that the checkpoint has is merged into its weights. The run's own adapters begin with the values of lora.adapter, if it is
+    set.
+
     Raises:
-        UserError: the checkpoint is of another model, or is corrupt.
+        UserError: the checkpoint is of another model, or is corrupt; or lora.adapter is of another base.
     """
     save.check_same_model(checkpoint, config)
-    save.load(checkpoint, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in trainer.engine.fragments()])
+    fragments = trainer.engine.fragments()
+    weights = [fragment for fragment in fragments if not is_adapter(fragment.piece.name)]
+    save.load(adapter.MergedWeights(checkpoint), [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
+    if config.lora.adapter is not None:
+        _load_adapter(config, config.lora.adapter, checkpoint, [f for f in fragments if is_adapter(f.piece.name)])
     trainer.engine.loaded(0)
     dist.barrier()
     log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
     return TrainState()
 
 
-def load(trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
+@torch.no_grad()
+def _load_adapter(config: RunConfig, folder: str, checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
+    """Start adapters with the values of an adapter in PEFT's format."""
+    found = adapter.read_peft(Path(folder), config.model, "lora.adapter")
+    on_rank_0(lambda: adapter.check_base(found, adapter.MergedWeights(checkpoint), config.model, "lora.adapter"))
+    for fragment in fragments:
+        factors = found.layers[layer_of(fragment.piece.name)]
+        full = factors.a if fragment.piece.name.endswith(PARTS[0]) else factors.b
+        weight = fragment.tensors["weight"]
+        weight.copy_(extract_fragment(full, fragment.piece, fragment.start, weight.numel()))
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint | adapter.MergedWeights) -> TrainState:
     """Load a checkpoint into the trainer, and return its state; collective.
 
     Raises:

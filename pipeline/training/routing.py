@@ -18,10 +18,12 @@ class RouterStatistics:
         model: this rank's stages.
         mesh: this rank's process groups.
         experts: number of experts per MoE layer; 0 for a dense model.
+        update_biases: whether the biases of the routers are trained.
     """
 
-    def __init__(self, model: LocalModel, mesh: Mesh, experts: int) -> None:
+    def __init__(self, model: LocalModel, mesh: Mesh, experts: int, *, update_biases: bool = True) -> None:
         self._moe_layers: list[MoE] = list(moe_layers(model))
+        self._updates = update_biases
         self._mesh, self._experts = mesh, experts
 
     @torch.no_grad()
@@ -68,5 +70,5 @@ class RouterStatistics:
         """Increase the bias of experts below the mean load, decrease it above (Wang et al. 2024, https://arxiv.org/abs/2408.15664)."""
         for row, moe in zip(load, self._moe_layers, strict=True):
             bias = moe.router.bias
-            if bias is not None:
+            if bias is not None and self._updates:
                 bias.add_(enabled * moe.router.bias_update_speed * (row.mean() - row).sign())

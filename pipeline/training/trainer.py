@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
@@ -33,23 +34,26 @@ class Trainer:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
         self.engine = build_engine(config, self.model, mesh)
-        self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0))
+        self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
 
-    def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = ()) -> tuple[Tensor, StepResult]:
+    def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
         """One optimizer step.
 
         Args:
             tokens: int64 (sequences, sequence), this rank's share of the global batch, on the mesh's device.
             batch: the other model inputs, with targets.
             requests: of this rank, to be counted over all ranks.
+            step: steps before this one; selects the random numbers of dropout.
 
         Returns:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
         batch = self._with_loss_scale(batch)
         pipeline = self._pipeline(tokens, batch)
+        if self._config.lora.dropout:
+            self._seed_dropout(step)
         factor = self.engine.loss_scale.factor
         with self.engine.accumulate(pipeline.micro_batches):
             loss = pipeline.train(tokens, batch, factor)
@@ -68,7 +72,18 @@ class Trainer:
         batch.pop("next_sentence", None)
         counts = self._counts(batch["targets"])
         batch = _with_scale(batch, counts)
-        return self._global_mean(self._pipeline(tokens, batch).evaluate(tokens, batch))[0], counts[1]
+        if self._config.lora.dropout:
+            self.model.eval()
+        loss = self._pipeline(tokens, batch).evaluate(tokens, batch)
+        if self._config.lora.dropout:
+            self.model.train()
+        return self._global_mean(loss)[0], counts[1]
+
+    def _seed_dropout(self, step: int) -> None:
+        """Seed the random numbers of a step: ranks with the same samples drop the same elements, others draw their own."""
+        where = self.mesh.coordinates
+        place = (self._config.training.seed, step, where.pipeline, where.data, where.expert, where.context)
+        torch.manual_seed(xxh3_64_intdigest(repr(place).encode()))
 
     def _with_loss_scale(self, batch: Batch) -> Batch:
         """Add Batch.loss_scale if some positions have no target: the loss is the mean over the counted targets of the global batch."""

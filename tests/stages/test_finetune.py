@@ -4,8 +4,10 @@ import json
 import random
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pipeline.checkpoint.native import complete
 from pipeline.checkpoint.reader import Checkpoint
@@ -99,6 +101,49 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     paths = (f"run_dir={tmp_path / 'run'}", f"tokenizer.path={base / 'imported'}", "precision=fp32")
     pipeline("stage=generate", *paths, f"stage.prompts={tmp_path / 'prompts.jsonl'}", "stage.max_tokens=8")
     assert json.loads((tmp_path / "run/generated/completions.jsonl").read_text())["generated"]["text"] == "drei"
+
+
+def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
+    """LoRA in two jobs as in one; the adapter in PEFT's format, merged into full weights, and as the start of a run."""
+    lora, run = ("lora.rank=4", "lora.alpha=16", "lora.dropout=0.05"), tmp_path / "run"
+    pipeline(*settings(base, run, *lora, "parallel.zero_stage=1", "checkpoint.every=20", "checkpoint.keep=9"))
+    found = losses(run)
+    assert found[-1] < 0.75 * found[0]
+    begun = tmp_path / "begun"
+    (begun / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/step-00000020").rename(begun / "checkpoints/step-00000020")
+    printed = pipeline(*settings(base, begun, "lora.rank=2"), expect=2)
+    assert "lora.rank=2: " in printed
+    assert "was made with 4" in printed
+    pipeline(*settings(base, begun, *lora))
+    assert losses(begun) == pytest.approx(found[20:], rel=1e-4)
+
+    paths = (f"tokenizer.path={base / 'imported'}", "precision=fp32")
+    pipeline("stage=convert", *paths, f"run_dir={run}", "stage.format=peft")
+    pipeline("stage=convert", *paths, f"run_dir={run}")
+    assert "nothing to do" in pipeline("stage=convert", *paths, f"run_dir={run}", "stage.format=peft")
+    assert "has none" in pipeline("stage=convert", *paths, f"run_dir={base}", "stage.format=peft", expect=2)
+    pipeline("stage=convert", *paths, f"run_dir={base}", f"stage.adapter={run / 'adapter'}", f"stage.output={tmp_path / 'merged'}")
+    stock = AutoModelForCausalLM.from_pretrained(base / "stock")
+    tokens = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(stock, run / "adapter").eval()(tokens).logits
+        for folder in (run / "hf", tmp_path / "merged"):
+            merged = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+            torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "three"}]}\n')
+    generate = ("stage=generate", *paths, f"stage.prompts={tmp_path / 'prompts.jsonl'}", "stage.max_tokens=8", "stage.logprobs=true")
+    adapter = f"stage.adapter={run / 'adapter'}"
+    pipeline(*generate, f"run_dir={run}")
+    pipeline(*generate, f"run_dir={base}", adapter, f"stage.output={tmp_path / 'two'}")
+    one, two = (json.loads((folder / "completions.jsonl").read_text())["generated"] for folder in (run / "generated", tmp_path / "two"))
+    assert one["token_ids"] == two["token_ids"]
+    assert one["logprobs"] == pytest.approx(two["logprobs"], abs=1e-4)
+    assert "was trained with another base" in pipeline(*generate, f"run_dir={run}", adapter, f"stage.output={tmp_path / 'no'}", expect=2)
+
+    pipeline(*settings(base, tmp_path / "more", f"lora.adapter={run / 'adapter'}", "training.steps=1", "optimizer.warmup_steps=1"))
+    assert losses(tmp_path / "more")[0] < 0.85 * found[0]
 
 
 def test_refusals(base, tmp_path):

@@ -33,16 +33,20 @@ class Trained(NamedTuple):
     moments: dict[str, torch.Tensor]
 
 
-def plain_loop(config: Any, batches: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], *, own_loss: bool) -> Trained:
+def plain_loop(
+    config: Any, batches: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], *, own_loss: bool, model: torch.nn.Module | None = None
+) -> Trained:
     """Train on one batch a step.
 
     Args:
         config: the configuration of a run.
         batches: tokens and the other fields of the global batch.
         own_loss: use the loss that the model returns. Otherwise PyTorch's cross-entropy of its logits.
+        model: an initialized model; that of the configuration when None.
     """
-    model = registry.build(config.model)
-    initialize(model, config.model, config.training.seed)
+    if model is None:
+        model = registry.build(config.model)
+        initialize(model, config.model, config.training.seed)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in learned if (p.dim() >= 2) == matrices]} for matrices in (True, False)]
     groups[0]["weight_decay"], groups[1]["weight_decay"] = config.optimizer.weight_decay, 0.0

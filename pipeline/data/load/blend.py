@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,24 @@ def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1), length: 
     """
     parts = _corpora(config, "validation")
     shards = [shard for part in parts for shard in part.shards]
-    whole = Corpus("", shards, parts[0].totals, "")
-    stream = _stream(config, [whole], share)
-    windows = Windows(stream, [whole], length or config.training.sequence_length)
-    return Samples([whole], stream, windows, None) if windows.counts[0] > 0 else None
+    return _in_order(config, Corpus("", shards, parts[0].totals, ""), share, length)
+
+
+def open_validation_corpora(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> dict[str, Samples | None]:
+    """The validation split of each corpus of the run by name; None for a corpus without a window. Arguments and errors as open_training."""
+    parts = _corpora(config, "validation")
+    if not config.data.blend:
+        names = sorted({shard.entry["corpus"] for shard in parts[0].shards})
+        shards = {name: [shard for shard in parts[0].shards if shard.entry["corpus"] == name] for name in names}
+        parts = [Corpus(name, shards[name], parts[0].totals, "") for name in names]
+    return {part.name: _in_order(config, replace(part, name=""), share, length) for part in parts}
+
+
+def _in_order(config: RunConfig, corpus: Corpus, share: tuple[int, int], length: int | None) -> Samples | None:
+    """The windows of a corpus in order; None if it contains none."""
+    stream = _stream(config, [corpus], share)
+    windows = Windows(stream, [corpus], length or config.training.sequence_length)
+    return Samples([corpus], stream, windows, None) if windows.counts[0] > 0 else None
 
 
 def fingerprint(config: RunConfig, samples: Source, consumed: int, settings: dict[str, Any]) -> str:

@@ -72,6 +72,11 @@ class Objective(ABC):
     def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """Open the validation data; None if it holds no sample. Arguments and errors as in open_training."""
 
+    @classmethod
+    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:  # noqa: ARG003
+        """Open the validation data of each corpus by name, None for one without a sample; empty if the data is not divided into corpora."""
+        return {}
+
     @abstractmethod
     def fingerprint(self, config: RunConfig, consumed: int) -> str:
         """A short text that is equal for two runs if their first `consumed` samples are equal."""
@@ -120,6 +125,12 @@ class TokenShardObjective(Objective):
         """See Objective."""
         samples = blend.open_validation(config, share, cls.text_length(config))
         return cls.of(config, samples) if samples is not None else None
+
+    @classmethod
+    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
+        """See Objective."""
+        corpora = blend.open_validation_corpora(config, share, cls.text_length(config))
+        return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
 
     def fingerprint(self, config: RunConfig, consumed: int) -> str:
         """See Objective."""

@@ -1,0 +1,47 @@
+"""The configuration group of LoRA, with the names of PEFT; and which weights are adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from pipeline.knobs import knob
+
+
+@dataclass
+class LoraConfig:
+    """LoRA (Hu et al. 2022): linear layers get adapters of low rank, which are trained instead of the weights."""
+
+    rank: int = knob(0, "rank of the adapters; 0 trains the weights themselves", at_least=0, at_most=65536)
+    alpha: float = knob(16.0, "the output of an adapter is scaled by alpha / rank", above=0)
+    dropout: float = knob(0.0, "dropout rate of the inputs of the adapters", at_least=0, at_most=0.9)
+    targets: list[str] = knob(["blocks.*.attention.*", "blocks.*.mlp.*"], "patterns of names of linear layers that get an adapter")
+    rank_pattern: dict[str, int] = knob(
+        {}, "pattern of names -> another rank for these layers; 0 for no adapter", at_least=0, at_most=65536
+    )
+    alpha_pattern: dict[str, float] = knob({}, "pattern of names -> another alpha for these layers", above=0)
+    adapter: str | None = knob(None, "folder of an adapter in PEFT's format to start from, instead of rank, alpha and targets")
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of the adapter of a linear layer, 0 for none."""
+        if self.rank == 0 or not any(fnmatchcase(layer, pattern) for pattern in self.targets):
+            return 0
+        return next((rank for pattern, rank in self.rank_pattern.items() if fnmatchcase(layer, pattern)), self.rank)
+
+    def alpha_of(self, layer: str) -> float:
+        """Return alpha of the adapter of a linear layer."""
+        return next((alpha for pattern, alpha in self.alpha_pattern.items() if fnmatchcase(layer, pattern)), self.alpha)
+
+
+#: What follows the name of a layer in the names of its adapter's weights.
+PARTS = (".lora.a", ".lora.b")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight is one of an adapter."""
+    return name.endswith(PARTS)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of an adapter's weight."""
+    return name.removesuffix(PARTS[0]).removesuffix(PARTS[1])

@@ -1,0 +1,145 @@
+"""LoRA adapters in PEFT's format: PEFT computes our logits with our adapter, and we its logits with its adapter."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.checkpoint import adapter
+from pipeline.checkpoint.adapter import Adapter, Factors
+from pipeline.config.lora import LoraConfig
+from pipeline.errors import UserError
+from pipeline.layers.lora import LoRALinear, LoraSpec, add_adapters, merged
+from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.generation.conftest import pair  # noqa: F401 - a fixture
+from tests.models.small_decoders import CONFIGS
+
+#: GPT: three layers in a transposed tensor; BLOOM: interleaved in one; OPT: biases; DeepSeek: latent projections, without the feed-forward
+#: layers, since PEFT takes their names for those of the experts.
+NAMES = ["llama-grouped", "gpt", "bloom", "opt", "gemma3", "deepseek"]
+LORA = LoraConfig(
+    rank=4,
+    alpha=8,
+    rank_pattern={"*.0.attention.query": 2, "*.1.attention.value": 0, "*.mlp.up": 3},
+    alpha_pattern={"*.attention.key": 5.0},
+)
+
+
+def adapted(config: Any) -> tuple[torch.nn.Module, Adapter]:
+    """A model with random weights and adapters, and the adapters."""
+    model = random_model(config)
+    lora = replace(LORA, targets=["blocks.*.attention.*"], rank_pattern={}) if config.family == "deepseek_v3" else LORA
+    add_adapters(model, lambda name: LoraSpec(lora.rank_of(name), lora.alpha_of(name)) if lora.rank_of(name) else None)
+    generator = torch.Generator().manual_seed(1)
+    layers = {}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, LoRALinear):
+                for part in (module.lora.a, module.lora.b):
+                    part.copy_(torch.randn(part.shape, generator=generator) * 0.3)
+                layers[name] = Factors(module.lora.a.detach(), module.lora.b.detach(), LORA.alpha_of(name))
+    return model.eval(), Adapter(layers, adapter.base_hash(InMemory(random_model(config)), config), Path())
+
+
+def tokens(config: Any) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fixture
+    config, plain, stock = pair(name)
+    model, ours = adapted(config)
+    adapter.write_peft(tmp_path, ours, config, dropout=0.1, base_name="base")
+    batch = tokens(config)
+    with torch.no_grad():
+        expected = model(batch)
+        wrapped = peft.PeftModel.from_pretrained(stock, tmp_path).eval()
+        try:
+            torch.testing.assert_close(wrapped(batch).logits, expected, rtol=1e-4, atol=1e-5)
+        finally:
+            wrapped.unload()
+        assert (plain(batch) - expected).abs().max() > 0.01, "the adapter has an effect"
+        found = adapter.read_peft(tmp_path, config, "stage.adapter")
+        adapter.check_base(found, InMemory(plain), config, "stage.adapter")
+        weights = InMemory(plain).weights
+        for layer, factors in found.layers.items():
+            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+        torch.testing.assert_close(plain(batch), expected, rtol=1e-4, atol=1e-5)
+        plain.load_state_dict(random_model(config).state_dict())
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "gpt", "bloom"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_path):  # noqa: F811 - the fixture
+    """One that PEFT initialized, with its own choice of target modules, and patterns of ranks."""
+    config, plain, stock = pair(name)
+    patterns = {"layers.1.self_attn.q_proj": 6} if name == "llama-grouped" else {}
+    settings = peft.LoraConfig(
+        r=3,
+        lora_alpha=7,
+        use_rslora=rslora,
+        init_lora_weights=False,
+        rank_pattern=patterns,
+        fan_in_fan_out=name == "gpt",
+        task_type="CAUSAL_LM",
+    )
+    wrapped = peft.get_peft_model(stock, settings).eval()
+    batch = tokens(config)
+    try:
+        with torch.no_grad():
+            expected = wrapped(batch).logits
+        wrapped.save_pretrained(tmp_path)
+    finally:
+        wrapped.unload()
+    found = adapter.read_peft(tmp_path, config, "stage.adapter")
+    assert found.base == ""
+    adapter.check_base(found, InMemory(plain), config, "stage.adapter")
+    model = random_model(config).eval()
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        assert (model(batch) - expected).abs().max() > 0.01
+        for layer, factors in found.layers.items():
+            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+        torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-5)
+    lora = LoraConfig()
+    adapter.configure(lora, found)
+    assert {layer: lora.rank_of(layer) for layer in found.layers} == {layer: factors.rank for layer, factors in found.layers.items()}
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    config = CONFIGS["llama-grouped"]
+    _, ours = adapted(config)
+    adapter.write_peft(tmp_path, ours, config, dropout=0.0, base_name="")
+    found = adapter.read_peft(tmp_path, config, "stage.adapter")
+
+    def refused(weights: Any, model: Any) -> str:
+        with pytest.raises(UserError) as error:
+            adapter.check_base(found, weights, model, "stage.adapter")
+        return str(error.value)
+
+    other = InMemory(random_model(config))
+    other.weights["norm.weight"] = other.weights["norm.weight"] + 0.1
+    assert "was trained with another base" in refused(other, config)
+    assert "was trained with another base" in refused(InMemory(random_model(config)), replace(config, rope_theta=1e3))
+    narrow = replace(config, ffn_hidden=64)
+    assert "adapts blocks.0.mlp.gate of shape [80, 64]; that of the model is [64, 64]" in refused(InMemory(random_model(narrow)), narrow)
+
+    def unreadable(said: str, **changes: Any) -> None:
+        settings = json.loads((tmp_path / "adapter_config.json").read_text())
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(UserError, match=said):
+            adapter.read_peft(tmp_path, config, "stage.adapter")
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+
+    unreadable("has use_dora=true, which is not supported", use_dora=True)
+    unreadable('has modules_to_save=.*"lm_head".*, which is not supported', modules_to_save=["lm_head"])
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48)}, tmp_path / "adapter_model.safetensors")
+    unreadable("adapts lm_head, which is not a linear layer of model.family=llama")
+    with pytest.raises(UserError, match="has no readable adapter_config"):
+        adapter.read_peft(tmp_path / "none", config, "stage.adapter")

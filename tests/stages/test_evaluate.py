@@ -1,0 +1,42 @@
+"""stage=evaluate by corpus."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifact import MANIFEST
+from tests.helpers import pipeline
+from tests.training.test_blend import TINY
+
+
+def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
+    """Two corpora with a validation split, and one that is too short."""
+    folder = tmp_path / "tokens"
+    shutil.copytree(tokens, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for shard, entry in manifest["files"].items():
+        entry["corpus"] = {"train-00001.tar": "de", "train-00002.tar": "short"}.get(shard, "en")
+        if shard == "train-00001.tar":
+            entry["split"] = "validation"
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    paths = (f"data.tokens={folder}", f"run_dir={tmp_path / 'run'}")
+    pipeline(*TINY, *paths, "training.steps=2", "training.validation_batches=1")
+
+    def evaluated(*more: str) -> tuple[dict, str]:
+        printed = pipeline(*TINY, "stage=evaluate", *paths, *more)
+        return json.loads((Path(tmp_path) / "run/evaluation.json").read_text()), printed
+
+    whole, printed = evaluated()
+    assert whole["corpora"].keys() == {"de", "en"}
+    assert whole["perplexity"] == pytest.approx(math.exp(whole["validation_loss"]))
+    assert "step 2, de: validation loss" in printed
+    alone, _ = evaluated("data.blend={de:{}}")
+    assert "corpora" not in alone
+    assert {key: alone[key] for key in whole["corpora"]["de"]} == pytest.approx(whole["corpora"]["de"], rel=1e-6)
+    assert whole["corpora"]["en"]["validation_loss"] != whole["corpora"]["de"]["validation_loss"]
+    both, printed = evaluated("data.blend={en:{},short:{}}")
+    assert both["corpora"]["short"] is None
+    assert "short: no sequence of training.sequence_length" in printed

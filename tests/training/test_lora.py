@@ -1,0 +1,149 @@
+"""LoRA: training in a layout equals a plain loop in a single process, and only adapters are trained."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config.lora import is_adapter
+from pipeline.errors import UserError
+from pipeline.layers.init import initial_tensor
+from pipeline.models import registry
+from pipeline.parallel.parallelize import adapter_std, build_model
+from pipeline.parallel.pieces import Piece
+from tests.training.plain_loop import Trained, plain_loop
+from tests.training.test_layouts import MODELS
+from tests.world import configured, share, tiny, trainer, unsharded
+
+STEPS = 3
+LORA = (
+    *("stage=finetune", "lora.rank=3", "lora.alpha=12", "++lora.rank_pattern={*.attention.*:2}", "++lora.alpha_pattern={*.key:8}"),
+    "optimizer.lr=0.02",
+)
+LAYOUTS = {
+    "llama": [
+        "zero_stage=0 tensor=2",
+        "zero_stage=1 tensor=2 sequence_parallel=false",
+        "zero_stage=2 tensor=2 pipeline=2",
+        "zero_stage=3",
+        "zero_stage=3 tensor=2 training.activation_checkpointing=full",
+        "zero_stage=0 pipeline=2 schedule=zbv",
+        "zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective",
+    ],
+    "gpt": ["zero_stage=1 tensor=4", "zero_stage=0 pipeline=4"],
+    "mixtral": ["zero_stage=1 expert=2 tensor=2"],
+    "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=2 expert=2"],
+}
+
+
+def settings(name: str, *more: str) -> tuple[str, ...]:
+    return tiny(*MODELS[name].overrides, *LORA, *more)
+
+
+def initialized(config: Any) -> nn.Module:
+    """The model of one process with the initial values of a run; only adapters have a gradient."""
+    model = build_model(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            std = adapter_std(Piece(name, shape)) if is_adapter(name) else registry.initial_std(config.model, name)
+            parameter.copy_(initial_tensor(name, shape, std, config.training.seed))
+            parameter.requires_grad_(is_adapter(name))
+    return model
+
+
+@functools.cache
+def reference(name: str) -> Trained:
+    config, model = configured(*settings(name)), MODELS[name]
+    config.model.bias_update_speed = 0.0  # with LoRA, routers are not changed
+    return plain_loop(config, [model.batch(config, step) for step in range(STEPS)], own_loss=model.own_loss, model=initialized(config))
+
+
+def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
+    """Train in a layout; also the names with optimizer state and the number of elements that this rank's optimizer has."""
+    words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
+    config, mine = trainer(*settings(name, *words))
+    numbers = []
+    for step in range(STEPS):
+        tokens, batch = MODELS[name].batch(config, step)
+        tokens, *values = share(mine, tokens, *batch.values())
+        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
+        numbers.append((float(loss), float(result.gradient_norm)))
+    fragments = mine.engine.fragments()
+    state = {f.piece.name for f in fragments if "exp_avg" in f.tensors}
+    without_gradient = all(p.grad is None and not p.requires_grad for p in mine.model.fixed)
+    assert without_gradient
+    return Trained(numbers, [], unsharded(mine), unsharded(mine, "exp_avg")), state, sum(p.numel() for p in mine.model.pieces)
+
+
+@pytest.mark.parametrize("name, layout", [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
+def test_four_ranks_equal_a_plain_loop(world, name, layout):
+    expected = reference(name)
+    begun = {name: value.detach() for name, value in initialized(configured(*settings(name))).named_parameters()}
+    ranks = world.run(train, name, layout)
+    found, _, elements = ranks[0]
+    for trained, _, _ in ranks:
+        ours, theirs = torch.tensor(trained.numbers), torch.tensor([numbers[:2] for numbers in expected.numbers])
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert found.weights.keys() == expected.weights.keys()
+    adapters = {weight for weight in expected.weights if is_adapter(weight)}
+    assert set().union(*(state for _, state, _ in ranks)) == adapters == found.moments.keys()
+    assert elements <= sum(expected.weights[weight].numel() for weight in adapters)
+    for weight, value in found.weights.items():
+        if weight not in adapters:
+            assert torch.equal(value, begun[weight]), f"{weight} is frozen"
+        elif weight.endswith(".b") and "attention.key" not in weight:  # softmax is invariant to some directions of keys
+            gap = (value - expected.weights[weight]).norm() / expected.weights[weight].norm()
+            assert gap < 1e-4, f"{weight}: {gap}"
+    for weight in adapters:  # a wrongly scaled gradient changes them, but not the steps of Adam
+        ours, theirs = found.moments[weight], expected.moments[weight]
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-7, weight
+
+
+def dropped(layout: str) -> list[float]:
+    """Losses with dropout of the inputs of column-parallel layers, which all tensor ranks have; and of an evaluation."""
+    words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
+    more = ("lora.dropout=0.5", "lora.targets=[*.query,*.up]", "++lora.rank_pattern={}", "++lora.alpha_pattern={}")
+    config, mine = trainer(*settings("llama", *more, *words))
+    numbers = []
+    for step in (0, 1, 0):
+        tokens, batch = MODELS["llama"].batch(config, step)
+        loss, result = mine.train(tokens, batch, step=step)
+        numbers += [float(loss), float(result.gradient_norm), float(mine.evaluate(tokens, batch)[0])]
+    return numbers
+
+
+def test_dropout_is_the_same_on_tensor_ranks_and_when_it_is_recomputed(worlds):
+    """Not with several data ranks: they draw numbers of their own."""
+    alone = worlds(1).run(dropped, "zero_stage=0")[0]
+    for layout in (
+        "tensor=4 zero_stage=0",
+        "tensor=4 zero_stage=0 sequence_parallel=false",
+        "tensor=4 zero_stage=1 training.activation_checkpointing=full",
+    ):
+        for found in worlds(4).run(dropped, layout):
+            assert found == pytest.approx(alone, rel=1e-5)
+    assert dropped_everywhere(alone)
+
+
+def dropped_everywhere(numbers: list[float]) -> bool:
+    """Whether dropout has changed the losses of training, but not those of evaluation, which fall on the same batch."""
+    return numbers[3] != numbers[5] and numbers[8] < numbers[2]
+
+
+def test_targets_that_match_nothing_are_refused():
+    from pipeline.config.layout import Layout
+    from pipeline.parallel.parallelize import check_trained
+
+    config = configured(*settings("llama", "lora.targets=[*.attention.*,*.querry]", "++lora.rank_pattern={*.mlp.*:2}"))
+    with pytest.raises(UserError) as error:
+        check_trained(config, Layout.of(config, 1))
+    assert "lora.targets=*.querry: matches no linear layer" in str(error.value)
+    assert "lora.rank_pattern=*.mlp.*: matches no linear layer of model.family=llama with an adapter" in str(error.value)
+    config = configured(*settings("llama", "lora.targets=[blocks.0.*]", "parallel.pipeline=2"))
+    with pytest.raises(UserError, match=r"leaves nothing to train in pipeline stage 1 of 2"):
+        check_trained(config, Layout.of(config, 2))
