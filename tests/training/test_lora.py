@@ -22,7 +22,7 @@ from tests.world import configured, share, tiny, trainer, unsharded
 STEPS = 3
 LORA = (
     *("stage=finetune", "lora.rank=3", "lora.alpha=12", "++lora.rank_pattern={*.attention.*:2}", "++lora.alpha_pattern={*.key:8}"),
-    "optimizer.lr=0.02",
+    "optimizer.lr=0.01",  # rounding of one process changes the third norm by 3e-7; at twice the rate by 6e-6
 )
 LAYOUTS = {
     "llama": [
