@@ -40,6 +40,7 @@ class Hardware:
     kernel_us: float = knob(4.0, "time of the smallest kernel", unit="microseconds", at_least=0)
     link_us: float = knob(8.0, "time of the smallest collective within a node", unit="microseconds", at_least=0)
     network_us: float = knob(20.0, "time of the smallest collective between two nodes", unit="microseconds", at_least=0)
+    ring_us: float = knob(4.8, "time of a step of a ring of nodes, beyond its bytes", unit="microseconds", at_least=0)
     source: str = knob("", "where the figures come from")
 
 

@@ -102,6 +102,7 @@ class Plan(StageConfig):
     scaling: bool = knob(False, "search the fastest layout for 1, 2, 4, ... up to cluster.nodes nodes")
     roofline: str | None = knob(None, "output: a PNG file with the roofline of the matrix products; default: none")
     table: str | None = knob(None, "CSV file of runs to predict instead of the configured job (columns: pipeline/planner/README.md)")
+    run: str | None = knob(None, "run directory of a pretrain job, whose plan is printed beside its measured step time and memory")
     out: str | None = knob(None, "output: a JSON file (default: none), or with stage.table a CSV file (default: predictions.csv)")
 
 
@@ -115,7 +116,7 @@ PARALLEL_STAGES = ("pretrain", "evaluate", "certify", "plan")
 
 def plans_other_layouts(stage: StageConfig) -> bool:
     """Whether a stage does not read the configured layout: the planner chooses layouts, or reads them from a table."""
-    return isinstance(stage, Plan) and bool(stage.search or stage.scaling or stage.table)
+    return isinstance(stage, Plan) and bool(stage.search or stage.scaling or stage.table or stage.run)
 
 
 #: stage name -> (dataclass of its keys, one-line description)

@@ -9,9 +9,9 @@ from pipeline.config.layout import Layout
 from pipeline.planner import kernels
 from pipeline.planner.exchange import Bucket, Exchange, buckets, gathers, reductions, stage_parts
 from pipeline.planner.network import Group, collective_time, group
-from pipeline.planner.operations import AttentionCall, Collective, Operation, Part, Product
+from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Part, Product
 from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import Memory, ModelState, rank_memory, saved_bytes
+from pipeline.planner.rank_memory import Memory, ModelState, logits_of, rank_memory, saved_bytes
 from pipeline.planner.schedule import StageTime, simulate
 from pipeline.planner.trace import Trace
 
@@ -86,7 +86,7 @@ def estimate(
     """
     practice = practice or Practice()
     zero_stage = state.zero_stage
-    job = Job(layout, hardware, practice, axis_groups(layout, hardware, practice.shard_ranks))
+    job = Job(layout, hardware, practice, axis_groups(layout, hardware, practice))
     times = {name: part_time(part, hardware, job.groups, practice) for name, part in trace.parts.items()}
     contents = [stage_parts(trace, layout, stage) for stage in range(layout.stage_count)]
     held = [buckets(trace, layout, layout.stages(rank)) for rank in range(layout.pipeline)]
@@ -133,17 +133,26 @@ def _delayed(stage: StageTime, delay: float) -> StageTime:
     return StageTime(stage.forward + delay / 3, stage.backward_inputs + delay * 2 / 3, stage.backward + delay * 2 / 3)
 
 
-def axis_groups(layout: Layout, hardware: Hardware, shard_ranks: int = 0) -> dict[str, Group]:
-    """Return the groups of ranks of every axis; `dense` shards the same dense weights, `data` the same experts."""
+def axis_groups(layout: Layout, hardware: Hardware, practice: Practice | None = None) -> dict[str, Group]:
+    """Return the groups of ranks of every axis.
+
+    `dense` shards the same dense weights, `data` the same experts; with hybrid sharding, `replicas` have the same partition of them.
+    """
+    practice = practice or Practice()
     node, inner = hardware.gpus_per_node, layout.tensor * layout.context
+    replicas = layout.context * layout.expert * layout.data
+    shards = practice.shard_ranks or replicas
+    pipeline = layout.world_size // layout.pipeline
+    dense = group(shards, layout.tensor, node)
     return {
         "tensor": group(layout.tensor, 1, node),
         "context": group(layout.context, layout.tensor, node),
-        "expert": group(layout.expert, inner, node),
-        "dense": group(shard_ranks or layout.context * layout.expert * layout.data, layout.tensor, node),
+        "expert": group(practice.expert_ranks or layout.expert, practice.expert_stride or inner, node),
+        "dense": replace(dense, rails=practice.rails),
+        "replicas": group(max(1, replicas // shards), layout.tensor * shards, node),
         "data": group(layout.context * layout.data, layout.tensor if layout.expert == 1 else inner * layout.expert, node),
-        "pipeline": group(layout.pipeline, layout.world_size // layout.pipeline, node),
-        "tied_embedding": group(2, layout.world_size // layout.pipeline * max(1, layout.pipeline - 1), node),
+        "pipeline": group(layout.pipeline, pipeline, node),
+        "tied_embedding": group(2, pipeline * max(1, layout.pipeline - 1), node),
     }
 
 
@@ -169,15 +178,25 @@ def operation_time(operation: Operation, hardware: Hardware, groups: dict[str, G
 def part_time(part: Part, hardware: Hardware, groups: dict[str, Group], practice: Practice) -> PartTime:
     """Return the seconds of a part by cause."""
     result = PartTime()
-    for operation in part.operations:
+    for operation in operations_of(part, practice):
         cause, time = operation_time(operation, hardware, groups, practice)
         side = result.forward if operation.phase == "forward" else result.backward
         side[cause] = side.get(cause, 0.0) + time
     for forward, side in ((True, result.forward), (False, result.backward)):
-        launched = practice.host_us * 1e-6 * sum((operation.phase == "forward") == forward for operation in part.operations)
+        launched = practice.host_us * 1e-6 * sum((operation.phase == "forward") == forward for operation in operations_of(part, practice))
         if (waiting := launched - sum(side.values())) > 0:
             side["host"] = waiting
     return result
+
+
+def operations_of(part: Part, practice: Practice) -> list[Operation]:
+    """Return the operations of a part, with the loss of another framework."""
+    if part.name != "head" or not practice.loss_bytes:
+        return part.operations
+    others: list[Operation] = [operation for operation in part.operations if not isinstance(operation, Elementwise)]
+    # Not fused further: the factor of the other memory-bound kernels does not apply.
+    moved = practice.loss_bytes * logits_of(part) / practice.elementwise
+    return [*others, Elementwise("loss", "forward", moved / 2), Elementwise("loss", "backward", moved / 2)]
 
 
 def _stage_time(parts: list[Part], times: dict[str, PartTime], accumulate: float) -> StageTime:
@@ -190,7 +209,7 @@ def _stage_time(parts: list[Part], times: dict[str, PartTime], accumulate: float
 
 def _accumulation(parts: list[Part], hardware: Hardware, practice: Practice) -> float:
     """Seconds to add the 16-bit gradients of a micro-batch to their sum."""
-    return kernels.elementwise_time((2 + 2 * practice.gradient_bytes) * sum(part.parameters for part in parts), hardware)
+    return kernels.elementwise_time(practice.accumulation_bytes * sum(part.parameters for part in parts), hardware)
 
 
 def _seconds(exchanges: list[Exchange], hardware: Hardware, groups: dict[str, Group]) -> float:
@@ -200,14 +219,20 @@ def _seconds(exchanges: list[Exchange], hardware: Hardware, groups: dict[str, Gr
 
 def _exposed_sharded(held: list[Bucket], compute: float, job: Job) -> float:
     """Exposed seconds of the gatherings and reductions of ZeRO 3 in a step, beside `compute` seconds of all micro-batches."""
-    exchanges = gathers(held, job.layout, 3, 2) + reductions(held, job.layout, 3, job.practice.gradient_bytes)
+    reduced = reductions(held, job.layout, 3, job.practice.gradient_bytes)
+    exchanges = gathers(held, job.layout, 3, 2) + reduced
+    if job.practice.shard_ranks:  # the partitions of the last micro-batch are summed over the replicas
+        share = [
+            replace(e.collective, kind="all_reduce", axis="replicas", bytes=e.collective.bytes / job.practice.shard_ranks) for e in reduced
+        ]
+        exchanges += [Exchange(collective, 1) for collective in share]
     return max(0.0, _seconds(exchanges, job.hardware, job.groups) - job.practice.overlap_data * compute)
 
 
 def _exposed(held: list[Bucket], stages: list[StageTime], job: Job, zero_stage: int) -> float:
     """Exposed seconds of the reductions and gatherings of a step of ZeRO 0 to 2 on a rank with these stages."""
     practice, rounds = job.practice, job.layout.micro_batches if zero_stage == 2 else 1
-    each = reductions(held, job.layout, zero_stage, practice.gradient_bytes)
+    each = reductions(held, job.layout, 0 if practice.all_reduces else zero_stage, practice.gradient_bytes)
     reduce = _seconds(each, job.hardware, job.groups)
     last = max((_seconds([e], job.hardware, job.groups) for e in each), default=0.0)  # nothing runs beside the last bucket's
     backward = rounds * sum(stage.backward for stage in stages)

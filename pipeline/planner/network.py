@@ -16,10 +16,12 @@ class Group:
     Attributes:
         ranks: size of the group.
         per_node: how many of them share a node.
+        rails: network adapters of a node that they use together; 0 for one of each rank.
     """
 
     ranks: int
     per_node: int
+    rails: int = 0
 
     @property
     def nodes(self) -> int:
@@ -64,14 +66,11 @@ def collective_time(kind: Kind, size: float, where: Group, hardware: Hardware) -
         outside = size * (where.ranks - where.per_node) / where.ranks / across
         return max(inside, outside) + _latency(where, hardware)
     inside = size * (where.per_node - 1) / where.per_node / within if where.per_node > 1 else 0.0
-    outside = size * (where.nodes - 1) / where.nodes / (where.per_node * across) if where.nodes > 1 else 0.0
-    # Gathers and reductions to partitions have no tree: the ring has a step for every node.
-    steps = max(0, where.nodes - 1) * RING_STEP_US * 1e-6 if kind != "all_reduce" else 0.0
-    return rounds * (max(inside, outside) + _latency(where, hardware)) + steps
-
-
-#: Microseconds of a step of a ring between nodes.
-RING_STEP_US = 4.8
+    rails = min(where.rails or where.per_node, where.per_node)
+    outside = size * (where.nodes - 1) / where.nodes / (rails * across) if where.nodes > 1 else 0.0
+    # Between nodes, a large collective is a ring with a step for every node.
+    steps = max(0, where.nodes - 1) * hardware.ring_us * 1e-6
+    return rounds * (max(inside, outside) + _latency(where, hardware) + steps)
 
 
 def _link_rate(ranks: int, hardware: Hardware) -> float:

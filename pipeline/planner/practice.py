@@ -24,6 +24,12 @@ class Practice:
         elementwise: factor of the bytes of memory-bound kernels; above 1 where fewer of them are fused than in the trace.
         host_us: microseconds that the host needs to launch an operation; they count where a part's kernels are shorter.
         shard_ranks: ranks over which ZeRO 3 shards (hybrid sharding); 0 for all that hold the same weights.
+        loss_bytes: bytes that the loss moves for each logit; 0 for this project's loss, which is traced.
+        accumulation_bytes: bytes that the accumulation of gradients moves for each weight and micro-batch; 0 where it is part of the
+            products, or where only partitions are accumulated.
+        all_reduces: ZeRO 1 reduces gradients in the time of an all-reduce.
+        rails: network adapters of a node that a collective of data parallelism uses; 0 for all.
+        expert_ranks, expert_stride: group of the experts if it is not this project's; 0 for this project's.
     """
 
     flash: bool = True
@@ -40,3 +46,9 @@ class Practice:
     elementwise: float = 1.0
     host_us: float = 0.0
     shard_ranks: int = 0
+    loss_bytes: float = 0.0
+    accumulation_bytes: float = 10.0
+    all_reduces: bool = False
+    rails: int = 0
+    expert_ranks: int = 0
+    expert_stride: int = 0

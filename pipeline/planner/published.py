@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,9 +13,11 @@ from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
+from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.planner.frameworks import FITTED, Frameworks, eager, practice_of
 from pipeline.planner.practice import Practice
 
 #: Columns without which a row cannot be predicted.
@@ -35,6 +38,10 @@ SYSTEMS = {
 }
 
 
+#: File of conf/hardware/ -> values that replace some of its keys.
+Changes = Mapping[str, Mapping[str, Any]]
+
+
 class Contradiction(Exception):  # noqa: N818 - a property of a row
     """A row whose cells contradict each other, or that describes no run."""
 
@@ -51,6 +58,8 @@ class Run:
         practice: what its framework does.
         fused: whether memory-bound operators are fused into few kernels.
         assumptions: made for empty cells.
+        expert_tensor: ranks over which each expert is sharded.
+        file: of conf/hardware/.
     """
 
     config: RunConfig
@@ -60,10 +69,17 @@ class Run:
     practice: Practice
     fused: bool = True
     assumptions: list[str] = field(default_factory=list)
+    expert_tensor: int = 1
+    file: str = ""
 
 
-def read(row: dict[str, str]) -> Run:
+def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes | None = None) -> Run:
     """Understand a row.
+
+    Args:
+        row: cells by column.
+        constants: of frameworks.
+        changed: values of hardware that replace those of its file (in a fit).
 
     Raises:
         Contradiction: cells contradict each other, a required cell is empty, or the GPU is unknown.
@@ -79,8 +95,10 @@ def read(row: dict[str, str]) -> Run:
     data = _int(row, "dp", gpus // model_ranks, assumed)
     if data * model_ranks != gpus:
         raise Contradiction(f"tp x pp x cp x dp = {data * model_ranks} is not gpus={gpus}")
-    expert = _int(row, "ep", 1, [])
-    if data % expert:  # experts are also spread over tensor and context ranks
+    expert = expert_ranks = _int(row, "ep", 1, [])
+    # Megatron-LM's experts are sharded over the tensor ranks, or are spread over them (expert tensor size 1).
+    expert_tensor = 1 if data % expert or "etp 1" in row.get("notes", "").lower() else tensor
+    if data % expert:
         shared = math.gcd(data, expert)
         assumed.append(f"experts over {shared} data ranks instead of ep={expert}")
         expert = shared
@@ -102,7 +120,9 @@ def read(row: dict[str, str]) -> Run:
         raise Contradiction(f"layers={model.layers} are fewer than pp={pipeline}")
     recompute = _recompute(row, year, assumed)
     zero, shards = _sharding(row, model_ranks, assumed)
-    practice = _practice(row, year, zero, shards)
+    practice = practice_of(row, year, zero, shards, constants)
+    if expert > 1:
+        practice = replace(practice, expert_ranks=expert_ranks, expert_stride=expert_tensor)
     sequence_parallel = row.get("sequence_parallel", "").strip().lower()
     if not sequence_parallel and tensor > 1:
         assumed.append(f"sequence_parallel={'y' if year >= 2023 else 'n'}")
@@ -126,20 +146,24 @@ def read(row: dict[str, str]) -> Run:
     layout = Layout(
         pipeline, data // expert, tensor, expert, context, config.parallel.schedule, chunks if pipeline > 1 else 1, micro_batches
     )
-    return Run(config, layout, hardware_of(row, assumed), zero, practice, fused=not eager(row), assumptions=assumed)
+    return Run(
+        config,
+        layout,
+        hardware_of(row, assumed, changed or {}),
+        zero,
+        practice,
+        fused=not eager(row),
+        assumptions=assumed,
+        expert_tensor=expert_tensor,
+        file=file_of(row),
+    )
 
 
-def eager(row: dict[str, str]) -> bool:
-    """Whether a framework launches PyTorch's operators one by one: FSDP, but not under XLA."""
-    text = " ".join(row.values()).lower()
-    return "fsdp" in row.get("zero_or_fsdp", "").lower() and not re.search(r"jax|xla|compile", text)
-
-
-def hardware_of(row: dict[str, str], assumed: list[str]) -> Hardware:
-    """Return the hardware of a row.
+def file_of(row: dict[str, str]) -> str:
+    """Return the file of conf/hardware/ for the GPU of a row.
 
     Raises:
-        Contradiction: no file of conf/hardware/ describes its GPU.
+        Contradiction: there is none.
     """
     name = row["gpu"].lower()
     memory = _float(row, "gpu_mem_gb")
@@ -152,7 +176,17 @@ def hardware_of(row: dict[str, str], assumed: list[str]) -> Hardware:
         found = "a100-64" if "custom" in name or memory == 64 else "a100-40" if memory == 40 else found
     if found == "v100-32" and memory == 16:
         found = "v100-16"
-    hardware = hardware_files.load(found)
+    return found
+
+
+def hardware_of(row: dict[str, str], assumed: list[str], changed: Changes) -> Hardware:
+    """Return the hardware of a row.
+
+    Raises:
+        Contradiction: no file of conf/hardware/ describes its GPU.
+    """
+    found, memory = file_of(row), _float(row, "gpu_mem_gb")
+    hardware = replace(hardware_files.load(found), **changed.get(found, {}))
     node = _int(row, "gpus_per_node", hardware.gpus_per_node, assumed)
     text = " ".join(row.values()).lower()
     network = next((rate for word, rate in SYSTEMS.items() if word in text), 0.0)
@@ -165,43 +199,6 @@ def hardware_of(row: dict[str, str], assumed: list[str]) -> Hardware:
     if found == "gb200":
         node = hardware.gpus_per_node  # one NVLink domain, of which a tray of four GPUs is a part
     return hardware_files.with_node(hardware, gpus_per_node=node, network_gb_s=network)
-
-
-def _practice(row: dict[str, str], year: int, zero: int, shards: int) -> Practice:
-    """What a framework of that year does: kernels, overlap, number formats."""
-    precision = row.get("precision", "").lower()
-    modern = year >= 2023  # fused attention, and collectives of data parallelism beside the backward pass
-    tensor = row.get("sequence_parallel", "").lower().startswith("y") and year >= 2024
-    # Recipes of NVIDIA's frameworks accumulate and reduce 16-bit gradients.
-    sixteen = year >= 2024 and "distributed optimizer" in row.get("zero_or_fsdp", "").lower()
-    plain, old = eager(row), bool(re.search("a100|v100", row["gpu"].lower()))
-    return Practice(
-        flash=modern,
-        products=(EAGER_PRODUCTS if old else EAGER_PRODUCTS_NEW) if plain else 1.0,
-        attention=1.0 if not plain or old else EAGER_ATTENTION,
-        elementwise=1.0 if plain else HAND_FUSED,
-        host_us=HOST_US if plain else 0.0,
-        recompute_scores=row.get("recompute", "") == "selective",
-        overlap_data=0.9 if modern else 0.0,
-        overlap_tensor=TENSOR_OVERLAP if tensor else 0.0,
-        fp8="fp8" in precision,
-        logits_bytes=4 if plain else 6,  # in 16 bits with their gradients; or in 16 bits and in fp32, which become the gradients
-        gradient_copy=2 if "fp32 grad" in precision else 0,
-        gradient_bytes=4 if ("amp" in precision or ("bf16" in precision and zero < 3) or not precision) and not sixteen else 2,
-        shard_ranks=shards,
-    )
-
-
-#: Rate of matrix products beside the collectives of FSDP, on GPUs up to A100 and newer ones.
-EAGER_PRODUCTS, EAGER_PRODUCTS_NEW = 0.84, 0.62
-#: Rate of FlashAttention 2 over that of the kernel written for the GPU, on GPUs newer than A100.
-EAGER_ATTENTION = 0.77
-#: Bytes of the memory-bound kernels that frameworks fuse by hand, over those that a compiler fuses.
-HAND_FUSED = 1.9
-#: Microseconds for which PyTorch's host code is busy with an operator.
-HOST_US = 7
-#: Share of the collectives of tensor parallelism that frameworks of 2024 on hide behind products, with sequence parallelism.
-TENSOR_OVERLAP = 0.6
 
 
 def _recompute(row: dict[str, str], year: int, assumed: list[str]) -> str:
@@ -234,6 +231,12 @@ def _sharding(row: dict[str, str], model_ranks: int, assumed: list[str]) -> tupl
 
 def _model(row: dict[str, str], sequence: int, tensor: int, expert: int, pipeline: int, assumed: list[str]) -> Any:
     """The model of a row, with one family for each kind of feed-forward: GPT, Llama (gated) or Mixtral (experts)."""
+    name = row.get("model_name", "").lower()
+    if re.search("mamba|hybrid", name):
+        raise Contradiction(f"model_name={row['model_name']} is not a transformer")
+    if "deepseek-v3" in name and not row.get("ffn_hidden", "").strip():
+        assumed.append("sizes of DeepSeek-V3")
+        return DeepseekV3Config(layers=_int(row, "layers", 61, []), max_positions=sequence)
     parameters = (_float(row, "params_b") or 0.0) * 1e9
     vocabulary = _int(row, "vocab", 50304, assumed)
     hidden, layers = _int(row, "hidden", 0, []), _int(row, "layers", 0, [])

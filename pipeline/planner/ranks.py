@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import DTYPES, LocalModel, partition_model
+from pipeline.parallel.parallelize import DTYPES, LocalModel
+from pipeline.planner.exchange import buckets, rank_weights
 from pipeline.planner.memory import FP32, ModelState, model_state
+from pipeline.planner.practice import Practice
+from pipeline.planner.rank_memory import Memory, rank_memory
+from pipeline.planner.rank_memory import ModelState as State
+from pipeline.planner.trace import Trace
 from pipeline.training.buckets import build_buckets
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -32,12 +36,6 @@ class Held:
         return self.dense + self.experts
 
 
-def held_parameters(model: LocalModel) -> Held:
-    """Count the parameters of a rank."""
-    experts = sum(p.numel() for p, piece in model.pieces.items() if piece.is_sliced_along("expert"))
-    return Held(sum(p.numel() for p in model.pieces) - experts, experts)
-
-
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     """Return the bytes of a rank's state from its buckets, as training/ shards them. The model may be on the meta device."""
     buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
@@ -46,14 +44,23 @@ def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     return model_state(buckets, dtype=dtype, zero_stage=config.parallel.zero_stage, state_tensors=len(tensors))
 
 
-def fullest_rank(config: RunConfig, layout: Layout) -> tuple[int, Held]:
-    """Return the rank that holds the most parameters, and their numbers. Ranks that differ in other axes hold as many."""
+def fullest_rank(traced: Trace, layout: Layout) -> tuple[int, Held]:
+    """Return the rank that holds the most parameters, and their numbers. Ranks that differ in other axes hold no more."""
     found = {}
-    for pipeline, tensor in product(range(layout.pipeline), sorted({0, layout.tensor - 1})):
-        rank = layout.rank(Coordinates(pipeline=pipeline, data=0, expert=0, context=0, tensor=tensor))
-        found[rank] = held_parameters(partition_model(config, layout, rank))
+    for pipeline in range(layout.pipeline):
+        rank = layout.rank(Coordinates(pipeline=pipeline, data=0, expert=0, context=0, tensor=0))
+        weights = [weights for _, weights in rank_weights(traced, layout, layout.stages(pipeline))]
+        elements = {axis: sum(w.elements for w in weights if w.axis == axis) for axis in ("dense", "data")}
+        found[rank] = Held(elements["dense"], elements["data"])
     rank = max(found, key=lambda rank: found[rank].total)
     return rank, found[rank]
+
+
+def planned_state(config: RunConfig, traced: Trace, layout: Layout, rank: int) -> Memory:
+    """Return the bytes of a rank's state from the traced weights, without activations."""
+    held = buckets(traced, layout, layout.stages(layout.coordinates(rank).pipeline))
+    tensors, weight_bytes = len(OPTIMIZERS[config.optimizer.name].state), DTYPES[config.precision.dtype].itemsize
+    return rank_memory(held, [[]], 0.0, State(config.parallel.zero_stage, weight_bytes, tensors), Practice())
 
 
 def megatron_bytes(config: RunConfig, layout: Layout, held: Held) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,29 @@ class Score:
     text: str
     error: float | None
     fits_right: bool | None
+    predicted: float = 0.0
+    measured: float | None = None
+    group: tuple[str, ...] = ()
+
+
+#: Rows that agree in these columns differ in their layout only.
+GROUP = ("source", "table", "model_name", "layers", "hidden", "heads", "seq_len", "gpu", "gpus", "global_batch", "precision")
+#: Layouts that a group has at least.
+LAYOUTS = 3
+
+
+def regrets(scores: list[Score]) -> list[float]:
+    """Return for every group how much longer the layout takes that is predicted to be the fastest, over the fastest published one."""
+    groups: dict[tuple[str, ...], list[Score]] = {}
+    for row in scores:
+        if row.measured:
+            groups.setdefault(row.group, []).append(row)
+    found = []
+    for rows in groups.values():
+        if len(rows) >= LAYOUTS:
+            chosen = min(rows, key=lambda row: row.predicted)
+            found.append((chosen.measured or 0.0) / min(row.measured or 0.0 for row in rows) - 1)
+    return found
 
 
 def score(predictions: Path) -> tuple[list[Score], int]:
@@ -53,17 +75,9 @@ def score(predictions: Path) -> tuple[list[Score], int]:
                 " ".join(f"{name}={row.get(name)}" for name in ("model_name", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch")),
                 float(row["predicted_step_time_s"]) / measured - 1 if measured else None,
                 None if fits is None else (row["fits"] == "yes") == fits,
+                float(row["predicted_step_time_s"]),
+                measured,
+                tuple(row.get(name, "") for name in GROUP),
             )
         )
     return scores, refused
-
-
-def one_out(source: str, sources: dict[str, list[Score]]) -> float:
-    """Return the mean absolute error of a source after the median error of each other source is taken out of its predictions."""
-    others = [statistics.median(errors) for name, rows in sources.items() if name != source and (errors := _errors(rows))]
-    factor = 1 + (statistics.fmean(others) if others else 0.0)
-    return statistics.fmean(abs((1 + error) / factor - 1) for error in _errors(sources[source]))
-
-
-def _errors(rows: list[Score]) -> list[float]:
-    return [row.error for row in rows if row.error is not None]

@@ -22,6 +22,8 @@ RECOMPUTATION = ("none", "selective", "full")
 CHUNKS = (1, 2, 3, 4, 6, 8)
 #: Candidates whose schedule is simulated, best bounds first.
 SIMULATED = 150
+#: Share of the memory that a chosen layout may need: predictions of memory are a few percent off, and a job that runs out of it is lost.
+USABLE = 0.92
 #: Sequences from this length on are also split over context ranks.
 LONG = 16384
 
@@ -49,7 +51,7 @@ class Found:
     """The result of a search.
 
     Attributes:
-        choices: simulated layouts that fit, fastest first.
+        choices: simulated layouts that need at most USABLE of the memory, or all of it if there is no other, fastest first.
         legal: number of legal layouts.
         fitting: number of these that fit by the quick bound of their memory.
         smallest: the simulated layout with the least memory, if none fits.
@@ -135,7 +137,7 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     for index, candidate in enumerate(candidates):
         layout = Layout.of(candidate, world_size)
         memory = _memory_bound(traces.get(candidate), candidate, layout)
-        if memory <= limit:
+        if memory <= USABLE * limit:
             bounded.append((_time_bound(candidate, layout, hardware, traces), index, candidate))
         else:
             tight.append((memory, index, candidate))
@@ -145,7 +147,8 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     for _, _, candidate in chosen:
         choices.append(Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)))
     choices.sort(key=lambda choice: choice.step_time)
-    fitting = [choice for choice in choices if choice.plan.estimate.fits]
+    roomy = [choice for choice in choices if choice.plan.estimate.memory.total <= USABLE * limit]
+    fitting = roomy or [choice for choice in choices if choice.plan.estimate.fits]
     smallest = min(choices, key=lambda choice: choice.plan.estimate.memory.total) if choices and not fitting else None
     return Found(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
 

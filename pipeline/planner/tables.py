@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.planner.estimate import Estimate, estimate
+from pipeline.planner.operations import Collective, Operation, Part
 from pipeline.planner.plan import hidden_bytes
 from pipeline.planner.published import REQUIRED, Contradiction, Run, read
 from pipeline.planner.rank_memory import ModelState
@@ -17,39 +18,79 @@ from pipeline.planner.trace import Trace, trace
 PREDICTED = ("predicted_step_time_s", "predicted_memory_gb", "fits", "assumptions", "refused")
 
 
+#: A job whose predicted memory is within this factor may fit.
+MEMORY_ERROR = 1.15
+
+
 def predict(run: Run, cache: dict[str, Trace]) -> Estimate:
     """Predict a row. Traces of one block are cached by everything that they depend on.
 
-    A row without `recompute` that does not fit is predicted with full recomputation.
+    A row without `recompute` is predicted with full recomputation where it needs more memory than there is, beyond the error of the
+    prediction; it fits if it fits with recomputation.
     """
     result = _estimate(run, cache)
-    if not result.fits and "recompute=none" in run.assumptions:
-        training = replace(run.config.training, activation_checkpointing="full")
-        again = replace(run, config=replace(run.config, training=training))
-        other = _estimate(again, cache)
-        if other.memory.total < 0.98 * result.memory.total:
-            run.assumptions[run.assumptions.index("recompute=none")] = "recompute=full, since it does not fit without"
-            return other
-    return result
+    if result.fits or "recompute=none" not in run.assumptions:
+        return result
+    training = replace(run.config.training, activation_checkpointing="full")
+    other = _estimate(replace(run, config=replace(run.config, training=training)), cache)
+    if result.memory.total < MEMORY_ERROR * run.hardware.memory_gb * 1e9 or other.memory.total > 0.98 * result.memory.total:
+        return replace(result, fits=other.fits)
+    run.assumptions[run.assumptions.index("recompute=none")] = "recompute=full, since it does not fit without"
+    return other
 
 
 def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
     config = run.config
-    single = replace(config, model=replace(config.model, layers=1))
-    parallel, training = config.parallel, config.training
-    gathers = parallel.tensor, parallel.context, parallel.expert, parallel.sequence_parallel
-    key = f"{single.model} {gathers} {training.micro_batch_size} {training.sequence_length} {training.activation_checkpointing} {run.fused}"
-    if key not in cache:
-        cache[key] = trace(single, fused=run.fused)
-    composed = Trace(cache[key].parts, ("0",) * config.model.layers)
+    traced = traced_row(run, cache)
+    last = traced.kinds[-1]
+    kinds = (*traced.kinds, *[last] * (config.model.layers - len(traced.kinds)))
+    parts = {name: dispatched(part, config.parallel.tensor, run.expert_tensor) for name, part in traced.parts.items()}
     return estimate(
-        composed,
+        Trace(parts, kinds[: config.model.layers]),
         run.layout,
         run.hardware,
         ModelState(run.zero_stage),
         hidden_bytes=hidden_bytes(config),
         practice=run.practice,
     )
+
+
+def traced_row(run: Run, cache: dict[str, Trace]) -> Trace:
+    """Return the trace of the first blocks of a row's model, up to the first one that all others are like."""
+    config = run.config
+    first = replace(config, model=replace(config.model, layers=1 + getattr(config.model, "dense_layers", 0)))
+    parallel, training = config.parallel, config.training
+    gathers = parallel.tensor, parallel.context, parallel.expert, parallel.sequence_parallel
+    key = f"{first.model} {gathers} {training.micro_batch_size} {training.sequence_length} {training.activation_checkpointing} {run.fused}"
+    if key not in cache:
+        cache[key] = trace(first, fused=run.fused, fused_saves=True)  # frameworks have kernels that save as little
+    return cache[key]
+
+
+def dispatched(part: Part, tensor: int, expert_tensor: int) -> Part:
+    """Return a part whose tokens are sent to their experts as Megatron-LM does it.
+
+    There every tensor rank routes its slice of the sequence, while this project gathers the sequence first. Ranks that share an expert
+    gather the tokens that they received, and reduce the results.
+
+    Args:
+        part: a traced part.
+        tensor: tensor ranks.
+        expert_tensor: ranks over which each expert is sharded.
+    """
+    if tensor == 1 or not any(isinstance(o, Collective) and o.axis == "expert" for o in part.operations):
+        return part
+    operations: list[Operation] = []
+    for operation in part.operations:
+        if not isinstance(operation, Collective):
+            operations.append(operation)
+        elif operation.axis == "expert":
+            operations.append(replace(operation, bytes=operation.bytes / tensor))
+            if expert_tensor > 1:  # a gathering before the experts costs as much as the reduction after them
+                operations.append(replace(operation, kind="all_gather", axis="tensor"))
+        else:  # those of attention remain, half of all
+            operations.append(replace(operation, bytes=operation.bytes / 2))
+    return replace(part, operations=operations)
 
 
 def predict_table(source: Path, target: Path) -> tuple[int, int]:

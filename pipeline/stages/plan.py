@@ -19,7 +19,7 @@ from pipeline.launch.ranks import Ranks
 from pipeline.planner import roofline
 from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
 from pipeline.planner.tables import predict_table
-from pipeline.stages import plan_search
+from pipeline.stages import plan_run, plan_search
 
 GB = 1e9
 #: Lines of the table of operations.
@@ -27,10 +27,10 @@ LINES = 28
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Print the plan of the configured job, or predict the runs of stage.table.
+    """Print the plan of the configured job, or of the runs of stage.table or stage.run.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.table cannot be read.
+        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.table or stage.run cannot be read.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
@@ -39,6 +39,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     started = time.perf_counter()
     if stage.table:
         predict(Path(stage.table), Path(stage.out or "predictions.csv"))
+        return
+    if stage.run:
+        plan_run.run(config, Path(stage.run))
         return
     if stage.search or stage.scaling:
         plan_search.run(config, job_size(config, 1))

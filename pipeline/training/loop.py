@@ -24,7 +24,7 @@ from pipeline.errors import ToBeContinued
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
-from pipeline.training.metrics import Metrics
+from pipeline.training.metrics import Metrics, memory_used
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -74,7 +74,7 @@ def train(
             size = warmup.batch_size(training, state.step)
             state = dataclasses.replace(state, step=state.step + 1, samples=state.samples + size)
             now = time.monotonic()
-            metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": loader.stalls})
+            metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": loader.stalls, **memory_used()})
             started = now
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 

@@ -176,6 +176,11 @@ class Metrics:
             self._wandb.finish(exit_code=0 if kind in (None, ToBeContinued) else 1)
 
 
+def memory_used() -> dict[str, float]:
+    """The most memory that this rank has reserved on its GPU, GB; empty on a CPU. Known on the host: no synchronization."""
+    return {"memory_gb": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
+
+
 def _truncate_after(path: Path, step: int) -> None:
     """Remove the lines after a step, which an interrupted run wrote, and an incomplete last line. Other damaged lines are kept."""
     if not path.is_file():

@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from pipeline.config.layout import Layout
+from pipeline.config.layout import Coordinates, Layout
+from pipeline.parallel import mesh as meshes
+from pipeline.parallel.parallelize import parallelize
 from pipeline.planner import ranks
+from pipeline.planner.trace import trace
 from tests.helpers import ROOT, python
 from tests.world import configured
 
@@ -31,7 +34,8 @@ def test_the_fullest_rank_of_a_pipeline_and_its_experts():
     words = ("model=mixtral-8x22b", "parallel.expert=8", "parallel.pipeline=4", "parallel.tensor=2", "training.sequence_length=4096")
     config = configured("stage=pretrain", *words, "training.micro_batch_size=1", "training.global_batch_size=128")
     layout = Layout.of(config, 128)
-    rank, held = ranks.fullest_rank(config, layout)
+    traced = trace(config)
+    rank, held = ranks.fullest_rank(traced, layout)
     assert layout.coordinates(rank).pipeline == 0 or layout.coordinates(rank).pipeline == 3  # with the embedding, or norm and head
     hidden, width = 6144, 16384
     assert held.experts == 14 * 3 * hidden * width // 2  # of 56 layers and 8 experts, with half of each matrix
@@ -39,3 +43,27 @@ def test_the_fullest_rank_of_a_pipeline_and_its_experts():
     assert held.dense == pytest.approx(14 * (attention + 8 * hidden + 2 * hidden) + 32000 * hidden // 2, abs=hidden)
     assert ranks.megatron_bytes(config, layout, held) == 6 * held.total + 12 * (held.dense / 16 + held.experts / 2)
     assert ranks.fsdp2_bytes(layout, held) == 16 * (held.dense / 16 + held.experts / 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=mixtral-tiny", "parallel.expert=2", "parallel.pipeline=2", "parallel.zero_stage=1"),
+        ("model=gpt-tiny", "parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=3"),  # a tied embedding
+        ("model=t5-tiny", "parallel.pipeline=2", "parallel.zero_stage=0"),  # biases of all stages
+    ],
+)
+def test_the_traced_state_of_every_pipeline_rank_is_that_of_its_part_of_the_model(words):
+    config = configured("stage=pretrain", *words, "training.sequence_length=64", "training.micro_batch_size=1", "precision=bf16")
+    layout = Layout.of(config, 8)
+    traced = trace(config)
+    for pipeline in range(2):
+        rank = layout.rank(Coordinates(pipeline, 0, 0, 0, 0))
+        device = meshes.init_fake(rank, layout.world_size)
+        try:
+            mesh = meshes.build_mesh(layout, device)
+            real = ranks.rank_state(config, parallelize(config, mesh), mesh)
+        finally:
+            meshes.destroy_process_group()
+        planned = ranks.planned_state(config, traced, layout, rank)
+        assert (planned.weights, planned.gradients, planned.optimizer) == (real.weights, real.gradients, real.optimizer)

@@ -1,0 +1,43 @@
+"""stage=plan with stage.run: the plan of a job that has run, beside its measured step time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.config.schema import RunConfig
+from pipeline.planner import measured
+from pipeline.planner.plan import Plan, hardware_of, plan
+
+GB = 1e9
+
+
+def run(config: RunConfig, run_dir: Path) -> Plan:
+    """Print the comparison, and return the plan.
+
+    Args:
+        config: of this command: its cluster.hardware replaces that of the run.
+        run_dir: of the job.
+
+    Raises:
+        UserError: run_dir has no configuration or too few steps, or no hardware is named.
+    """
+    job = measured.read(run_dir)
+    cluster = config.cluster if config.cluster.hardware else job.config.cluster
+    planned = plan(job.config, job.world_size, hardware_of(replace(job.config, cluster=cluster)))
+    print("\n".join(lines(run_dir, job, planned)))
+    return planned
+
+
+def lines(run_dir: Path, job: measured.Run, planned: Plan) -> Iterator[str]:
+    """Yield the table."""
+    yield f"{run_dir}: {job.world_size:,} x {planned.hardware.name}, median of {job.steps:,} steps after the first {measured.WARMUP}"
+    yield f"  {'':<10}{'planned':>14}{'measured':>14}{'planned / measured':>22}"
+    seconds = planned.estimate.step_time
+    yield f"  {'step':<10}{seconds:>12.4f} s{job.step_time:>12.4f} s{seconds / job.step_time:>22.3f}"
+    memory = planned.estimate.memory.total
+    if job.memory is None:
+        yield f"  {'memory':<10}{memory / GB:>11.2f} GB{'not measured':>14}"
+    else:
+        yield f"  {'memory':<10}{memory / GB:>11.2f} GB{job.memory / GB:>11.2f} GB{memory / job.memory:>22.3f}"
