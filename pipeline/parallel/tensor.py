@@ -96,8 +96,11 @@ def gathered_projection(enter: RegionBoundary, apply_layers: Projection) -> Proj
     return projected
 
 
-def regathered_projection(enter: RegionBoundary) -> Projection:
-    """As gathered_projection, but only the local input is saved, and gathered again in the backward pass (Korthikanti et al. 2022)."""
+def regathered_projection(enter: RegionBoundary, *, dropout: bool) -> Projection:
+    """As gathered_projection, but only the local input is saved, and gathered again in the backward pass (Korthikanti et al. 2022).
+
+    With dropout in adapters, the same elements are dropped again.
+    """
 
     def policy(context: object, operation: object, *args: object, **options: object) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
         return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
@@ -107,8 +110,7 @@ def regathered_projection(enter: RegionBoundary) -> Projection:
             return tuple(fused_project(enter(x), *linears))
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        again = any(dropout_of(linear) for linear in linears)  # the same elements are dropped
-        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=again, context_fn=contexts))
+        return list(checkpoint(gather_and_project, x, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts))
 
     return projected
 
@@ -219,7 +221,8 @@ def apply(
         roles = {name: role(plan, f"{prefix}.{name}.weight") for name in linears}
         if "column" in roles.values() and isinstance(module, Attention | MLP | GatedMLP):
             once = gathered_projection(enter, fused_project if recomputed else project)
-            module.project = regathered_projection(enter) if sequence and gather_again else once
+            again = regathered_projection(enter, dropout=dropout_of(module) > 0)
+            module.project = again if sequence and gather_again else once
         elif "column" in roles.values():
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
