@@ -10,10 +10,11 @@ from typing import Any
 
 from pipeline import artifact
 from pipeline.artifact import Manifest
+from pipeline.data.json_line import BadLine
 from pipeline.data.unfinished import Unfinished
 from pipeline.files import atomic_file
 from pipeline.generation.generator import Completion, Stopping
-from pipeline.generation.prompts import BadLine, Prompt, PromptFile, PromptReader
+from pipeline.generation.prompts import Prompt, PromptFile, PromptReader
 
 COMPLETIONS, REJECTED = "completions.jsonl", "rejected.jsonl"
 

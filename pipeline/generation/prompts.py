@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.data import json_line
+from pipeline.data.json_line import BadLine
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatError, ChatTemplate
 from pipeline.data.tokenize.tokenizer import load
@@ -16,10 +17,6 @@ from pipeline.errors import UserError
 
 #: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
 PART_LINES, PARTS = 256, 64
-
-
-class BadLine(ValueError):  # noqa: N818 - reported with its line, not raised to the user
-    """A line that is no usable prompt; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,7 @@ class PromptReader:
         Raises:
             BadLine: it is no prompt, or the model cannot continue it.
         """
-        try:
-            fields = json.loads(line.decode())
-        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
-            raise BadLine(f"is not JSON: {error}") from error
+        fields = json_line.parse(line)
         if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
             raise BadLine('must be an object with either "prompt" or "messages"')
         tokens = self._encode(fields)

@@ -153,6 +153,12 @@ def pad_values(q: Tensor, v: Tensor) -> Tensor:
     return F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
 
 
+def meta_core(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:  # noqa: ARG001 - a core
+    """An attention core for the meta device: one operation, as every fused kernel, without the restrictions of a GPU."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, mask.causal, False, scale=scale)[0]
+    return out[..., : v.shape[3]]
+
+
 def facts_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) -> tuple[Any, ...]:
     """Return the arguments of `case` for the arguments of a core: only constants, also while torch.compile traces."""
     masked, aligned = mask.slopes is not None, True

@@ -101,7 +101,8 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         if config.precision.fp8 != "none":
             float8.apply(stage, config, mesh.device)
         expert.apply(stage, mesh)
-        kept = recomputation.choose(stage, config, mesh) if config.training.activation_budget is not None else {}
+        budget, dtype = config.training.activation_budget, DTYPES[config.precision.dtype]
+        kept = {} if budget is None else recomputation.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
             layer.core = core or CORES[config.training.attention]
         if mesh.layout.context > 1:

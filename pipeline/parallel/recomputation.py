@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -18,15 +17,12 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
-from pipeline.layers.attention_kernel import pad_values
+from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.lora import dropout_of
-from pipeline.layers.mask import Mask
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.parallel import ring, tensor  # noqa: F401 - ring registers its operator
 from pipeline.parallel.mesh import Mesh
-
-log = logging.getLogger("pipeline")
 
 Kind = Literal["reduction", "attention", "product"]
 
@@ -124,13 +120,14 @@ def _contexts(kept: set[tuple[Kind, int]] | None) -> Callable[[], Any]:
     return contexts
 
 
-def choose(stage: Stack, config: RunConfig, mesh: Mesh) -> dict[str, list[Result]]:
+def choose(stage: Stack, config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> dict[str, list[Result]]:
     """Choose which results each block keeps within training.activation_budget: the most FLOPs per byte first.
 
     Args:
         stage: a pipeline stage with sharded weights on the meta device, before its attention cores are set.
         config: configuration of the run.
         mesh: this rank's process groups.
+        dtype: of the activations.
 
     Returns:
         Name of a block -> the results that it keeps.
@@ -143,17 +140,12 @@ def choose(stage: Stack, config: RunConfig, mesh: Mesh) -> dict[str, list[Result
     length = config.training.sequence_length // mesh.layout.context
     if config.parallel.sequence_parallel:
         length //= mesh.layout.tensor
-    chosen = {}
-    for name, block in stage.blocks.items():
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision.dtype]
-        x = torch.empty(config.training.micro_batch_size, length, config.model.hidden, dtype=dtype, device="meta")
-        if x.nbytes > budget:
-            rule = f"is less than the input of a block, {x.nbytes / 1e6:.1f} MB, which is always kept"
-            fix = "increase it, reduce training.micro_batch_size, or set parallel.context or parallel.tensor"
-            raise UserError.of("training.activation_budget", config.training.activation_budget, rule, fix)
-        results = measure(stage, block, x)
-        chosen[name] = fill(results, budget - x.nbytes)
-    return chosen
+    x = torch.empty(config.training.micro_batch_size, length, config.model.hidden, dtype=dtype, device="meta")
+    if x.nbytes > budget:
+        rule = f"is less than the input of a block, {x.nbytes / 1e6:.1f} MB, which is always kept"
+        fix = "increase it, reduce training.micro_batch_size, or set parallel.context or parallel.tensor"
+        raise UserError.of("training.activation_budget", config.training.activation_budget, rule, fix)
+    return {name: fill(measure(stage, block, x), budget - x.nbytes) for name, block in stage.blocks.items()}
 
 
 def fill(results: Collection[Result], budget: float) -> list[Result]:
@@ -171,7 +163,7 @@ def measure(stage: Stack, block: nn.Module, x: Tensor) -> list[Result]:
     layers = [module for module in block.modules() if hasattr(module, "core")]
     cores, dtype = [layer.core for layer in layers], next(block.parameters()).dtype
     for layer in layers:
-        layer.core = _measured_attention  # type: ignore[assignment]
+        layer.core = meta_core  # type: ignore[assignment]
     try:
         with torch.no_grad(), _Results() as found:
             block.to(x.dtype)(x, stage.attention_context({}))
@@ -180,12 +172,6 @@ def measure(stage: Stack, block: nn.Module, x: Tensor) -> list[Result]:
         for layer, core in zip(layers, cores, strict=True):
             layer.core = core
     return found.results
-
-
-def _measured_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:  # noqa: ARG001 - a core
-    """An attention core on the meta device; one operation, as every kernel."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, mask.causal, False, scale=scale)[0]
-    return out[..., : v.shape[3]]
 
 
 class _Results(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.config.check import may_compile
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
-from pipeline.layers.attention_kernel import pad_values
+from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.batch import Batch
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.mask import Mask
@@ -31,8 +31,9 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
 from pipeline.parallel.partition import partition_weights
 from pipeline.parallel.tensor import VocabParallelEmbedding, sums_over_tensor
+from pipeline.planner.fusion import fuse
 from pipeline.planner.operations import Part, Weights
-from pipeline.planner.recorder import Recorder, fuse, visible_share
+from pipeline.planner.recorder import Recorder, visible_share
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
@@ -147,8 +148,7 @@ def _recorded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: 
     recorder = _RECORDER.get()
     assert recorder is not None
     recorder.pairs = visible_share(q.shape[2], k.shape[2], causal=mask.causal, window=window)
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, mask.causal, False, scale=scale)[0]
-    return out[..., : v.shape[3]]
+    return meta_core(q, k, v, mask, window=window, scale=scale)
 
 
 def _inputs(config: RunConfig) -> tuple[Tensor, Batch]:

@@ -5,7 +5,6 @@ Opening reads and tokenizes all files, on every rank: packing needs the length o
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from pipeline.data import json_line
+from pipeline.data.json_line import BadLine
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.loader import Source
 from pipeline.data.load.packing import best_fit
@@ -31,10 +32,6 @@ log = logging.getLogger("pipeline")
 _CHUNK_LINES = 1024
 #: Maximum number of unusable lines that the log and messages list.
 _SHOWN = 10
-
-
-class BadLine(ValueError):  # noqa: N818 - reported with its line, not raised to the user
-    """A line that is no usable example; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +111,7 @@ class ExampleReader:
 
     def _parse(self, line: bytes) -> _Chat | _Pair:
         """Return the content of a line."""
-        try:
-            fields = json.loads(line.decode())
-        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are subclasses
-            raise BadLine(f"is not JSON: {error}") from error
+        fields = json_line.parse(line)
         if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
             raise BadLine('must be an object with either "messages", or "prompt" and "completion"')
         if "messages" in fields:
