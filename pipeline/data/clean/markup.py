@@ -23,10 +23,10 @@ _ATTRIBUTE = (
 _TAG = re.compile(
     rf"<(?P<end>/?)(?P<name>{'|'.join(sorted((_BLOCK + ' ' + _INLINE).split(), key=len, reverse=True))})(?:{_ATTRIBUTE})*\s*/?>", re.I
 )
-_UNSEEN = re.compile(r"<!--.*?-->|<!doctype[^<>]*>|<(script|style)\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL)
+_UNSEEN = re.compile(r"<!--.*?-->|<!doctype[^<>]*>|<(script|style|svg|template)\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL)
 _PAGE = re.compile(r"\s*(?:<!doctype\s+html|<html\b|<\?xml[^>]*>\s*<html\b)", re.IGNORECASE)
-# Headings, fences and links; RST also has inline code, and code has comments with several # signs.
-_MARKDOWN = re.compile(r"(?:\A|\n\n)#{1,6} \S.*(?:\Z|\n(?!#))|^[ \t]*(?:```|~~~)|\]\([^\s()]+\)", re.MULTILINE)
+# Headings, fences and links. RST also has inline code, code has comments with several # signs, and lines of a root shell begin with one.
+_MARKDOWN = re.compile(r"(?:\A|\n\n)#{1,6} \S.*(?:\Z|\n\n)|^[ \t]*(?:```|~~~)|\]\([^\s()]+\)", re.MULTILINE)
 
 _FRONT_MATTER = re.compile(r"\A---\r?\n(?:[\w-]+:.*\n|[ \t].*\n|- .*\n|\r?\n)+---\r?\n(?!\s*(?:[\w-]+:|-)\s)")
 
