@@ -99,7 +99,7 @@ CHANGES = {
     "ip": ("personal", "from 84.112.7.9 and 127.0.0.1, version 1.2.3.4", "from <ip> and 127.0.0.1, version 1.2.3.4"),
     "iban": ("personal", "DE89 3704 0044 0532 0130 00, not DE12 3704 1144 1532 1130 11", "<iban>, not DE12 3704 1144 1532 1130 11"),
     "phones": ("personal", "+49 30 1234567, (0341) 97-11222, 0341/9711222, 555-123-4567", "<phone>, <phone>, <phone>, <phone>"),
-    "no phones": ("personal", "1848-1849, 2001-09-11, 3.141592653, 12,345,678 in 0815 cases", None),
+    "no phones": ("personal", "1848-1849, 2001-09-11, 3.141592653, 12,345,678 in 0815 cases, 020  16   10   DLE", None),
 }
 
 

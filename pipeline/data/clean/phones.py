@@ -8,6 +8,9 @@ from functools import lru_cache
 import phonenumbers
 
 _GAP = r"[ \u00a0\u202f./\u2010-\u2013-]"
+_SEPARATOR = (
+    r"(?:[ \u00a0\u202f]|[ \u00a0\u202f]?[./\u2010-\u2013-][ \u00a0\u202f]?)"  # columns of a table have several spaces between them
+)
 _END = r"(?![\w%€$°]|[.,:/-]\d|-\w)"
 
 # Runs of digits and separators; the patterns below are searched within them only.
@@ -17,7 +20,7 @@ _CANDIDATE = re.compile(
     r"(?<![\w.,+#&=/\\-])(?<![\da-f]:)"
     rf"(?:(?:\+ ?|00)[1-9]\d{{0,2}}(?:{_GAP}{{0,2}}(?:\(0?\)|\(\d{{1,5}}\)|\d{{1,8}})){{1,7}}"
     # national, with the trunk prefix 0 and separators
-    rf"|\(?0[1-9]\d{{0,4}}\)?(?:{_GAP}{{1,3}}\d{{2,8}}){{1,5}}|\(0[1-9]\d{{0,4}}\)\d[\d -]{{4,10}}\d"
+    rf"|\(?0[1-9]\d{{0,4}}\)?(?:{_SEPARATOR}\d{{2,8}}){{1,5}}|\(0[1-9]\d{{0,4}}\)\d[\d -]{{4,10}}\d"
     # North America
     rf"|(?:1[ .-])?(?:\([2-9]\d{{2}}\) ?|[2-9]\d{{2}}[ .-])\d{{3}}[.-]\d{{4}}){_END}"
 )
