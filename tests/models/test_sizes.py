@@ -113,6 +113,7 @@ RELEASED = {
     "t5-v1.1-xxl": 11_135_332_352,
     # Not released. Computed from section 3 for 37,000 tokens; table 3 has 65 and 213 million.
     "transformer-base": 37_000 * 512 + 6 * (3 * 4 * 512 * 513 + 2 * (2 * 512 * 2048 + 2048 + 512) + 5 * 2 * 512),
+    "opus-mt": 58_101 * 513 + 6 * (3 * 4 * 512 * 513 + 2 * (2 * 512 * 2048 + 2048 + 512) + 5 * 2 * 512),
     "transformer-big": 37_000 * 1024 + 6 * (3 * 4 * 1024 * 1025 + 2 * (2 * 1024 * 4096 + 4096 + 1024) + 5 * 2 * 1024),
 }
 #: GPT-3 was not released, OPT-175B is not public, and OPT-66B has no exact count; rounded in the papers (GPT-3: table 2.1; OPT: table 1).

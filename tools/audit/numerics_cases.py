@@ -172,4 +172,5 @@ FAMILIES: dict[str, Model] = {
     "roberta": _model("roberta-tiny"),
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
+    "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
 }
