@@ -159,8 +159,9 @@ def axis_groups(layout: Layout, hardware: Hardware, practice: Practice | None = 
 def operation_time(operation: Operation, hardware: Hardware, groups: dict[str, Group], practice: Practice) -> tuple[str, float]:
     """Return the cause and the seconds of an operation."""
     if isinstance(operation, Product):
-        if practice.fp8 and operation.name.startswith("blocks"):
+        if practice.fp8_products and operation.name.startswith("blocks"):
             operation = replace(operation, bytes_per_element=1)
+            return "products", kernels.product_time(operation, hardware)[0] / practice.products / practice.fp8_products
         return "products", kernels.product_time(operation, hardware)[0] / practice.products
     if isinstance(operation, AttentionCall):
         time = kernels.attention_time(operation, hardware, fused=practice.flash) / practice.attention

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from pipeline.planner.operations import Elementwise, Operation
+from pipeline.planner.operations import Collective, Elementwise, Operation
 from pipeline.planner.recorder import Kernel, Recording
 
 
@@ -18,15 +18,20 @@ class Fused:
     peak: dict[str, int]
 
 
-def fuse(recording: Recording, *, fused: bool) -> Fused:
+def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
     """Turn a recording into the operations and the memory of each part.
 
     Args:
         recording: of a forward and a backward pass.
         fused: fuse memory-bound kernels between two other kernels into one, as a compiler does: a tensor that is only used inside is never
             written, and one that follows from saved tensors is computed again in the backward pass instead of being saved.
+        copies: count the copies beside collectives and of concatenated weights, which engines do not make that keep the sequence in the
+            first dimension and these weights as one.
     """
     kernels, storages = recording.kernels, recording.storages
+    if not copies:
+        dropped = _layout_copies(recording)
+        kernels = [replace(k, reads={}, writes={}) if index in dropped else k for index, k in enumerate(kernels)]
     groups = _groups(kernels, fused=fused)
     readers: dict[int, set[int]] = {}
     for index, kernel in enumerate(kernels):
@@ -53,6 +58,28 @@ def fuse(recording: Recording, *, fused: bool) -> Fused:
     return Fused(_operations(kernels, groups, readers, recomputed), saved, _peaks(recording, saved_keys, absent))
 
 
+def _layout_copies(recording: Recording) -> set[int]:
+    """Indices of the kernels that concatenate only weights or results of collectives, or whose result only collectives read."""
+    kernels, storages = recording.kernels, recording.storages
+    readers: dict[int, list[Operation | None]] = {}
+    for kernel in kernels:
+        for key in kernel.reads:
+            readers.setdefault(key, []).append(kernel.operation)
+
+    def from_elsewhere(key: int) -> bool:
+        """Whether a storage is a weight or the result of a collective."""
+        made = storages[key].kernel
+        return not storages[key].part or (made is not None and isinstance(kernels[made].operation, Collective))
+
+    found = set()
+    for index, kernel in enumerate(kernels):
+        if kernel.name.partition(".")[0] == "cat":
+            sent = [operation for key in kernel.writes for operation in readers.get(key, [])]
+            if all(map(from_elsewhere, kernel.reads)) or (sent and all(isinstance(operation, Collective) for operation in sent)):
+                found.add(index)
+    return found
+
+
 def _operations(
     kernels: list[Kernel], groups: list[int], readers: dict[int, set[int]], recomputed: dict[int, dict[int, int]]
 ) -> dict[str, list[Operation]]:
@@ -70,7 +97,8 @@ def _operations(
             moved = _moved(kernels[start:stop], groups[start], readers, recomputed)
             names = list(dict.fromkeys(kernel.name for kernel in kernels[start:stop]))
             label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more, fused"
-            operations.setdefault(first.part, []).append(Elementwise(label, first.phase, moved))
+            if moved:
+                operations.setdefault(first.part, []).append(Elementwise(label, first.phase, moved))
         start = stop
     return operations
 

@@ -14,7 +14,7 @@ class Practice:
         recompute_scores: with unfused attention, recompute the scores in the backward pass (Korthikanti et al. 2022).
         overlap_data: share of the compute during which collectives of data parallelism run beside it.
         overlap_tensor: share of the collectives of tensor parallelism that is hidden behind products.
-        fp8: products of the blocks in 8 bits.
+        fp8_products: factor of the rate of the products of the blocks in 8 bits; 0 where they are in 16 bits.
         logits_bytes: of each logit of a micro-batch, which are all in memory; 0 for this project's fused loss.
         gradient_copy: bytes of a 16-bit gradient that is kept beside the accumulated one.
         gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
@@ -36,7 +36,7 @@ class Practice:
     recompute_scores: bool = False
     overlap_data: float = 0.9
     overlap_tensor: float = 0.0
-    fp8: bool = False
+    fp8_products: float = 0.0
     logits_bytes: int = 0
     gradient_copy: int = 0
     gradient_bytes: int = 4

@@ -238,7 +238,8 @@ def _model(row: dict[str, str], sequence: int, tensor: int, expert: int, pipelin
         assumed.append("sizes of DeepSeek-V3")
         return DeepseekV3Config(layers=_int(row, "layers", 61, []), max_positions=sequence)
     parameters = (_float(row, "params_b") or 0.0) * 1e9
-    vocabulary = _int(row, "vocab", 50304, assumed)
+    multiple = 128 * tensor  # frameworks pad the vocabulary
+    vocabulary = math.ceil(_int(row, "vocab", 50304, assumed) / multiple) * multiple
     hidden, layers = _int(row, "hidden", 0, []), _int(row, "layers", 0, [])
     if not hidden:
         if not parameters:

@@ -55,13 +55,16 @@ class Trace:
         return self.parts[self.kinds[index]]
 
 
-def trace(config: RunConfig, *, fused: bool | None = None, fused_saves: bool | None = None, every_block: bool = False) -> Trace:
+def trace(
+    config: RunConfig, *, fused: bool | None = None, fused_saves: bool | None = None, copies: bool = True, every_block: bool = False
+) -> Trace:
     """Trace one micro-batch of the model in the tensor, context and expert sizes of a configuration.
 
     Args:
         config: a valid configuration; it selects model, micro-batch, sequence length, number format, recomputation and parallel sizes.
         fused: as in `fuse`; whether the job compiles its blocks when None.
         fused_saves: whether only what fused kernels save is saved; as `fused` when None.
+        copies: as in `fuse`.
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
@@ -85,7 +88,7 @@ def trace(config: RunConfig, *, fused: bool | None = None, fused_saves: bool | N
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
-    found = fuse(recorder.recording, fused=fused)
+    found = fuse(recorder.recording, fused=fused, copies=copies)
     memory = found if fused_saves in (None, fused) else fuse(recorder.recording, fused=not fused)
     parts = {
         name: Part(name, found.operations.get(name, []), saved=memory.saved.get(name, 0), peak=memory.peak.get(name, 0))

@@ -1,4 +1,4 @@
-"""The bounds of fitted constants, and the comparison of layouts."""
+"""Recovery and bounds of fitted constants, and the comparison of layouts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,40 @@ from tests.planner.test_tables import RUN
 SMALL = {**RUN, "layers": "8", "pp": "1", "interleave": "1", "dp": "", "tokens_per_s_per_gpu": ""}
 
 
+#: Constants of the GPU on which the runs of the fixture take place.
+KNOWN = {"product_share": 0.6, "memory_share": 0.8}
+
+
 @pytest.fixture(scope="module")
-def job():
-    """Two sources whose runs take as long as planned on a GPU whose products sustain 0.9 times as much."""
+def runs():
+    """Rows of two sources whose runs take as long as planned on a GPU with known constants, and their traces."""
     shapes = [("one", {"tp": "1", "gpus": "8"}), ("one", {"tp": "2", "gpus": "8"}), ("two", {"tp": "4"}), ("two", {"tp": "8"})]
     rows, traces = [], {}
-    slower = {"h100": {"product_share": 0.9 * fit.constants()[10].start}}
     for source, cells in shapes:
         row = {**SMALL, **cells, "source": source}
-        rows.append({**row, "step_time_s": str(predict(read(row, changed=slower), traces).step_time)})
-    made = fit.Fit(rows)
-    made._traces = traces
-    return made
+        rows.append({**row, "step_time_s": str(predict(read(row, changed={"h100": KNOWN}), traces).step_time)})
+    return rows, traces
 
 
-def test_shares_stay_below_one(job):
+def made(runs, chosen=None):
+    """A fit to these rows."""
+    job = fit.Fit(runs[0], chosen)
+    job._traces = runs[1]
+    return job
+
+
+def test_the_fit_finds_known_constants(runs, monkeypatch):
+    monkeypatch.setattr(fit, "PULL", 1e-6)  # without preferred values
+    job = made(runs, [constant for constant in fit.constants() if constant.key in KNOWN and "h100" in constant.files])
+    before = job.objective(job.residuals(job.start))
+    x, at, jacobian = job.run(5)
+    assert job.objective(at) < 0.02 * before
+    assert x.exp().tolist() == pytest.approx([KNOWN[constant.key] for constant in job.constants], rel=0.02)
+    assert fit.mean_error(job.left_out(x, at, jacobian)) < 0.2 * before
+
+
+def test_shares_stay_below_one(runs):
+    job = made(runs)
     at = torch.full((len(job.samples),), 3.0, dtype=torch.float64)  # much slower than measured
     x = job.solve(job.start, at, job.jacobian(job.start, at))
     most = torch.tensor([math.log(constant.most) for constant in job.constants], dtype=torch.float64)

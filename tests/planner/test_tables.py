@@ -7,9 +7,10 @@ import csv
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.planner.operations import Elementwise
 from pipeline.planner.published import Contradiction, measured_step_time, read
 from pipeline.planner.score import score
-from pipeline.planner.tables import predict, predict_table
+from pipeline.planner.tables import predict, predict_table, traced_row
 
 #: Llama-2 70B on 64 H100, as a user writes it.
 RUN = {
@@ -124,3 +125,18 @@ def test_more_layers_take_longer_and_twice_the_micro_batches_take_about_twice_as
     assert len(cache) == 1  # one block is traced for all three
     assert one < deeper < 2 * one
     assert 1.6 * one < longer < 2 * one
+
+
+def test_frameworks_pad_the_vocabulary_and_keep_concatenated_weights():
+    assert read({**RUN, "vocab": "250000"}).config.model.vocab_size == 250368  # a multiple of 128 x tp
+    run = read({**RUN, "layers": "4"})
+    names = [operation.name for operation in traced_row(run, {}).parts["0"].operations if isinstance(operation, Elementwise)]
+    assert names
+    assert not [name for name in names if name.startswith("cat")]
+
+
+def test_accumulation_of_gradients_follows_the_framework():
+    bytes_of = {
+        text: read({**RUN, "zero_or_fsdp": text}).practice.accumulation_bytes for text in ("distributed optimizer (ZeRO-1)", "ZeRO-1")
+    }
+    assert bytes_of == {"distributed optimizer (ZeRO-1)": 0.0, "ZeRO-1": 10.0}  # the first accumulates inside the products
