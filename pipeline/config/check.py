@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipeline.config import check_data, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Generate, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, Evaluate, Generate, plans_other_layouts
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -19,7 +19,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found = [*config.model.violations(), *_corpora(config)]
     if not config.run_dir.strip():
         found.append(Violation("run_dir", repr(config.run_dir), "must name a folder", "set run_dir, or remove an unset variable from it"))
-    if config.stage.name in PARALLEL_STAGES and not plans_other_layouts(config.stage):
+    has_tasks = isinstance(config.stage, Evaluate) and bool(config.stage.tasks)
+    if config.stage.name in PARALLEL_STAGES and not plans_other_layouts(config.stage) and not has_tasks:
         found += training_violations(config, world_size)
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be less than the world size {world_size}"
@@ -28,7 +29,11 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         rule = f"is not supported by stage={config.stage.name}"
         found.append(Violation("lora.rank", config.lora.rank, rule, "remove it, for the job that trains all weights"))
     if isinstance(config.stage, Generate):
-        found += _generate(config, config.stage, world_size)
+        found += _generate(config.stage)
+    if isinstance(config.stage, Evaluate):
+        found += _tasks(config.stage)
+    if isinstance(config.stage, Generate) or has_tasks:
+        found += _replicas(config, world_size)
     return [*found, *check_data.violations(config)]
 
 
@@ -44,8 +49,8 @@ def layout_violations(config: RunConfig) -> list[Violation]:
     return [*_tensor(config), *_pipeline(config)]
 
 
-def _generate(config: RunConfig, stage: Generate, world_size: int) -> Iterator[Violation]:
-    """Generation shares the prompts over replicas of the model, which tensor and pipeline ranks may shard."""
+def _generate(stage: Generate) -> Iterator[Violation]:
+    """Each way of decoding has its own settings."""
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:
@@ -64,9 +69,24 @@ def _generate(config: RunConfig, stage: Generate, world_size: int) -> Iterator[V
             yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
     if stage.draft is not None and stage.prompt_lookup:
         yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
+
+
+def _tasks(stage: Evaluate) -> Iterator[Violation]:
+    """Tasks are local files."""
+    if stage.tasks and stage.task_folder is None:
+        yield Violation("stage.task_folder", None, "is required by stage.tasks", "set it to the folder with their .yaml files")
+    if stage.tasks:
+        return
+    for key in ("task_folder", "few_shot", "limit"):
+        if (value := getattr(stage, key)) is not None:
+            yield Violation(f"stage.{key}", value, "is read with stage.tasks only", "set stage.tasks, or remove it")
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard."""
     for axis in ("context", "expert"):
         if (size := getattr(config.parallel, axis)) > 1:
-            rule = "is not supported by stage=generate"
+            rule = "is not supported by stage=generate" if isinstance(config.stage, Generate) else "is not supported by stage.tasks"
             yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; tensor and pipeline ranks shard the model")
     replica = config.parallel.tensor * config.parallel.pipeline
     if world_size % replica:

@@ -25,9 +25,11 @@ class TrainingConfig:
     steps: int = knob(1000, "number of optimizer steps", at_least=1, at_most=10**7)
     objective: str = knob(
         "auto",
-        "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions",
-        choices=("auto", "supervised"),
+        "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions; dpo: "
+        "which of two answers is preferred",
+        choices=("auto", "supervised", "dpo"),
     )
+    dpo_beta: float = knob(0.1, "dpo: strength of the penalty for leaving the reference model", above=0)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)

@@ -18,9 +18,16 @@ class CheckpointReader(StageConfig):
 
 @dataclass
 class Evaluate(CheckpointReader):
-    """Loss, perplexity and bits per byte of a checkpoint on the validation split and its corpora."""
+    """Loss, perplexity and bits per byte of checkpoints on the validation split and its corpora; or scores of tasks."""
 
+    checkpoint: str = knob(
+        "latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir; all: every one that is not evaluated yet"
+    )
     batches: int | None = knob(None, "number of global batches; default: the full validation split", at_least=1)
+    tasks: list[str] = knob([], "tasks of lm-eval to evaluate, instead of the validation split")
+    task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")
+    few_shot: int | None = knob(None, "examples before each question of a task; default: as the task file says", at_least=0)
+    limit: int | None = knob(None, "number of documents of each task, the first ones; default: all", at_least=1)
 
 
 @dataclass
@@ -135,7 +142,10 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
     "plan": (Plan, "settings of a planned pretrain job -> its matrix products, memory, time and cost; one process, no GPU"),
-    "evaluate": (Evaluate, "checkpoint -> validation loss, perplexity and bits per byte, by corpus"),
+    "evaluate": (
+        Evaluate,
+        "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
+    ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }

@@ -19,6 +19,9 @@ class Batch(TypedDict, total=False):
         segments: int64 (batch, sequence), 0 or 1: the segment of each token (BERT).
         next_sentence: int64 (batch,), 0 if the second segment follows the first, 1 if it is taken from elsewhere (BERT).
         decoder_tokens: int64 (batch, decoder sequence), input of the decoder of an encoder-decoder; the tokens are the encoder's.
+        choices: int64 (batch, sequence), 1 for positions of a preferred answer, -1 for those of the answer that it is preferred to, 0 for
+            padding; each row has both. The model then returns the loss of preferences (layers/preference.py).
+        reference: fp32 (batch, 2), beta of that loss, and the margin of the reference model.
     """
 
     targets: Tensor
@@ -28,3 +31,5 @@ class Batch(TypedDict, total=False):
     segments: Tensor
     next_sentence: Tensor
     decoder_tokens: Tensor
+    choices: Tensor
+    reference: Tensor

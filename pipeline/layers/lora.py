@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class LowRank(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, spec: LoraSpec) -> None:
         super().__init__()
-        self.scale, self.dropout = spec.alpha / spec.rank, spec.dropout
+        self.scale, self.dropout, self.enabled = spec.alpha / spec.rank, spec.dropout, True
         self.a = nn.Parameter(torch.empty(spec.rank, in_features))
         self.b = nn.Parameter(torch.empty(out_features, spec.rank))
 
@@ -47,7 +48,7 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., input) -> (..., output)."""
-        return super().forward(x) + self.lora(x)
+        return super().forward(x) + self.lora(x) if self.lora.enabled else super().forward(x)
 
 
 def add_adapters(model: nn.Module, spec_of: Callable[[str], LoraSpec | None]) -> None:
@@ -66,6 +67,19 @@ def add_adapters(model: nn.Module, spec_of: Callable[[str], LoraSpec | None]) ->
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Iterate over the linear layers that may have an adapter, with their names."""
     return ((name, module) for name, module in list(model.named_modules()) if type(module) is Linear)
+
+
+@contextmanager
+def without_adapters(modules: nn.Module) -> Iterator[None]:
+    """Disable the adapters of a module."""
+    adapters = [module for module in modules.modules() if isinstance(module, LowRank)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
 
 
 def dropout_of(modules: nn.Module) -> float:

@@ -14,6 +14,7 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import MoE, SharedExpertMoE
 from pipeline.layers.position_bias import AlibiSlopes
+from pipeline.layers.preference import preference_loss
 from pipeline.layers.rotary import Rotary
 
 
@@ -152,6 +153,8 @@ class Stack(nn.Module):
         assert self.head is not None
         if self.norm is not None:
             x = self.norm(x)
+        if "choices" in batch:
+            return preference_loss(self.head, x, batch)
         return self.head(x, batch.get("targets"), batch.get("loss_scale"))
 
     def reset_buffers(self) -> None:

@@ -81,7 +81,13 @@ class Pipeline:
         with torch.no_grad(), _forward_only(self._schedule):
             return self._run_schedule(self._schedule.eval, inputs, batch)
 
-    def _run_schedule(self, step: Any, inputs: Tensor, batch: Batch) -> Tensor:
+    def evaluate_each(self, inputs: Tensor, batch: Batch) -> Tensor:
+        """As evaluate, but returns what the model returns for each micro-batch, (micro-batches,); zeros on ranks without the last stage."""
+        with torch.no_grad(), _forward_only(self._schedule):
+            losses = self._run_schedule(self._schedule.eval, inputs, batch, reduced=False)
+        return (losses * self.micro_batches).expand(self.micro_batches)
+
+    def _run_schedule(self, step: Any, inputs: Tensor, batch: Batch, *, reduced: bool = True) -> Tensor:
         if self._mesh.layout.context > 1:
             inputs, batch = context.shard_sequence(inputs, batch, self._mesh.context, self._context_kind, self.micro_batches)
         losses: list[Tensor] = []
@@ -90,7 +96,8 @@ class Pipeline:
         step(*arguments, **batch, **with_loss, return_outputs=False)
         if not losses:
             return torch.zeros((), device=self._mesh.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        stacked = torch.stack([loss.detach() for loss in losses])
+        return stacked.sum() if reduced else stacked
 
 
 #: The actions of a forward pass in PyTorch's schedules.

@@ -1,4 +1,4 @@
-"""evaluate: loss, perplexity and bits per byte of a checkpoint on the validation split and on its corpora, in any layout."""
+"""evaluate: loss, perplexity and bits per byte of checkpoints on the validation split and its corpora, or scores of lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import native, save
+from pipeline.checkpoint import save
 from pipeline.checkpoint.adapter import open_merged
 from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import UserError
+from pipeline.evaluation import record, selection
 from pipeline.files import atomic_file
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
+from pipeline.stages import evaluate_tasks
 from pipeline.stages.pretrain import check_vocabulary
 from pipeline.training import loop, verification
 from pipeline.training.trainer import Trainer
@@ -27,17 +30,20 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Write run_dir/evaluation.json: step, loss (nats per target), perplexity, bits per byte (null if not every token is a target).
+    """Evaluate a checkpoint or all of them, and write run_dir/evaluations: a record of each, table.csv and report.html with plots.
 
-    With several corpora, "corpora" has the same for each of them.
-
-    The validation split may be another one than that of training, with another sequence length.
+    Without stage.tasks, run_dir/evaluation.json has the scores of the last evaluated checkpoint on the validation split: step, loss (nats
+    per target), perplexity, bits per byte (null if not every token is a target); with several corpora, "corpora" has the same for each of
+    them. The validation split may be another one than that of training, with another sequence length.
 
     Raises:
-        UserError: the checkpoint or the validation split is missing, or they do not match.
+        UserError: a checkpoint, the validation split or a task is missing, or they do not match.
     """
     stage = config.stage
     assert isinstance(stage, Evaluate)
+    if stage.tasks:
+        evaluate_tasks.run(config, ranks, stage)
+        return
     data = registry.open_validation(config, (ranks.rank, ranks.world_size))
     if data is None:
         rule = "has a validation split shorter than training.sequence_length"
@@ -48,31 +54,48 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     minutes = config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
-        # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
-        path = meshes.on_rank_0(lambda: native.find(Path(config.run_dir), stage.checkpoint))
-        checkpoint = open_merged(path, stage.adapter)
+        # Rank 0 chooses for all: other ranks may see an older listing of the folder.
+        settings = _settings(config, stage, data)
+        paths = meshes.on_rank_0(lambda: selection.checkpoints(Path(config.run_dir), stage, "validation", settings))
         config.lora = LoraConfig()
-        save.check_same_model(checkpoint, config)
-        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
-        state = loop.load(trainer, checkpoint)
-        results = {
-            name: _scores(*loop.validate(config, trainer, part, state.step, None, stage.batches))
-            for name, part in {"": data, **corpora}.items()
-            if part is not None
-        }
+        trainer: Trainer | None = None
+        for path in paths:
+            checkpoint = open_merged(path, stage.adapter)
+            save.check_same_model(checkpoint, config)
+            trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
+            state = loop.load(trainer, checkpoint)
+            scores = {
+                name: _scores(*loop.validate(config, trainer, part, state.step, None, stage.batches)) if part is not None else {}
+                for name, part in {"": data, **corpora}.items()
+            }
+            if ranks.rank == 0:
+                _write(config, path, state.step, scores, selection.settings_of(path, stage, settings))
         verification.finish([data, *corpora.values()])
-        if ranks.rank == 0:
-            whole = results.pop("")
-            result: dict[str, Any] = {"checkpoint": str(checkpoint.path), "step": state.step, **whole}
-            result |= {"corpora": {name: results.get(name) for name in corpora}} if corpora else {}
-            with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
-                json.dump(result, handle, indent=1)
-            log.info("step %d: %s", state.step, _text(whole))
-            for name in corpora:
-                text = _text(results[name]) if name in results else "no sequence of training.sequence_length"
-                log.info("step %d, %s: %s", state.step, name, text)
     finally:
         meshes.destroy_process_group()
+
+
+def _settings(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, Any]:
+    """Return what the scores of a checkpoint on the validation split depend on."""
+    return {
+        "stage.batches": stage.batches,
+        "training.global_batch_size": config.training.global_batch_size if stage.batches else None,
+        "training.sequence_length": config.training.sequence_length,
+        "training.document_mask": config.training.document_mask,
+        "precision.dtype": config.precision.dtype,
+        "data": [corpus.fingerprint for corpus in data.samples.corpora],
+    }
+
+
+def _write(config: RunConfig, path: Path, step: int, scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Record the scores of a checkpoint, and log them."""
+    whole, corpora = scores[""], {name: part or None for name, part in scores.items() if name}
+    with atomic_file(Path(config.run_dir) / "evaluation.json", "w") as handle:
+        json.dump({"checkpoint": str(path), "step": step, **whole} | ({"corpora": corpora} if corpora else {}), handle, indent=1)
+    record.write(Path(config.run_dir), step, "validation", scores, settings)
+    log.info("step %d: %s", step, _text(whole))
+    for name, part in corpora.items():
+        log.info("step %d, %s: %s", step, name, _text(part) if part else "no sequence of training.sequence_length")
 
 
 def _scores(loss: float, bits: float | None) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
+from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -37,6 +38,7 @@ class Trainer:
         self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        self._reference: Pipeline | None = None
 
     def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
         """One optimizer step.
@@ -50,7 +52,7 @@ class Trainer:
         Returns:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
-        batch = self._with_loss_scale(batch)
+        batch = self._with_reference(tokens, self._with_loss_scale(batch))
         pipeline = self._pipeline(tokens, batch)
         if self._config.lora.dropout:
             self._seed_dropout(step)
@@ -70,8 +72,8 @@ class Trainer:
         """
         batch = batch.copy()
         batch.pop("next_sentence", None)
-        counts = self._counts(batch["targets"])
-        batch = _with_scale(batch, counts)
+        counts = self._counts(batch)
+        batch = self._with_reference(tokens, _with_scale(batch, counts))
         if self._config.lora.dropout:
             self.model.eval()
         loss = self._pipeline(tokens, batch).evaluate(tokens, batch)
@@ -89,11 +91,25 @@ class Trainer:
         """Add Batch.loss_scale if some positions have no target: the loss is the mean over the counted targets of the global batch."""
         if objective_of(self._config).every_position_counts(self._config):
             return batch
-        return _with_scale(batch, self._counts(batch["targets"]))
+        return _with_scale(batch, self._counts(batch))
 
-    def _counts(self, targets: Tensor) -> Tensor:
-        """The number of positions and of targets other than IGNORE in the global batch, int64 (2,)."""
-        counts = torch.stack([torch.full((), targets.numel(), device=targets.device), (targets != IGNORE).sum()])
+    def _with_reference(self, tokens: Tensor, batch: Batch) -> Batch:
+        """Add Batch.reference to a batch of preferences: the margins of the model without adapters, one row at a time."""
+        if "choices" not in batch:
+            return batch
+        if self._reference is None:
+            training = replace(self._config.training, micro_batch_size=1)
+            self._reference = Pipeline(self.model.stages, replace(self._config, training=training), self.mesh, tuple(tokens.shape))
+        with without_adapters(self.model):
+            margins = self._reference.evaluate_each(tokens, batch)
+        beta = torch.full_like(margins, self._config.training.dpo_beta)
+        return {**batch, "reference": torch.stack([beta, margins], dim=1).float()}
+
+    def _counts(self, batch: Batch) -> Tensor:
+        """The number of positions and of targets other than IGNORE in the global batch, int64 (2,); of pairs in a batch of preferences."""
+        counted = batch["targets"] != IGNORE
+        counted = counted.any(dim=1) if "choices" in batch else counted
+        counts = torch.stack([torch.full((), counted.numel(), device=counted.device), counted.sum()])
         if self.mesh.dense.size() > 1:
             dist.all_reduce(counts, group=self.mesh.dense)
         return counts // self.mesh.layout.context  # context ranks have the same sequences

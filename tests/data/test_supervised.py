@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.data.load.instructions import BadLine, ExampleReader, open_files
+from pipeline.data.load.instructions import BadLine, ExampleReader, PairReader, open_files
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -82,13 +82,50 @@ def test_a_completion_is_the_answer_and_its_prompt_is_that_of_generate(folder):
     assert empty.tokens.tolist() == [0, *after, 0], "as in generate, an empty prompt is the end-of-document token"
 
 
+PAIRS = [
+    {"prompt": "x == ", "chosen": "3:", "rejected": "123"},
+    {"messages": CHATS[0][:1], "chosen": "steht", "rejected": "grün"},
+    {"prompt": CHATS[0][:1], "chosen": CHATS[0][1:], "rejected": [{"role": "assistant", "content": "grün"}]},
+]
+BAD_PAIRS = {
+    '"chosen" and "rejected" are the same': {"prompt": "x", "chosen": "y", "rejected": "y"},
+    'has no "rejected"': {"prompt": "x", "chosen": "y"},
+    '"rejected" must be a text that is not empty': {"prompt": "x", "chosen": "y", "rejected": ""},
+    '"chosen" has no answer': {"prompt": CHATS[0][:1], "chosen": CHATS[0][:1], "rejected": CHATS[0][1:]},
+    "tokens with both answers; training.sequence_length=99": {"prompt": "x" * 45, "chosen": "y", "rejected": "z" * 20},
+    'either "messages" or "prompt"': ["x"],
+}
+
+
+def test_pairs_of_answers_are_two_examples(folder):
+    plain = reader(folder, PLAIN)
+    pair = PairReader(folder, 0, 100)
+    lines = [json.dumps(line).encode() for line in [*PAIRS, *BAD_PAIRS.values()]]
+    found = pair.examples(lines)
+    for each, expected in zip(
+        found,
+        [
+            [{"prompt": "x == ", "completion": answer} for answer in ("3:", "123")],
+            *[[{"messages": [*CHATS[0][:1], {"role": "assistant", "content": answer}]} for answer in ("steht", "grün")]],
+            [{"messages": CHATS[0]}, {"messages": [*CHATS[0][:1], {"role": "assistant", "content": "grün"}]}],
+        ],
+        strict=False,
+    ):
+        for ours, theirs in zip(each, plain.read([json.dumps(line).encode() for line in expected]), strict=True):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert ours.is_answer.tolist() == theirs.is_answer.tolist()
+    for reason, line in zip(BAD_PAIRS, found[len(PAIRS) :], strict=True):
+        assert isinstance(line, BadLine)
+        assert reason in str(line)
+
+
 LINES = [{"prompt": f"{number} Nadeln" * (number % 4 + 1), "completion": f" {'grün ' * (number % 7)}Kleid"} for number in range(40)]
 
 
 def opened(folder: Path, path: Path, *, length: int = 60, pack: bool = True, seed: int | None = None, limit: float = 0.0) -> Supervised:
     encoder = TextEncoder(folder, "<|endoftext|>")
     options = {"key": "data.instructions.train", "length": length, "pack": pack, "seed": seed, "limit": limit, "log_it": True}
-    return Supervised(open_files([str(path)], folder, encoder, **options), length)
+    return Supervised(open_files([str(path)], ExampleReader(folder, 0, length + 1), encoder, **options), length)
 
 
 @pytest.mark.parametrize("pack", [True, False])

@@ -1,5 +1,6 @@
 """stage=evaluate by corpus."""
 
+import csv
 import json
 import math
 import shutil
@@ -23,7 +24,7 @@ def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
             entry["split"] = "validation"
     (folder / MANIFEST).write_text(json.dumps(manifest))
     paths = (f"data.tokens={folder}", f"run_dir={tmp_path / 'run'}")
-    pipeline(*TINY, *paths, "training.steps=2", "training.validation_batches=1")
+    pipeline(*TINY, *paths, "training.steps=2", "training.validation_batches=1", "checkpoint.every=1")
 
     def evaluated(*more: str) -> tuple[dict, str]:
         printed = pipeline(*TINY, "stage=evaluate", *paths, *more)
@@ -33,6 +34,15 @@ def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
     assert whole["corpora"].keys() == {"de", "en"}
     assert whole["perplexity"] == pytest.approx(math.exp(whole["validation_loss"]))
     assert "step 2, de: validation loss" in printed
+    # All checkpoints: the second one is recorded already.
+    again, printed = evaluated("stage.checkpoint=all")
+    assert "1 of 2 checkpoints are evaluated already" in printed
+    assert again["step"] == 1
+    with open(tmp_path / "run/evaluations/table.csv", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    assert [(int(row["step"]), float(row["de validation_loss"])) for row in rows] == [
+        (each["step"], pytest.approx(each["corpora"]["de"]["validation_loss"])) for each in (again, whole)
+    ]
     alone, _ = evaluated("data.blend={de:{}}")
     assert "corpora" not in alone
     assert {key: alone[key] for key in whole["corpora"]["de"]} == pytest.approx(whole["corpora"]["de"], rel=1e-6)

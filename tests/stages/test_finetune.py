@@ -1,6 +1,7 @@
 """stage=finetune on the command line: chats, resuming, frozen weights, and what is refused."""
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -144,6 +145,25 @@ def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
 
     pipeline(*settings(base, tmp_path / "more", f"lora.adapter={run / 'adapter'}", "training.steps=1", "optimizer.warmup_steps=1"))
     assert losses(tmp_path / "more")[0] < 0.85 * found[0]
+
+
+def test_preferences_are_learned_by_an_adapter(base, tmp_path):
+    """DPO: the loss begins at ln 2 and falls, also on the validation pairs, and PEFT loads the adapter."""
+    lines = [{"messages": [{"role": "user", "content": word}], "chosen": NUMBERS[word], "rejected": "null"} for word in NUMBERS] * 8
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"prompt": "x"}\n')
+    files = (f"data.instructions.train=[{tmp_path / 'pairs.jsonl'}]", f"data.instructions.validation=[{tmp_path / 'pairs.jsonl'}]")
+    run = tmp_path / "run"
+    dpo = ("training.objective=dpo", "lora.rank=4", "optimizer.lr=0.005", "training.steps=12", *files)
+    printed = pipeline(*settings(base, run, *dpo), expect=2)
+    assert 'pairs.jsonl, line 33: has no "chosen"' in printed
+    pipeline(*settings(base, run, *dpo, "data.quarantine_limit=0.1"))
+    found = losses(run)
+    assert found[0] == pytest.approx(math.log(2), rel=1e-5)
+    assert found[-1] < 0.5
+    assert metrics(run)[-1]["validation_loss"] < 0.5
+    pipeline("stage=convert", f"run_dir={run}", f"tokenizer.path={base / 'imported'}", "stage.format=peft")
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "stock"), run / "adapter")
+    assert "training.objective=dpo: trains adapters only" in pipeline(*settings(base, tmp_path / "no", *dpo, "lora.rank=0"), expect=2)
 
 
 def test_refusals(base, tmp_path):

@@ -5,6 +5,7 @@ Opening reads and tokenizes all files, on every rank: packing needs the length o
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,13 @@ class ExampleReader:
         self._template = chat_template.load(folder)
         self.template_text = self._template.text if self._template else ""
 
+    #: Examples of a line.
+    per_line = 1
+
+    def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
+        """Return the examples of every line, or why it has none."""
+        return [found if isinstance(found, BadLine) else [found] for found in self.read(lines)]
+
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
         """Return the example of every line, or why it is none."""
         parsed = [self._try_to_parse(line) for line in lines]
@@ -142,6 +150,61 @@ class ExampleReader:
         return Example(np.array(tokens, dtype=np.int64), is_answer)
 
 
+class PairReader(ExampleReader):
+    """Reads pairs of answers: {"prompt", "chosen", "rejected"}, all texts or all lists of messages, or {"messages", "chosen", "rejected"}.
+
+    A line has two examples, the preferred answer and the other one, each with the prompt.
+    """
+
+    per_line = 2
+
+    def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
+        """See ExampleReader."""
+        both = [self._try_to_split(line) for line in lines]
+        found = iter(self.read([text for pair in both if not isinstance(pair, BadLine) for text in pair]))
+        return [pair if isinstance(pair, BadLine) else self._joined(next(found), next(found)) for pair in both]
+
+    def _try_to_split(self, line: bytes) -> tuple[bytes, bytes] | BadLine:
+        """Return the lines of the two examples, or the reason why the line cannot be used."""
+        try:
+            fields = json_line.parse(line)
+        except BadLine as error:
+            return error
+        if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
+            return BadLine('must be an object with either "messages" or "prompt", and with "chosen" and "rejected"')
+        if missing := [name for name in ("chosen", "rejected") if name not in fields]:
+            return BadLine(f'has no "{missing[0]}"')
+        if fields["chosen"] == fields["rejected"]:
+            return BadLine('"chosen" and "rejected" are the same')
+        prompt = fields.get("messages", fields.get("prompt"))
+        chosen = self._example_of(prompt, fields["chosen"], "chosen")
+        rejected = self._example_of(prompt, fields["rejected"], "rejected")
+        if isinstance(chosen, BadLine):
+            return chosen
+        return rejected if isinstance(rejected, BadLine) else (chosen, rejected)
+
+    @staticmethod
+    def _example_of(prompt: Any, answer: Any, name: str) -> bytes | BadLine:
+        """Return an answer and its prompt as a line of instructions."""
+        if isinstance(prompt, list):
+            messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            if not isinstance(messages, list) or not messages:
+                return BadLine(f'"{name}" must be a text or a list of messages')
+            return json.dumps({"messages": [*prompt, *messages]}).encode()
+        if not isinstance(answer, str) or not answer:
+            return BadLine(f'"{name}" must be a text that is not empty')
+        return json.dumps({"prompt": prompt, "completion": answer}).encode()
+
+    def _joined(self, chosen: Example | BadLine, rejected: Example | BadLine) -> list[Example] | BadLine:
+        """Return both examples if they fit in a sequence together."""
+        for name, example in (("chosen", chosen), ("rejected", rejected)):
+            if isinstance(example, BadLine):
+                return BadLine(f'"{name}" {example}')
+        pair = [example for example in (chosen, rejected) if isinstance(example, Example)]
+        needed, room = sum(len(example.tokens) - 1 for example in pair), self._longest - 1
+        return BadLine(f"has {needed} tokens with both answers; training.sequence_length={room}") if needed > room else pair
+
+
 def _in_spans(offsets: list[Span], spans: list[Span]) -> np.ndarray:
     """Return which tokens have a character in one of the spans, bool (tokens,)."""
     first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
@@ -161,7 +224,15 @@ class Instructions(Source):
     """
 
     def __init__(
-        self, examples: Sequence[Example], length: int, *, pack: bool, seed: int | None, encoder: TextEncoder, content: str
+        self,
+        examples: Sequence[Example],
+        length: int,
+        *,
+        pack: bool,
+        seed: int | None,
+        encoder: TextEncoder,
+        content: str,
+        per_line: int = 1,
     ) -> None:
         """Pack examples.
 
@@ -172,9 +243,10 @@ class Instructions(Source):
             seed: of the order; None reads the sequences in order.
             encoder: the tokenizer.
             content: fingerprint of the examples.
+            per_line: examples of a line; more than one make up a sequence.
         """
         lengths = np.array([len(example.tokens) - 1 for example in examples], dtype=np.int64)
-        sequences = best_fit(lengths, length) if pack else np.arange(len(lengths))
+        sequences = best_fit(lengths, length) if pack and per_line == 1 else np.arange(len(lengths)) // per_line
         self._order = np.argsort(sequences, kind="stable")  # within a sequence, examples keep their order
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(sequences))])
         self._starts = np.concatenate([[0], np.cumsum(lengths + 1)])
@@ -201,7 +273,7 @@ class Instructions(Source):
 
 def open_files(
     paths: Sequence[str],
-    folder: Path,
+    reader: ExampleReader,
     encoder: TextEncoder,
     *,
     key: str,
@@ -215,7 +287,7 @@ def open_files(
 
     Args:
         paths: .jsonl files, in order.
-        folder: of the tokenizer.
+        reader: of lines.
         encoder: the same tokenizer.
         key: configuration key that lists the files, for messages.
         length: tokens per sequence.
@@ -230,7 +302,6 @@ def open_files(
     problems = [Violation(key, path, "is not a file", "list files of JSON lines") for path in paths if not Path(path).is_file()]
     if problems:
         raise UserError(problems)
-    reader = ExampleReader(folder, encoder.end_of_document, length + 1)
     state = xxhash.xxh3_128()
     examples: list[Example] = []
     bad: list[str] = []
@@ -238,15 +309,16 @@ def open_files(
         with open(path, "rb") as handle:
             lines = ((number, line) for number, line in enumerate(handle, 1) if line.strip())
             while chunk := list(islice(lines, _CHUNK_LINES)):
-                for (number, line), found in zip(chunk, reader.read([line for _, line in chunk]), strict=True):
+                for (number, line), found in zip(chunk, reader.examples([line for _, line in chunk]), strict=True):
                     state.update(line)
-                    if isinstance(found, Example):
-                        examples.append(found)
-                    else:
+                    if isinstance(found, BadLine):
                         bad.append(f"{path}, line {number}: {found}")
+                    else:
+                        examples += found
     shown = "; ".join(bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    if len(bad) > limit * (len(bad) + len(examples)):
-        rule = f"{len(bad):,} of {len(bad) + len(examples):,} lines are unusable: {shown}"
+    usable = len(examples) // reader.per_line
+    if len(bad) > limit * (len(bad) + usable):
+        rule = f"{len(bad):,} of {len(bad) + usable:,} lines are unusable: {shown}"
         fix = f"correct them, or raise data.quarantine_limit={limit:g} to skip them"
         raise UserError.of(key, ", ".join(paths), rule, fix)
     if not examples:
@@ -257,6 +329,7 @@ def open_files(
         pack=pack,
         seed=seed,
         encoder=encoder,
+        per_line=reader.per_line,
         content=f"{state.hexdigest()} {xxhash.xxh3_64_hexdigest(reader.template_text.encode())}",
     )
     if log_it:

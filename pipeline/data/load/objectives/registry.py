@@ -7,11 +7,13 @@ from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
+from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.spans import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "causal": Causal,
+    "dpo": Preferences,
     "masked": Masked,
     "pairs": Pairs,
     "span_corruption": SpanCorruption,

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.instructions import Instructions, open_files
+from pipeline.data.load.instructions import ExampleReader, Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import Violation
@@ -21,6 +21,9 @@ class Supervised(Objective):
 
     settings: ClassVar[tuple[str, ...]] = ("data.instructions.pack", "tokenizer.path", "tokenizer.end_of_document")
     data_key: ClassVar[str] = "data.instructions.train"
+
+    #: How a line is read.
+    reader: type[ExampleReader] = ExampleReader
 
     samples: Instructions
 
@@ -69,7 +72,8 @@ class Supervised(Objective):
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         encoder = TextEncoder(folder, config.tokenizer.end_of_document)
         pack, limit = config.data.instructions.pack, config.data.quarantine_limit
-        samples = open_files(paths, folder, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
+        reader = cls.reader(folder, encoder.end_of_document, length + 1)
+        samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
         return cls(samples, length)
 
     def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002

@@ -1,0 +1,197 @@
+"""EleutherAI's lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on native weights. The only file that imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pipeline.config.stages import Evaluate
+from pipeline.data.tokenize.tokenizer import TextEncoder, load
+from pipeline.errors import UserError
+from pipeline.evaluation.likelihood import Question, Scored
+from pipeline.generation.generator import Stopping
+from pipeline.generation.sampling import Sampling
+
+#: questions -> scores
+Score = Callable[[list[Question]], list[Scored]]
+#: prompts (number, tokens), sampling, and the arguments of `stopping` -> texts
+Complete = Callable[[list[tuple[int, list[int]]], Sampling, dict[str, Any]], list[str]]
+
+
+class Text:
+    """Encodes and decodes as stock transformers with the tokenizer of the export: text that spells a special token is that token.
+
+    Attributes:
+        end: the token that ends a text.
+        beginning: the token before a text without context: bos_token of tokenizer_config.json if the tokenizer has it, else `end`.
+    """
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._tokenizer = load(encoder.path.parent)
+        self._tokenizer.encode_special_tokens = False
+        path = encoder.path.with_name("tokenizer_config.json")
+        named = json.loads(path.read_text(encoding="utf-8")).get("bos_token") if path.is_file() else None
+        named = named["content"] if isinstance(named, dict) else named
+        found = encoder.first_of([named]) if named else None
+        self.end = encoder.end_of_document
+        self.beginning = self.end if found is None else found
+
+    def encode(self, text: str, *, special: bool | None = None) -> list[int]:
+        """Return the tokens of a text.
+
+        Args:
+            text: the text.
+            special: add the special tokens of the post-processor; None adds them unless the text begins with one already.
+        """
+        if special is None:
+            special = not text.startswith(self._tokenizer.id_to_token(self.beginning) or "\0")
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return tokens
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of tokens, without special tokens."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+def stopping(text: Text, *, max_tokens: int, strings: list[str]) -> Stopping:
+    """Return when a completion ends: at one of the strings, at the end of a text, or after max_tokens."""
+    return Stopping(max_tokens, frozenset([text.end]), tuple(strings), text.decode)
+
+
+def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, complete: Complete) -> dict[str, Any]:
+    """Evaluate the tasks of `stage.tasks`.
+
+    Args:
+        stage: the settings of the stage.
+        text: the tokenizer of the model.
+        max_positions: longest sequence of the model, tokens.
+        score: computes log-likelihoods.
+        complete: generates text.
+
+    Returns:
+        task or group -> its metrics ("acc", "acc_stderr", ...), the number of shots ("num_fewshot") and of documents ("samples").
+
+    Raises:
+        UserError: lm-eval is not installed, or a task is unknown or cannot be loaded.
+    """
+    if not Path(stage.task_folder or "").is_dir():
+        raise UserError.of(
+            "stage.task_folder", stage.task_folder, "is not a folder", "set it to the folder with the .yaml files of the tasks"
+        )
+    with _offline():
+        try:
+            from lm_eval import simple_evaluate
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            rule = f"require lm-eval, which cannot be imported: {error}"
+            raise UserError.of("stage.tasks", _list(stage.tasks), rule, "pip install -c tools/constraints.txt -e '.[lm-eval]'") from error
+        manager = TaskManager(include_path=stage.task_folder, include_defaults=False)
+        if unknown := [task for task in stage.tasks if task not in manager.all_tasks]:
+            rule = f"{', '.join(unknown)}: there is no such task in stage.task_folder={stage.task_folder}"
+            fix = f"choose from {', '.join(sorted(manager.all_tasks))}" if manager.all_tasks else "add .yaml files of tasks to this folder"
+            raise UserError.of("stage.tasks", _list(stage.tasks), rule, fix)
+        for task in stage.tasks:
+            try:
+                manager.load([task])
+            except Exception as error:  # of YAML, of Jinja, or of the library that reads data sets
+                rule = f"{task} of {stage.task_folder} cannot be loaded: {type(error).__name__}: {error}"
+                fix = "correct the task file; its data must be local, for example dataset_path: json with data_files in dataset_kwargs"
+                raise UserError.of("stage.tasks", task, rule, fix) from error
+        found = simple_evaluate(
+            model=_language_model(text, max_positions, score, complete),
+            tasks=list(stage.tasks),
+            num_fewshot=stage.few_shot,
+            limit=stage.limit,
+            task_manager=manager,
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+    return {task: _metrics(task, found) for task in found["results"]}
+
+
+def _metrics(task: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a task. lm-eval appends the name of a filter to their keys ("acc,none")."""
+    numbers = {key: value for key, value in found["results"][task].items() if isinstance(value, int | float)}
+    named = {key.removesuffix(",none").replace(",", " "): value for key, value in numbers.items()}
+    samples = found["n-samples"].get(task, {}).get("effective")
+    return named | {"num_fewshot": found["n-shot"].get(task), "samples": samples}
+
+
+def _list(tasks: list[str]) -> str:
+    return f"[{','.join(tasks)}]"
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Nothing is downloaded, and no processes are forked. What data sets are converted to is temporary, unless there is a cache."""
+    with TemporaryDirectory() as folder:
+        given = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DISABLE_MULTIPROC": "1"}
+        given |= {} if "HF_HOME" in os.environ else {"HF_DATASETS_CACHE": folder}
+        added = {name: value for name, value in given.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+def _language_model(text: Text, max_positions: int, score: Score, complete: Complete) -> Any:
+    """The model behind lm-eval's interface."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    class NativeModel(TemplateLM):
+        """The model of a native checkpoint."""
+
+        backend = "causal"
+
+        @property
+        def eot_token_id(self) -> int:
+            """The token that ends a text."""
+            return text.end
+
+        @property
+        def prefix_token_id(self) -> int:
+            """The context of a text without one."""
+            return text.beginning
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            """Return the tokens of a text."""
+            return text.encode(string, special=add_special_tokens)
+
+        def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+            found = score([Question(context, continuation) for _, context, continuation in requests])
+            return [(each.value, each.greedy) for each in found]
+
+        def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+            """Return the log-likelihood of each text, in windows of the model's length; every token is predicted once."""
+            options = {"prefix_token": text.beginning, "max_seq_len": max_positions, "context_len": 1}
+            texts = [text.encode(request.args[0]) for request in requests]
+            windows = [list(map(make_disjoint_window, get_rolling_token_windows(token_list=tokens, **options))) for tokens in texts]
+            scores = iter(score([Question(*window) for group in windows for window in group]))
+            return [sum(next(scores).value for _ in group) for group in windows]
+
+        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+            """Return the completion of each prompt. Requests with the same settings are generated together."""
+            results: dict[int, str] = {}
+            groups: dict[str, list[int]] = {}
+            for number, request in enumerate(requests):
+                groups.setdefault(repr(request.args[1]), []).append(number)
+            for numbers in groups.values():
+                settings = normalize_gen_kwargs(requests[numbers[0]].args[1], 256)
+                names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+                sampling = Sampling(**{name: settings[name] for name in names if settings.get(name) is not None})
+                ends = {"max_tokens": settings["max_gen_toks"], "strings": settings.get("until") or []}
+                prompts = [(number, text.encode(requests[number].args[0])) for number in numbers]
+                results |= zip(numbers, complete(prompts, sampling, ends), strict=True)
+            return [results[number] for number in range(len(requests))]
+
+    return NativeModel()

@@ -1,0 +1,53 @@
+"""Which checkpoints a job evaluates."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint import native
+from pipeline.checkpoint.adapter import WEIGHTS
+from pipeline.config.stages import Evaluate
+from pipeline.errors import UserError
+from pipeline.evaluation import record
+from pipeline.files import digest
+from pipeline.launch.ranks import array_task
+
+log = logging.getLogger("pipeline")
+
+#: The value of stage.checkpoint that selects every checkpoint of run_dir.
+ALL = "all"
+
+
+def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what the scores of a checkpoint depend on: its content, the adapter, and the settings of the evaluation."""
+    adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
+    return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **settings}
+
+
+def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any]) -> list[Path]:
+    """Return the checkpoints to evaluate: the one that is named, or with stage.checkpoint=all those that were not evaluated yet.
+
+    The tasks of a Slurm job array share the checkpoints.
+
+    Args:
+        run_dir: the run directory.
+        stage: the settings of the stage.
+        kind: as in record.path_of.
+        settings: what the scores depend on besides the checkpoint.
+
+    Raises:
+        UserError: there is none.
+    """
+    if stage.checkpoint != ALL:
+        return [native.find(run_dir, stage.checkpoint)]
+    found = native.complete(run_dir)
+    if not found:
+        raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
+    task = array_task()
+    mine = found if task is None else found[task.index :: task.size]
+    missing = [path for path in mine if not record.is_recorded(run_dir, native.step_of(path), kind, settings_of(path, stage, settings))]
+    if len(missing) < len(mine):
+        log.info("evaluate: %d of %d checkpoints are evaluated already", len(mine) - len(missing), len(mine))
+    return missing
