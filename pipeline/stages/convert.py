@@ -19,6 +19,7 @@ from pipeline.files import atomic_folder, digest
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
 from pipeline.parallel.parallelize import DTYPES
+from pipeline.stages import convert_quantize
 from pipeline.stages.convert_import import FOLDER, import_model
 
 log = logging.getLogger("pipeline")
@@ -45,7 +46,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     if stage.format == "peft":
         export_adapter(config, stage)
         return
-    output = Path(stage.output or Path(config.run_dir) / "hf")
+    output = Path(stage.output or Path(config.run_dir) / ("hf" if stage.quantize == "none" else f"hf-{stage.quantize}"))
     path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
         lambda: open_tokenizer(config),
@@ -56,6 +57,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         "stage.shard_gigabytes": stage.shard_gigabytes,
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        **convert_quantize.settings_of(stage),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / adapter.WEIGHTS
@@ -73,13 +75,24 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         lambda: registry.adapter(model),
     )
     dtype, tokenizer_folder = DTYPES[stage.dtype], Path(config.tokenizer.path)
+    quantized = None if stage.quantize == "none" else convert_quantize.prepare(config, stage, checkpoint, model, tokenizer)
+    packing, entry = (quantized.packing, quantized.config_json) if quantized else (None, None)
     with atomic_folder(output) as folder:
-        parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
+        shard_bytes = int(stage.shard_gigabytes * 1e9)
+        parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=shard_bytes, packing=packing)
+        if quantized:
+            convert_quantize.write_report(folder, stage, checkpoint, quantized, model, parameters)
         named = checkpoint.config.get("data", {}).get("decoder_start")
         padding = tokenizer.first_of([named] if named else DECODER_STARTS)
         original = imported_original(Path(config.run_dir) / FOLDER, tokenizer_folder)
         huggingface_export.write_configs(
-            folder, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding, original=original
+            folder,
+            model,
+            dtype=dtype,
+            end_of_document_id=tokenizer.end_of_document,
+            padding_id=padding,
+            original=original,
+            quantization=entry,
         )
         huggingface_export.copy_tokenizer(
             tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions

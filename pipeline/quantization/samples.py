@@ -1,0 +1,65 @@
+"""Token sequences of given documents: what GPTQ calibrates with, and what perplexity is measured on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipeline.config.data import DataConfig
+from pipeline.data.read import reader, sources
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import UserError
+
+log = logging.getLogger("pipeline")
+
+#: Tokens of a sequence, unless the model has fewer positions.
+LENGTH = 2048
+
+
+def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: TextEncoder, *, tokens: int, max_positions: int) -> Tensor:
+    """Read documents, join their tokens with end-of-document tokens in between, and cut them into sequences.
+
+    Args:
+        inputs: files, folders, globs or URLs.
+        key: configuration key of the inputs.
+        data: options of reading.
+        encoder: the tokenizer.
+        tokens: number of tokens to read at most.
+        max_positions: positions of the model.
+
+    Returns:
+        int64 (sequences, length + 1), neighbors sharing a token, as in pretraining. The length is that of all tokens if they are few.
+
+    Raises:
+        UserError: an input does not exist, or the documents hold no text.
+    """
+    ids: list[int] = []
+    for text in _texts(inputs, key, data):
+        ids += [*encoder.encode([text])[0].tolist(), encoder.end_of_document]
+        if len(ids) >= tokens:
+            break
+    ids = ids[:tokens]
+    if len(ids) < 2:
+        raise UserError.of(key, ", ".join(inputs), "holds no text", "set it to other documents")
+    length = min(max_positions, LENGTH, len(ids) - 1)
+    return torch.tensor(ids).unfold(0, length + 1, length)
+
+
+def _texts(inputs: Sequence[str], key: str, data: DataConfig) -> Iterator[str]:
+    """The texts of the documents; unreadable records are skipped with a warning."""
+    try:
+        found, bad = sources.find({DEFAULT_CORPUS: list(inputs)}, data.suffixes, data.exclude)
+    except UserError as error:
+        raise UserError([replace(violation, key=key) for violation in error.violations]) from error
+    documents = (document for source in found for document in reader.read(sources.Span(source), ReadOptions.of(data)))
+    for document in itertools.chain(bad, documents):
+        if isinstance(document, Bad):
+            log.warning("%s: skipped %s %s: %s", key, document.source, document.position, document.reason)
+        elif document.text:
+            yield document.text

@@ -1,0 +1,110 @@
+"""Quantized export by stage=convert: integer weights for the format compressed-tensors, and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Convert
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import collect_errors
+from pipeline.layers.uniform_quantization import Scheme
+from pipeline.models.config import ModelConfig
+from pipeline.parallel.parallelize import DTYPES
+from pipeline.quantization import compressed
+from pipeline.quantization.perplexity import perplexity
+from pipeline.quantization.report import ErrorSum, Report
+from pipeline.quantization.samples import read_sequences
+from pipeline.quantization.weights import QuantizedWeights, build, check_model, layers_of, quantized_layers
+
+log = logging.getLogger("pipeline")
+
+REPORT = "quantization.json"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantized weights of an export.
+
+    Attributes:
+        weights: their dequantized values.
+        packing: how they are stored.
+        config_json: the entry quantization_config of config.json.
+        held_out: token sequences for the perplexity, None for none.
+    """
+
+    weights: QuantizedWeights
+    packing: compressed.Packing
+    config_json: dict[str, Any]
+    held_out: Tensor | None
+
+
+def scheme_of(stage: Convert) -> Scheme:
+    """Return how the settings quantize matrices."""
+    if stage.quantize == "int4":
+        return Scheme(4, stage.symmetric, group=stage.group_size)
+    return Scheme(8, stage.symmetric, per_tensor=stage.granularity == "tensor")
+
+
+def settings_of(stage: Convert) -> dict[str, Any]:
+    """Return the settings that determine the quantized weights, for the manifest."""
+    if stage.quantize == "none":
+        return {}
+    names = ("quantize", "symmetric", "granularity", "group_size", "rounding", "calibration", "held_out", "sample_tokens")
+    return {f"stage.{name}": getattr(stage, name) for name in names}
+
+
+def prepare(config: RunConfig, stage: Convert, weights: Weights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
+    """Quantize the weights of a model.
+
+    Raises:
+        UserError: the model cannot be quantized with these settings, a package is missing, or documents cannot be read.
+    """
+    scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
+
+    def sequences(key: str, inputs: list[str]) -> Callable[[], Tensor | None]:
+        options = {"tokens": stage.sample_tokens, "max_positions": model.max_positions}
+        return lambda: read_sequences(inputs, f"stage.{key}", config.data, tokenizer, **options) if inputs else None
+
+    *_, held_out = collect_errors(
+        compressed.check_installed,
+        lambda: check_model(model, scheme, stage.quantize),
+        sequences("calibration", stage.calibration),
+        sequences("held_out", stage.held_out),
+    )
+    quantized = QuantizedWeights(weights, model, scheme, dtype)
+    dynamic = stage.quantize == "int8_dynamic"
+    packing = compressed.Packing(quantized, model, dynamic=dynamic, dtype=dtype)
+    return Quantization(quantized, packing, compressed.quantization_config(model, scheme, dynamic=dynamic), held_out)
+
+
+def write_report(folder: Path, stage: Convert, weights: Weights, quantization: Quantization, model: ModelConfig, parameters: int) -> None:
+    """Measure what quantization has changed, and write quantization.json to an export."""
+    layers = quantized_layers(model)
+    error = ErrorSum()
+    for layer in layers:
+        error.add(weights.tensor(f"{layer}.weight"), quantization.weights.tensor(f"{layer}.weight"))
+    count = sum(outputs * inputs for outputs, inputs in layers.values())
+    before, after = parameters * DTYPES[stage.dtype].itemsize, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    bits = 8 * quantization.packing.stored_bytes / count
+    scores: dict[str, Any] = {}
+    if (held_out := quantization.held_out) is not None:
+        log.info("convert: measuring the perplexity on %s tokens, before and after", f"{held_out[:, 1:].numel():,}")
+        scores["perplexity_before"] = perplexity(build(weights, model), held_out)
+        quantized = build(quantization.weights, model)
+        if stage.quantize == "int8_dynamic":
+            compressed.quantize_inputs(layers_of(quantized, model).values())
+        scores["perplexity_after"] = perplexity(quantized, held_out)
+        scores["held_out_tokens"] = held_out[:, 1:].numel()
+    report = Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **scores)
+    (folder / REPORT).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    log.info("convert: %s", report.text())
