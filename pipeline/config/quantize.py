@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pipeline.config.stages import Convert
 from pipeline.errors import Violation
 
+#: The types of stage.format=gguf.
+_GGUF = ("q8_0", "q4_0", "q4_k")
+
 
 def violations(stage: Convert) -> Iterator[Violation]:
     """Return the rules that the settings of an export violate, as far as they do not depend on the model."""
@@ -21,6 +24,14 @@ def violations(stage: Convert) -> Iterator[Violation]:
         yield Violation("stage.quantize", kind, "applies to an export, and stage.input imports", fix)
     if stage.format == "peft":
         yield Violation("stage.quantize", kind, "is not supported by stage.format=peft", "set stage.format=huggingface")
+        return
+    if (kind in _GGUF) != (stage.format == "gguf"):
+        rule = "requires stage.format=gguf" if kind in _GGUF else "is not a type of stage.format=gguf"
+        fix = "set stage.format=gguf" if kind in _GGUF else "set stage.quantize=q8_0 or q4_0, or stage.format=huggingface"
+        yield Violation("stage.quantize", kind, rule, fix)
+        return
+    if kind in _GGUF and stage.rounding != "nearest":
+        yield Violation("stage.rounding", stage.rounding, "is not supported by stage.format=gguf", "set stage.rounding=nearest")
     if stage.granularity == "tensor" and kind == "int4":
         rule = "applies to int8; int4 has a scale for each stage.group_size weights"
         yield Violation("stage.granularity", stage.granularity, rule, "remove it, or set stage.quantize=int8")

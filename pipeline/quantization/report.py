@@ -15,7 +15,7 @@ class Report:
         quantize: stage.quantize.
         rounding: stage.rounding.
         parameters: number of weights of the model.
-        quantized: number of them that are quantized.
+        quantized: number of them that are quantized; with GGUF all of them, its vectors included.
         bits: stored bits per quantized weight, with scales and zero points.
         bytes_before, bytes_after: of all weights, in stage.dtype and as exported.
         error: norm of the difference of the quantized weights, relative to their norm.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from pipeline.errors import collect_errors
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.quantization import compressed
+from pipeline.quantization import compressed, gptq
 from pipeline.quantization.perplexity import perplexity
 from pipeline.quantization.report import ErrorSum, Report
 from pipeline.quantization.samples import read_sequences
@@ -71,24 +70,24 @@ def prepare(config: RunConfig, stage: Convert, weights: Weights, model: ModelCon
     """
     scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
 
-    def sequences(key: str, inputs: list[str]) -> Callable[[], Tensor | None]:
-        options = {"tokens": stage.sample_tokens, "max_positions": model.max_positions}
-        return lambda: read_sequences(inputs, f"stage.{key}", config.data, tokenizer, **options) if inputs else None
-
-    *_, held_out = collect_errors(
+    *_, calibration, held_out = collect_errors(
         compressed.check_installed,
         lambda: check_model(model, scheme, stage.quantize),
-        sequences("calibration", stage.calibration),
-        sequences("held_out", stage.held_out),
+        lambda: _sequences("calibration", config, stage, model, tokenizer),
+        lambda: read_held_out(config, stage, model, tokenizer),
     )
-    quantized = QuantizedWeights(weights, model, scheme, dtype)
+    solved = {}
+    if calibration is not None:
+        log.info("convert: GPTQ calibrates with %s tokens", f"{calibration[:, :-1].numel():,}")
+        solved = gptq.solve(build(weights, model), model, calibration[:, :-1], scheme, dtype)
+    quantized = QuantizedWeights(weights, model, scheme, dtype, solved)
     dynamic = stage.quantize == "int8_dynamic"
     packing = compressed.Packing(quantized, model, dynamic=dynamic, dtype=dtype)
     return Quantization(quantized, packing, compressed.quantization_config(model, scheme, dynamic=dynamic), held_out)
 
 
-def write_report(folder: Path, stage: Convert, weights: Weights, quantization: Quantization, model: ModelConfig, parameters: int) -> None:
-    """Measure what quantization has changed, and write quantization.json to an export."""
+def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quantization, model: ModelConfig, parameters: int) -> None:
+    """Measure what quantization has changed, and write the report to an export."""
     layers = quantized_layers(model)
     error = ErrorSum()
     for layer in layers:
@@ -96,15 +95,47 @@ def write_report(folder: Path, stage: Convert, weights: Weights, quantization: Q
     count = sum(outputs * inputs for outputs, inputs in layers.values())
     before, after = parameters * DTYPES[stage.dtype].itemsize, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     bits = 8 * quantization.packing.stored_bytes / count
-    scores: dict[str, Any] = {}
-    if (held_out := quantization.held_out) is not None:
-        log.info("convert: measuring the perplexity on %s tokens, before and after", f"{held_out[:, 1:].numel():,}")
-        scores["perplexity_before"] = perplexity(build(weights, model), held_out)
-        quantized = build(quantization.weights, model)
-        if stage.quantize == "int8_dynamic":
-            compressed.quantize_inputs(layers_of(quantized, model).values())
-        scores["perplexity_after"] = perplexity(quantized, held_out)
-        scores["held_out_tokens"] = held_out[:, 1:].numel()
-    report = Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **scores)
+    found = scores(quantization.held_out, model, weights, quantization.weights, dynamic=stage.quantize == "int8_dynamic")
+    write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **found))
+
+
+def read_held_out(config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: TextEncoder) -> Tensor | None:
+    """Return the token sequences of stage.held_out, None without it."""
+    return _sequences("held_out", config, stage, model, tokenizer)
+
+
+def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: Weights, *, dynamic: bool = False) -> dict[str, Any]:
+    """Return the perplexities of a report.
+
+    Args:
+        held_out: token sequences, None for none.
+        model: the model configuration.
+        before, after: the original and the quantized weights.
+        dynamic: inputs of the quantized layers are quantized, too.
+    """
+    if held_out is None:
+        return {}
+    log.info("convert: measuring the perplexity on %s tokens, before and after", f"{held_out[:, 1:].numel():,}")
+    original = perplexity(build(before, model), held_out)
+    quantized = build(after, model)
+    if dynamic:
+        compressed.quantize_inputs(layers_of(quantized, model).values())
+    return {
+        "perplexity_before": original,
+        "perplexity_after": perplexity(quantized, held_out),
+        "held_out_tokens": held_out[:, 1:].numel(),
+    }
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write quantization.json, and log it."""
     (folder / REPORT).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
     log.info("convert: %s", report.text())
+
+
+def _sequences(key: str, config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: TextEncoder) -> Tensor | None:
+    """Return the token sequences of stage.calibration or stage.held_out, None without documents."""
+    if not (inputs := getattr(stage, key)):
+        return None
+    options = {"tokens": stage.sample_tokens, "max_positions": model.max_positions}
+    return read_sequences(inputs, f"stage.{key}", config.data, tokenizer, **options)

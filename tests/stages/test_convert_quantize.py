@@ -1,6 +1,7 @@
 """stage=convert with stage.quantize, of an imported model."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,11 +46,36 @@ def test_int4_is_reported_and_loads(run):
     assert "stage.group_size=16" in convert(run, *quantize[:1], "stage.group_size=16", expect=2)
 
 
+def test_gptq_reads_calibration_documents(run):
+    """On documents like those of the calibration, its perplexity is closer to the original one."""
+    common = ("stage.quantize=int4", "stage.group_size=32", f"stage.held_out=[{run / 'held_out.jsonl'}]")
+    gaps = []
+    for rounding in (("stage.rounding=gptq", f"stage.calibration=[{run / 'calibration.jsonl'}]"), ()):
+        output = run / f"rounded-{len(rounding)}"
+        printed = convert(run, *common, *rounding, f"stage.output={output}")
+        assert ("GPTQ calibrates with" in printed) == bool(rounding)
+        report = json.loads((output / "quantization.json").read_text())
+        gaps.append(abs(math.log(report["perplexity_after"] / report["perplexity_before"])))
+    assert gaps[0] < gaps[1]
+    assert "stage.calibration=[]: is required by stage.rounding=gptq" in convert(run, *common, "stage.rounding=gptq", expect=2)
+
+
+def test_gguf_is_reported(run):
+    convert(run, "stage.format=gguf", "stage.quantize=q8_0", f"stage.held_out=[{run / 'held_out.jsonl'}]")
+    report = json.loads((run / "gguf-q8_0/quantization.json").read_text())
+    assert 8.5 < report["bits"] < 8.7
+    assert report["perplexity_after"] == pytest.approx(report["perplexity_before"], rel=0.02)
+    assert (run / "gguf-q8_0/model.gguf").stat().st_size > report["bytes_after"]
+    refused = convert(run, "stage.format=gguf", "stage.quantize=q4_k", expect=2)
+    assert "stage.quantize=q4_k: cannot be written: the package gguf decodes this type" in refused
+    assert "stage.quantize=q8_0: requires stage.format=gguf" in convert(run, "stage.quantize=q8_0", expect=2)
+
+
 def test_refusals(run, tmp_path):
     def refused(*more: str) -> str:
         return convert(run, *more, f"stage.output={tmp_path / 'out'}", expect=2)
 
-    assert "stage.quantize=int3: must be one of none, int8, int8_dynamic, int4" in refused("stage.quantize=int3")
+    assert "stage.quantize=int3: must be one of none, int8, int8_dynamic, int4, q8_0, q4_0, q4_k" in refused("stage.quantize=int3")
     assert "stage.quantize=int4: applies to an export" in refused("stage.quantize=int4", "stage.input=/models/other")
     assert "stage.granularity=tensor: applies to int8" in refused("stage.quantize=int4", "stage.granularity=tensor")
     assert "stage.symmetric=False: is not supported by int8_dynamic" in refused("stage.quantize=int8_dynamic", "stage.symmetric=false")
