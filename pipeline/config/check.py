@@ -249,6 +249,9 @@ def _training(config: RunConfig) -> Iterator[Violation]:
     if config.precision.fp8 != "none" and config.precision.dtype != "bf16":
         rule = f"requires precision.dtype=bf16, not {config.precision.dtype}"
         yield Violation("precision.fp8", config.precision.fp8, rule, "set precision=fp8")
+    if config.lora.quantize != "none" and not config.lora.rank:
+        rule = "requires adapters: weights in 4 bits are not trained"
+        yield Violation("lora.quantize", config.lora.quantize, rule, "set lora.rank, for example 16")
     if config.precision.fp8 != "none" and config.lora.rank:
         yield Violation("precision.fp8", config.precision.fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")
     if training.sequence_length > config.model.max_positions:

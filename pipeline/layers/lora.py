@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.linear import Linear
+from pipeline.layers.nf4 import NF4Weight
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,12 @@ class LowRank(nn.Module):
 
 
 class LoRALinear(Linear):
-    """A linear layer with an adapter. The weights of the layer keep their names; those of the adapter are `lora.a` and `lora.b`."""
+    """A linear layer with an adapter. The weights of the layer keep their names; those of the adapter are `lora.a` and `lora.b`.
+
+    The weight may be replaced by an NF4Weight (QLoRA, Dettmers et al. 2023).
+    """
+
+    weight: Tensor | NF4Weight  # type: ignore[assignment]
 
     def __init__(self, base: nn.Linear, spec: LoraSpec) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -47,7 +53,10 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., input) -> (..., output)."""
-        return super().forward(x) + self.lora(x)
+        if isinstance(self.weight, NF4Weight):
+            y = self.weight(x)
+            return (y if self.bias is None else y + self.bias) + self.lora(x)
+        return F.linear(x, self.weight, self.bias) + self.lora(x)
 
 
 def add_adapters(model: nn.Module, spec_of: Callable[[str], LoraSpec | None]) -> None:

@@ -156,7 +156,7 @@ def write(path: Path, weights: Weights, config: ModelConfig, tokens: Tokens, *, 
         for stored, (row, _, type_) in rows.items():
             value = row.to_hf([weights.tensor(part) for part in row.names])
             if _is_interleaved(config, stored):
-                value = _interleave(value, config.head_dim)  # type: ignore[attr-defined]
+                value = _interleave(value, config.head_dim)
             writer.write_tensor_data(quantize(value.float().numpy(), type_).view(np.uint8))
             progress.advance(1, stored)
     writer.close()
@@ -196,7 +196,7 @@ class FileWeights:
         tensor, row = self._places[name]
         value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
         if _is_interleaved(self._config, tensor.name):
-            value = _deinterleave(value, self._config.head_dim)  # type: ignore[attr-defined]
+            value = _deinterleave(value, self._config.head_dim)
         return row.from_hf(value, [self.shape(part) for part in row.names])[row.names.index(name)]
 
 

@@ -140,7 +140,8 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
     checkpoint = reader.Checkpoint(path)
     model = families.from_dict(checkpoint.config["model"])
     found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.adapter(model))
-    found = replace(found, base=adapter.base_hash(checkpoint, model))
+    if adapter.lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base
+        found = replace(found, base=adapter.base_hash(checkpoint, model))
     base = checkpoint.config["checkpoint"].get("initialize_from") or ""
     with atomic_folder(output) as folder:
         dropout = adapter.lora_of(checkpoint.config).dropout
