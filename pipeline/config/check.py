@@ -27,6 +27,9 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if config.lora.rank and config.stage.name in ("certify", "plan"):
         rule = f"is not supported by stage={config.stage.name}"
         found.append(Violation("lora.rank", config.lora.rank, rule, "remove it, for the job that trains all weights"))
+    if config.training.fake_quantize != "none" and config.stage.name in ("certify", "plan"):
+        rule = f"is not supported by stage={config.stage.name}"
+        found.append(Violation("training.fake_quantize", config.training.fake_quantize, rule, "remove it, for the job without rounding"))
     if isinstance(config.stage, Generate):
         found += _generate(config, config.stage, world_size)
     if isinstance(config.stage, Convert):
@@ -252,6 +255,10 @@ def _training(config: RunConfig) -> Iterator[Violation]:
     if config.lora.quantize != "none" and not config.lora.rank:
         rule = "requires adapters: weights in 4 bits are not trained"
         yield Violation("lora.quantize", config.lora.quantize, rule, "set lora.rank, for example 16")
+    for key, value in (("precision.fp8", config.precision.fp8), ("lora.rank", config.lora.rank)):
+        if training.fake_quantize != "none" and value not in ("none", 0):
+            rule = "is not supported with training.fake_quantize"
+            yield Violation(key, value, rule, f"remove it, or set training.fake_quantize=none instead of {training.fake_quantize}")
     if config.precision.fp8 != "none" and config.lora.rank:
         yield Violation("precision.fp8", config.precision.fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")
     if training.sequence_length > config.model.max_positions:

@@ -29,6 +29,11 @@ class TrainingConfig:
         choices=("auto", "supervised"),
     )
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
+    fake_quantize: str = knob(
+        "none",
+        "quantization-aware training: linear layers of the blocks compute with weights rounded to 8 bits, as by stage.quantize=int8",
+        choices=("none", "int8"),
+    )
     global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)

@@ -71,15 +71,17 @@ def range_parameters(weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.
     grouped = weight.reshape(1, 1, -1) if scheme.per_tensor else weight.unflatten(1, (-1, scheme.group or weight.shape[1]))
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     if scheme.symmetric:
-        span, steps = torch.maximum(-low, high), scheme.highest
-    else:
-        span, steps = high - low, scheme.highest - scheme.lowest
-    scale = (span / steps).to(dtype)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # a group of zeros
-    if scheme.symmetric:
+        scale = scale_of(torch.maximum(-low, high), scheme.highest, dtype)
         return scale, torch.zeros_like(scale, dtype=torch.int8)
+    scale = scale_of(high - low, scheme.highest - scheme.lowest, dtype)
     zero_point = torch.round(scheme.lowest - low / scale.float()).clamp(scheme.lowest, scheme.highest)
     return scale, zero_point.to(torch.int8)
+
+
+def scale_of(span: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return the scale that divides a span into steps; 1 for a span of 0, a group of zeros."""
+    scale = (span / steps).to(dtype)
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def round_to_codes(weight: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme) -> Tensor:

@@ -16,6 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
+from pipeline.layers.fake_quantization import fake_quantize_layers
 from pipeline.layers.flex import flex
 from pipeline.layers.init import Constant, Init, initial_tensor
 from pipeline.layers.lora import LoraSpec, add_adapters
@@ -139,7 +140,7 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
 
 
 def build_model(config: RunConfig) -> Stack:
-    """Build the full model, with the adapters of a LoRA run; uninitialized, on torch's default device."""
+    """Build the full model, with adapters (LoRA) or rounded weights (fake quantization); uninitialized, on torch's default device."""
     model = registry.build(config.model)
 
     def spec(layer: str) -> LoraSpec | None:
@@ -147,6 +148,8 @@ def build_model(config: RunConfig) -> Stack:
         return LoraSpec(rank, config.lora.alpha_of(layer), config.lora.dropout) if rank else None
 
     add_adapters(model, spec)
+    if config.training.fake_quantize != "none":
+        fake_quantize_layers(model)
     return model
 
 

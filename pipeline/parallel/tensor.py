@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
@@ -227,6 +228,8 @@ def apply(
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
             if roles[name] == "row":
+                if isinstance(linear, FakeQuantizedLinear):
+                    linear.reduce_max = partial(collectives.all_reduce, group=group, op="max")
                 setattr(module, name, RowParallelLinear(linear, leave))
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):

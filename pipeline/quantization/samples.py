@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.config.data import DataConfig
 from pipeline.data.read import reader, sources
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
+from pipeline.data.read.suffixes import SEARCHED
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import UserError
 
@@ -54,7 +55,8 @@ def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: T
 def _texts(inputs: Sequence[str], key: str, data: DataConfig) -> Iterator[str]:
     """The texts of the documents; unreadable records are skipped with a warning."""
     try:
-        found, bad = sources.find({DEFAULT_CORPUS: list(inputs)}, data.suffixes, data.exclude)
+        known = [*data.suffixes, *SEARCHED] if data.suffixes else []  # also text shards, whatever the suffix of the training documents
+        found, bad = sources.find({DEFAULT_CORPUS: list(inputs)}, known, data.exclude)
     except UserError as error:
         raise UserError([replace(violation, key=key) for violation in error.violations]) from error
     documents = (document for source in found for document in reader.read(sources.Span(source), ReadOptions.of(data)))

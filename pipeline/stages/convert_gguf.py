@@ -8,6 +8,7 @@ from pipeline.checkpoint.huggingface_export import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import collect_errors
 from pipeline.models.config import ModelConfig
 from pipeline.quantization import gguf_file
 from pipeline.quantization.report import ErrorSum, Report
@@ -20,9 +21,12 @@ def check(config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: Text
     Raises:
         UserError: the model, its tokenizer or the type is not supported.
     """
-    gguf_file.check(model, stage.quantize)
-    gguf_file.read_tokens(Path(config.tokenizer.path), model.vocab_size, tokenizer.end_of_document)
-    read_held_out(config, stage, model, tokenizer)
+    size = max(model.vocab_size, tokenizer.vocab_size)  # a larger tokenizer is refused elsewhere
+    collect_errors(
+        lambda: gguf_file.check(model, stage.quantize),
+        lambda: gguf_file.read_tokens(Path(config.tokenizer.path), size, tokenizer.end_of_document),
+        lambda: read_held_out(config, stage, model, tokenizer),
+    )
 
 
 def write(folder: Path, config: RunConfig, stage: Convert, weights: Weights, model: ModelConfig, tokenizer: TextEncoder) -> int:
