@@ -93,10 +93,12 @@ _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
 
 
 def _ignored(config: ModelConfig) -> Iterable[str]:
-    """The stock modules with matrices that are not quantized."""
+    """The stock modules with matrices that are not quantized: embeddings and head."""
+    with torch.device("meta"):
+        matrices = {name for name, parameter in registry.build(config).named_parameters() if parameter.dim() == 2}
     rows, duplicates = registry.stock_rows(config)
     quantized = {row.hf_name for row in quantized_rows(config)}
-    names = {row.hf_name for row in rows if row.hf_name not in quantized} | duplicates.keys()
+    names = {row.hf_name for row in rows if matrices.issuperset(row.names) and row.hf_name not in quantized} | duplicates.keys()
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.config import quantize
+from pipeline.config.stages import Convert
 from tests.checkpoint.test_huggingface_export import TEXT, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
 from tests.models.small_decoders import CONFIGS
@@ -57,7 +59,6 @@ def test_gptq_reads_calibration_documents(run):
         report = json.loads((output / "quantization.json").read_text())
         gaps.append(abs(math.log(report["perplexity_after"] / report["perplexity_before"])))
     assert gaps[0] < gaps[1]
-    assert "stage.calibration=[]: is required by stage.rounding=gptq" in convert(run, *common, "stage.rounding=gptq", expect=2)
 
 
 def test_gguf_is_reported(run):
@@ -68,7 +69,25 @@ def test_gguf_is_reported(run):
     assert (run / "gguf-q8_0/model.gguf").stat().st_size > report["bytes_after"]
     refused = convert(run, "stage.format=gguf", "stage.quantize=q4_k", expect=2)
     assert "stage.quantize=q4_k: cannot be written: the package gguf decodes this type" in refused
-    assert "stage.quantize=q8_0: requires stage.format=gguf" in convert(run, "stage.quantize=q8_0", expect=2)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"quantize": "int4", "input": "/models/other"}, "stage.quantize=int4: applies to an export, and stage.input imports"),
+        ({"quantize": "int4", "granularity": "tensor"}, "stage.granularity=tensor: applies to int8"),
+        ({"quantize": "int8_dynamic", "symmetric": False}, "stage.symmetric=False: is not supported by int8_dynamic"),
+        ({"quantize": "int8", "format": "peft"}, "stage.quantize=int8: is not supported by stage.format=peft"),
+        ({"quantize": "int8", "format": "gguf"}, "stage.quantize=int8: is not a type of stage.format=gguf"),
+        ({"quantize": "q8_0"}, "stage.quantize=q8_0: requires stage.format=gguf"),
+        ({"quantize": "int4", "rounding": "gptq"}, "stage.calibration=[]: is required by stage.rounding=gptq"),
+        ({"quantize": "int4", "calibration": ["a"]}, "stage.calibration=['a']: has no effect with stage.rounding=nearest"),
+        ({"held_out": ["a"]}, "stage.held_out=['a']: has no effect with stage.quantize=none"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, said):
+    (violation,) = quantize.violations(Convert(name="convert", **settings))
+    assert str(violation).startswith(said)
 
 
 def test_refusals(run, tmp_path):
@@ -76,9 +95,6 @@ def test_refusals(run, tmp_path):
         return convert(run, *more, f"stage.output={tmp_path / 'out'}", expect=2)
 
     assert "stage.quantize=int3: must be one of none, int8, int8_dynamic, int4, q8_0, q4_0, q4_k" in refused("stage.quantize=int3")
-    assert "stage.quantize=int4: applies to an export" in refused("stage.quantize=int4", "stage.input=/models/other")
-    assert "stage.granularity=tensor: applies to int8" in refused("stage.quantize=int4", "stage.granularity=tensor")
-    assert "stage.symmetric=False: is not supported by int8_dynamic" in refused("stage.quantize=int8_dynamic", "stage.symmetric=false")
     message = refused("stage.quantize=int4", "stage.group_size=48", f"stage.held_out=[{tmp_path / 'none.jsonl'}]")
     assert "stage.group_size=48: must divide the 64 inputs of blocks.0.attention.query" in message
     assert "stage.held_out=" in message
