@@ -22,7 +22,7 @@ class LoraConfig:
     alpha_pattern: dict[str, float] = knob({}, "pattern of names -> another alpha for these layers", above=0)
     quantize: str = knob(
         "none",
-        "weights of the layers with an adapter: in the dtype of the run, or in 4 bits with double quantization (nf4; QLoRA)",
+        "weights of the linear layers of the blocks: in the dtype of the run, or in 4 bits with double quantization (nf4; QLoRA)",
         choices=("none", "nf4"),
     )
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format to start from, instead of rank, alpha and targets")

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.linear import Linear
-from pipeline.layers.nf4 import NF4Weight
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,7 @@ class LowRank(nn.Module):
 
 
 class LoRALinear(Linear):
-    """A linear layer with an adapter. The weights of the layer keep their names; those of the adapter are `lora.a` and `lora.b`.
-
-    The weight may be replaced by an NF4Weight (QLoRA, Dettmers et al. 2023).
-    """
-
-    weight: Tensor | NF4Weight  # type: ignore[assignment]
+    """A linear layer with an adapter. The weights of the layer keep their names; those of the adapter are `lora.a` and `lora.b`."""
 
     def __init__(self, base: nn.Linear, spec: LoraSpec) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -53,10 +47,7 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., input) -> (..., output)."""
-        if isinstance(self.weight, NF4Weight):
-            y = self.weight(x)
-            return (y if self.bias is None else y + self.bias) + self.lora(x)
-        return F.linear(x, self.weight, self.bias) + self.lora(x)
+        return super().forward(x) + self.lora(x)
 
 
 def add_adapters(model: nn.Module, spec_of: Callable[[str], LoraSpec | None]) -> None:

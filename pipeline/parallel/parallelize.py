@@ -19,6 +19,7 @@ from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers
 from pipeline.layers.flex import flex
 from pipeline.layers.init import Constant, Init, initial_tensor
+from pipeline.layers.linear import Linear
 from pipeline.layers.lora import LoraSpec, add_adapters
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.stack import Stack
@@ -174,8 +175,8 @@ def init_weights(
     """
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
-    adapted = {lora.layer_of(piece.name) for piece in model.pieces.values() if lora.is_adapter(piece.name)}
-    in_4_bits = {f"{layer}.weight" for layer in adapted} if config.lora.quantize == "nf4" else set()
+    linears = [layer for stage in model.stage_modules() for layer in stage.blocks.modules() if isinstance(layer, Linear)]
+    in_4_bits = {layer.weight for layer in linears} if config.lora.quantize == "nf4" else set()
 
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
         if value is not None:
@@ -185,7 +186,7 @@ def init_weights(
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor | NF4Weight:
         piece = model.pieces[parameter]
-        if piece.name in in_4_bits:
+        if parameter in in_4_bits:
             quantized = NF4Weight(initial_value(piece))
             model.quantized[quantized] = piece
             return quantized

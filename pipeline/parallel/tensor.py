@@ -76,8 +76,8 @@ def fused_project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     One product is also what inductor fuses with the collective of its input, and in the backward pass with that of the input's gradient.
     Autograd saves the concatenated weights, unless they are concatenated again in the backward pass (activation checkpointing).
     """
-    plain = [linear for linear in linears if type(linear) is Linear]
-    if len(plain) < len(linears):  # an adapter, for example
+    plain = [linear for linear in linears if type(linear) is Linear and isinstance(linear.weight, Tensor)]
+    if len(plain) < len(linears):  # an adapter, or a weight in 4 bits, for example
         return project(x, *linears)
     widths = [linear.weight.shape[0] for linear in plain]
     y = F.linear(x, torch.cat(tuple(linear.weight for linear in plain)) if len(plain) > 1 else plain[0].weight)

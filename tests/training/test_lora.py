@@ -12,7 +12,7 @@ from torch import nn
 from pipeline.config.lora import is_adapter
 from pipeline.errors import UserError
 from pipeline.layers.init import initial_tensor
-from pipeline.layers.lora import LoRALinear
+from pipeline.layers.linear import Linear
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.models import registry
 from pipeline.parallel.parallelize import adapter_std, build_model
@@ -47,8 +47,8 @@ LAYOUTS = {
 }
 
 
-#: QLoRA with slices of two tensor ranks that are full blocks.
-NF4 = ("lora.quantize=nf4", "model.hidden=128", "model.ffn_hidden=128")
+#: QLoRA with slices of two tensor ranks that are full blocks; the attention has no adapters.
+NF4 = ("lora.quantize=nf4", "model.hidden=128", "model.ffn_hidden=128", "lora.targets=[*.mlp.*]", "++lora.rank_pattern={}")
 
 
 def settings(name: str, *more: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def initialized(config: Any) -> nn.Module:
             parameter.copy_(initial_tensor(name, shape, std, config.training.seed))
             parameter.requires_grad_(is_adapter(name))
         for module in model.modules() if config.lora.quantize == "nf4" else ():
-            if isinstance(module, LoRALinear):
+            if isinstance(module, Linear):
                 module.weight.copy_(NF4Weight(module.weight).dequantize())
     return model
 
