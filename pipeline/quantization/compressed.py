@@ -118,7 +118,7 @@ def quantize_inputs(layers: Iterable[nn.Linear]) -> None:
         layer.register_forward_pre_hook(rounded)
 
 
-def check_installed() -> None:
+def check_installed(kind: str) -> None:
     """Refuse to quantize without the package.
 
     Raises:
@@ -128,4 +128,4 @@ def check_installed() -> None:
         logging.getLogger("torchao").setLevel(logging.ERROR)  # which transformers imports; it warns of kernels for other GPUs
         import compressed_tensors  # noqa: F401
     except ModuleNotFoundError:
-        raise UserError.of("stage.quantize", "int8", "requires the package compressed-tensors", "pip install '.[quantize]'") from None
+        raise UserError.of("stage.quantize", kind, "requires the package compressed-tensors", "pip install '.[quantize]'") from None

@@ -19,11 +19,11 @@ from pipeline.errors import UserError
 
 log = logging.getLogger("pipeline")
 
-#: Tokens of a sequence, unless the model has fewer positions.
+#: Tokens of a sequence at most, for models of any context.
 LENGTH = 2048
 
 
-def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: TextEncoder, *, tokens: int, max_positions: int) -> Tensor:
+def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: TextEncoder, *, tokens: int, longest: int) -> Tensor:
     """Read documents, join their tokens with end-of-document tokens in between, and cut them into sequences.
 
     Args:
@@ -32,7 +32,7 @@ def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: T
         data: options of reading.
         encoder: the tokenizer.
         tokens: number of tokens to read at most.
-        max_positions: positions of the model.
+        longest: tokens of a sequence at most.
 
     Returns:
         int64 (sequences, length + 1), neighbors sharing a token, as in pretraining. The length is that of all tokens if they are few.
@@ -48,7 +48,7 @@ def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: T
     ids = ids[:tokens]
     if len(ids) < 2:
         raise UserError.of(key, ", ".join(inputs), "holds no text", "set it to other documents")
-    length = min(max_positions, LENGTH, len(ids) - 1)
+    length = min(longest, LENGTH, len(ids) - 1)
     return torch.tensor(ids).unfold(0, length + 1, length)
 
 

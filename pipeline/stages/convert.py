@@ -76,7 +76,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
         lambda: registry.adapter(model),
-        *([lambda: convert_gguf.check(config, stage, model, tokenizer)] if stage.format == "gguf" else []),
+        *([lambda: convert_gguf.check(config, stage, checkpoint, model, tokenizer)] if stage.format == "gguf" else []),
     )
     quantized = None
     if stage.format == "huggingface" and stage.quantize != "none":

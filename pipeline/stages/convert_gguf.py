@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -15,7 +15,7 @@ from pipeline.quantization.report import ErrorSum, Report
 from pipeline.stages.convert_quantize import read_held_out, scores, write_report
 
 
-def check(config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: TextEncoder) -> None:
+def check(config: RunConfig, stage: Convert, checkpoint: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> None:
     """Refuse what a GGUF file cannot hold.
 
     Raises:
@@ -25,11 +25,11 @@ def check(config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: Text
     collect_errors(
         lambda: gguf_file.check(model, stage.quantize),
         lambda: gguf_file.read_tokens(Path(config.tokenizer.path), size, tokenizer.end_of_document),
-        lambda: read_held_out(config, stage, model, tokenizer),
+        lambda: read_held_out(config, stage, checkpoint, tokenizer),
     )
 
 
-def write(folder: Path, config: RunConfig, stage: Convert, weights: Weights, model: ModelConfig, tokenizer: TextEncoder) -> int:
+def write(folder: Path, config: RunConfig, stage: Convert, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> int:
     """Write model.gguf, and for quantized types the report. Returns the number of parameters."""
     tokens = gguf_file.read_tokens(Path(config.tokenizer.path), model.vocab_size, tokenizer.end_of_document)
     kind = stage.dtype if stage.quantize == "none" else stage.quantize
@@ -40,7 +40,7 @@ def write(folder: Path, config: RunConfig, stage: Convert, weights: Weights, mod
     stored, error = gguf_file.FileWeights(path, weights, model), ErrorSum()
     for name in stored.names():
         error.add(weights.tensor(name), stored.tensor(name))
-    found = scores(read_held_out(config, stage, model, tokenizer), model, weights, stored)
+    found = scores(read_held_out(config, stage, weights, tokenizer), model, weights, stored)
     bits = 8 * stored.bytes / parameters
     report = Report(kind, "nearest", parameters, parameters, bits, 4 * parameters, stored.bytes, error.relative, **found)
     write_report(folder, report)

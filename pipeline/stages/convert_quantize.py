@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.checkpoint.huggingface_export import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
@@ -62,7 +63,7 @@ def settings_of(stage: Convert) -> dict[str, Any]:
     return {f"stage.{name}": getattr(stage, name) for name in names}
 
 
-def prepare(config: RunConfig, stage: Convert, weights: Weights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
+def prepare(config: RunConfig, stage: Convert, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
     """Quantize the weights of a model.
 
     Raises:
@@ -71,10 +72,10 @@ def prepare(config: RunConfig, stage: Convert, weights: Weights, model: ModelCon
     scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
 
     *_, calibration, held_out = collect_errors(
-        compressed.check_installed,
+        lambda: compressed.check_installed(stage.quantize),
         lambda: check_model(model, scheme, stage.quantize),
-        lambda: _sequences("calibration", config, stage, model, tokenizer),
-        lambda: read_held_out(config, stage, model, tokenizer),
+        lambda: _sequences("calibration", config, stage, weights, tokenizer),
+        lambda: read_held_out(config, stage, weights, tokenizer),
     )
     solved = {}
     if calibration is not None:
@@ -99,9 +100,9 @@ def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quanti
     write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **found))
 
 
-def read_held_out(config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: TextEncoder) -> Tensor | None:
+def read_held_out(config: RunConfig, stage: Convert, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
     """Return the token sequences of stage.held_out, None without it."""
-    return _sequences("held_out", config, stage, model, tokenizer)
+    return _sequences("held_out", config, stage, checkpoint, tokenizer)
 
 
 def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: Weights, *, dynamic: bool = False) -> dict[str, Any]:
@@ -133,9 +134,11 @@ def write_report(folder: Path, report: Report) -> None:
     log.info("convert: %s", report.text())
 
 
-def _sequences(key: str, config: RunConfig, stage: Convert, model: ModelConfig, tokenizer: TextEncoder) -> Tensor | None:
-    """Return the token sequences of stage.calibration or stage.held_out, None without documents."""
+def _sequences(key: str, config: RunConfig, stage: Convert, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
+    """Return the token sequences of stage.calibration or stage.held_out, None without documents. They are as long as those of training."""
     if not (inputs := getattr(stage, key)):
         return None
-    options = {"tokens": stage.sample_tokens, "max_positions": model.max_positions}
-    return read_sequences(inputs, f"stage.{key}", config.data, tokenizer, **options)
+    length: int = checkpoint.config["model"]["max_positions"]
+    if checkpoint.step:  # else it is an imported model, and the settings are not those of its training
+        length = min(length, checkpoint.config["training"]["sequence_length"])
+    return read_sequences(inputs, f"stage.{key}", config.data, tokenizer, tokens=stage.sample_tokens, longest=length)
