@@ -21,6 +21,8 @@ log = logging.getLogger("pipeline")
 
 #: Tokens of a sequence at most, for models of any context.
 LENGTH = 2048
+#: Unreadable records that the log names.
+_NAMED = 5
 
 
 def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: TextEncoder, *, tokens: int, longest: int) -> Tensor:
@@ -60,8 +62,13 @@ def _texts(inputs: Sequence[str], key: str, data: DataConfig) -> Iterator[str]:
     except UserError as error:
         raise UserError([replace(violation, key=key) for violation in error.violations]) from error
     documents = (document for source in found for document in reader.read(sources.Span(source), ReadOptions.of(data)))
+    skipped = 0
     for document in itertools.chain(bad, documents):
         if isinstance(document, Bad):
-            log.warning("%s: skipped %s %s: %s", key, document.source, document.position, document.reason)
+            skipped += 1
+            if skipped <= _NAMED:
+                log.warning("%s: skipped %s %s: %s", key, document.source, document.position, document.reason)
         elif document.text:
             yield document.text
+    if skipped > _NAMED:
+        log.warning("%s: skipped %d records", key, skipped)

@@ -25,7 +25,7 @@ def run(tmp_path_factory, tokenizer_folder) -> Path:  # noqa: F811 - the fixture
     pipeline("stage=convert", f"stage.input={folder / 'stock'}", f"run_dir={folder}")
     for name, count in (("calibration", 20), ("held_out", 6)):
         lines = [json.dumps({"text": f"{TEXT} {name} {number}"}) for number in range(count)]
-        (folder / f"{name}.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines, *["{broken"] * 7]) + "\n")
     return folder
 
 
@@ -36,7 +36,9 @@ def convert(run: Path, *more: str, expect: int = 0) -> str:
 def test_int4_is_reported_and_loads(run):
     quantize = ("stage.quantize=int4", "stage.group_size=32", f"stage.held_out=[{run / 'held_out.jsonl'}]", "stage.dtype=bf16")
     printed = convert(run, *quantize)
-    assert "stage.held_out: skipped held_out.jsonl line 7" in printed
+    assert "stage.held_out: skipped held_out.jsonl line 11" in printed
+    assert "line 12" not in printed
+    assert "stage.held_out: skipped 7 records" in printed
     assert "bits per quantized weight" in printed
     assert "nothing to do" in convert(run, *quantize)
     report = json.loads((run / "hf-int4/quantization.json").read_text())
