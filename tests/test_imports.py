@@ -18,7 +18,7 @@ LEVELS = [
     {"__main__"},
     {"stages"},
     {"certification"},
-    {"training", "generation", "evaluation", "planner", "checkpoint", "data", "launch"},
+    {"training", "generation", "evaluation", "planner", "quantization", "checkpoint", "data", "launch"},
     {"parallel"},
     {"config"},
     {"models"},

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.pieces import Piece
 
 
@@ -16,11 +17,11 @@ class Fragment:
     Attributes:
         piece: slice of the full weight that contains the fragment.
         start: first element in the flattened piece.
-        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load.
+        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load; a weight in 4 bits is always full.
         owned: whether this rank saves the fragment; if not, another rank holds the same elements and saves them.
     """
 
     piece: Piece
     start: int
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | NF4Weight]
     owned: bool

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from pipeline.errors import UserError, Violation
 from pipeline.files import apply_umask
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.rows import Row, Shape
 from pipeline.progress import Progress
 
 #: Files of a tokenizer folder; only tokenizer.json is required. The vocabularies are those of tokenizers without it.
@@ -68,7 +69,19 @@ class Weights(Protocol):
         """Full value of a weight, fp32."""
 
 
-def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int) -> int:
+class Packing(Protocol):
+    """Tensors that are stored in another form, such as quantized ones."""
+
+    def size(self, row: Row, shape: Shape) -> int | None:
+        """Bytes that are stored for a tensor; None if it is stored as it is."""
+
+    def tensors(self, row: Row) -> dict[str, Tensor] | None:
+        """Names and values that are stored for a tensor; None if it is stored as it is."""
+
+
+def write_weights(
+    folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int, packing: Packing | None = None
+) -> int:
     """Write model.safetensors, or its numbered shards and their index; tensors that the class does not expect are in other files.
 
     Args:
@@ -77,32 +90,39 @@ def write_weights(folder: Path, weights: Weights, config: ModelConfig, *, dtype:
         config: the model configuration.
         dtype: dtype to write.
         shard_bytes: maximum file size; a larger tensor gets a separate file.
+        packing: tensors that are stored in another form.
 
     Returns:
         Number of parameters written.
     """
     rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
-    elements = {name: row.elements([weights.shape(part) for part in row.names]) for name, row in rows.items()}
+    shapes = {name: row.shape([weights.shape(part) for part in row.names]) for name, row in rows.items()}
+    elements = {name: prod(shape) for name, shape in shapes.items()}
+    packed = {name: packing.size(row, shapes[name]) if packing else None for name, row in rows.items()}
+    sizes = {name: elements[name] * dtype.itemsize if size is None else size for name, size in packed.items()}
     patterns = registry.adapter(config).separate_weights(config)
     separate = {name for name in rows if any(fnmatchcase(name, pattern) for pattern in patterns)}
     read = _Reader(weights, dtype)
-    with Progress(sum(elements.values()) * dtype.itemsize, "writing weights", "B") as progress:
+    with Progress(sum(sizes.values()), "writing weights", "B") as progress:
         for stem, chosen in [("model", rows.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
             split = split_state_dict_into_shards_factory(
-                {name: count for name, count in elements.items() if name in chosen},
-                get_storage_size=lambda count: count * dtype.itemsize,
+                {name: size for name, size in sizes.items() if name in chosen},
+                get_storage_size=int,
                 filename_pattern=stem + "{suffix}.safetensors",
                 max_shard_size=shard_bytes,
             )
+            files: dict[str, str] = {}
             for file, names in split.filename_to_tensors.items():
                 shard: dict[str, Tensor] = {}
                 for name in names:
-                    shard[name] = rows[name].to_hf(read(rows[name])).to(dtype)
-                    progress.advance(shard[name].nbytes, file)
+                    stored = packing.tensors(rows[name]) if packing else None
+                    shard |= stored or {name: rows[name].to_hf(read(rows[name])).to(dtype)}
+                    progress.advance(sizes[name], file)
                 save_file(shard, folder / file, metadata={"format": "pt"})
                 apply_umask(folder / file)
+                files |= dict.fromkeys(shard, file)
             if split.is_sharded:
-                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                index = {"metadata": split.metadata, "weight_map": files}
                 _write_json(folder / f"{stem}.safetensors.index.json", index)
     return sum(count for name, count in elements.items() if rows[name].constant is None)
 
@@ -151,15 +171,19 @@ def write_configs(
     end_of_document_id: int,
     padding_id: int | None = None,
     original: Original | None = None,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
     """Write config.json and generation_config.json.
 
     The end-of-document token is both the beginning- and the end-of-sequence token. An encoder-decoder's decoder starts with the padding
     token if there is one. A model that started from a Hugging Face model keeps its token ids and its generation_config.json, if any.
+    `quantization` becomes the key quantization_config.
     """
-    adapter, number_format = registry.adapter(config), str(dtype).removeprefix("torch.")
+    adapter = registry.adapter(config)
+    own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    own |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
-        _write_json(folder / "config.json", adapter.config_json(config) | original.content | {"torch_dtype": number_format})
+        _write_json(folder / "config.json", adapter.config_json(config) | original.content | own)
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return
@@ -167,7 +191,7 @@ def write_configs(
     if adapter.constants.get("is_encoder_decoder"):
         padding = end_of_document_id if padding_id is None else padding_id
         ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
-    _write_json(folder / "config.json", adapter.config_json(config) | ids | {"torch_dtype": number_format})
+    _write_json(folder / "config.json", adapter.config_json(config) | ids | own)
     _write_json(folder / GENERATION_CONFIG, {"pad_token_id": end_of_document_id} | ids)
 
 

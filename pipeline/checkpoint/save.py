@@ -70,7 +70,7 @@ def _check_finite(fragments: list[Fragment], step: int) -> None:
     Raises:
         UserError: on every rank, with the name of such a weight.
     """
-    names = (f.piece.name for f in fragments if f.owned and not bool(f.tensors["weight"].isfinite().all()))
+    names = (f.piece.name for f in fragments if f.owned and not bool(f.tensors["weight"].detach().isfinite().all()))
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, next(names, None))
     if found := sorted(name for name in answers if name):
@@ -195,7 +195,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
             differences[key] = f"{_value(old, key)}"
     adapters = dataclasses.asdict(lora_of(old))
     has_adapters = bool(new["lora"]["rank"] or adapters["rank"])
-    for name in ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern") if consumed and has_adapters else ():
+    for name in ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize") if consumed and has_adapters else ():
         if new["lora"][name] != adapters[name]:
             differences[f"lora.{name}"] = f"{adapters[name]}"
     if consumed and checkpoint.data != data.fingerprint(config, consumed):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.config import check_data, warmup
+from pipeline.config import check_data, quantize, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Evaluate, Generate, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, Convert, Evaluate, Generate, plans_other_layouts
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -28,12 +28,17 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if config.lora.rank and config.stage.name in ("certify", "plan"):
         rule = f"is not supported by stage={config.stage.name}"
         found.append(Violation("lora.rank", config.lora.rank, rule, "remove it, for the job that trains all weights"))
+    if config.training.fake_quantize != "none" and config.stage.name in ("certify", "plan"):
+        rule = f"is not supported by stage={config.stage.name}"
+        found.append(Violation("training.fake_quantize", config.training.fake_quantize, rule, "remove it, for the job without rounding"))
     if isinstance(config.stage, Generate):
         found += _generate(config.stage)
     if isinstance(config.stage, Evaluate):
         found += _tasks(config.stage)
     if isinstance(config.stage, Generate) or has_tasks:
         found += _replicas(config, world_size)
+    if isinstance(config.stage, Convert):
+        found += quantize.violations(config.stage)
     return [*found, *check_data.violations(config)]
 
 
@@ -267,6 +272,13 @@ def _training(config: RunConfig) -> Iterator[Violation]:
     if config.precision.fp8 != "none" and config.precision.dtype != "bf16":
         rule = f"requires precision.dtype=bf16, not {config.precision.dtype}"
         yield Violation("precision.fp8", config.precision.fp8, rule, "set precision=fp8")
+    if config.lora.quantize != "none" and not config.lora.rank:
+        rule = "requires adapters: weights in 4 bits are not trained"
+        yield Violation("lora.quantize", config.lora.quantize, rule, "set lora.rank, for example 16")
+    for key, value in (("precision.fp8", config.precision.fp8), ("lora.rank", config.lora.rank)):
+        if training.fake_quantize != "none" and value not in ("none", 0):
+            rule = "is not supported with training.fake_quantize"
+            yield Violation(key, value, rule, f"remove it, or set training.fake_quantize=none instead of {training.fake_quantize}")
     if config.precision.fp8 != "none" and config.lora.rank:
         yield Violation("precision.fp8", config.precision.fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")
     if training.sequence_length > config.model.max_positions:

@@ -20,6 +20,11 @@ class LoraConfig:
         {}, "pattern of names -> another rank for these layers; 0 for no adapter", at_least=0, at_most=65536
     )
     alpha_pattern: dict[str, float] = knob({}, "pattern of names -> another alpha for these layers", above=0)
+    quantize: str = knob(
+        "none",
+        "weights of the linear layers of the blocks: in the dtype of the run, or in 4 bits with double quantization (nf4; QLoRA)",
+        choices=("none", "nf4"),
+    )
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format to start from, instead of rank, alpha and targets")
 
     def rank_of(self, layer: str) -> int:

@@ -31,6 +31,11 @@ class TrainingConfig:
     )
     dpo_beta: float = knob(0.1, "dpo: strength of the penalty for leaving the reference model", above=0)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
+    fake_quantize: str = knob(
+        "none",
+        "quantization-aware training: linear layers of the blocks compute with weights rounded to 8 bits, as by stage.quantize=int8",
+        choices=("none", "int8"),
+    )
     global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)

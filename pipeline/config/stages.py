@@ -60,14 +60,37 @@ class Convert(CheckpointReader):
     """Export of a native checkpoint to a Hugging Face folder, or import."""
 
     input: str | None = knob(None, "Hugging Face folder to import into run_dir; unset: export the checkpoint of run_dir")
-    output: str | None = knob(None, "output folder of an export; default run_dir/hf, or run_dir/adapter for peft")
+    output: str | None = knob(
+        None,
+        "output folder of an export; default run_dir/hf, run_dir/hf-int4 for stage.quantize=int4, run_dir/gguf-q8_0, or run_dir/adapter",
+    )
     format: str = knob(
         "huggingface",
-        "output of an export: full weights, with adapters merged, or only the adapter in PEFT's format",
-        choices=("huggingface", "peft"),
+        "output of an export: full weights, with adapters merged, as a Hugging Face folder or as a GGUF file for llama.cpp (gguf); or only "
+        "the adapter in PEFT's format",
+        choices=("huggingface", "gguf", "peft"),
     )
     dtype: str = knob("fp32", "dtype of the exported weights; checkpoints are fp32", choices=("fp32", "bf16"))
     shard_gigabytes: float = knob(5.0, "maximum size of a safetensors file", unit="GB", above=0)
+    quantize: str = knob(
+        "none",
+        "quantize the linear layers of an export: 8-bit weights (int8), 8-bit weights and inputs, which get a scale per token when the "
+        "model runs (int8_dynamic), or 4-bit weights (int4); with stage.format=gguf the types q8_0 and q4_0",
+        choices=("none", "int8", "int8_dynamic", "int4", "q8_0", "q4_0", "q4_k"),
+    )
+    symmetric: bool = knob(True, "quantize: without a zero point; false: affine, from the smallest to the largest weight")
+    granularity: str = knob(
+        "channel", "int8: one scale for each row of a weight (channel), or for all of it", choices=("channel", "tensor")
+    )
+    group_size: int = knob(128, "int4: weights of a row that share a scale; must divide the inputs of every layer", at_least=1)
+    rounding: str = knob(
+        "nearest",
+        "quantize: round to the nearest integer, or minimize the error of the outputs on stage.calibration (GPTQ)",
+        choices=("nearest", "gptq"),
+    )
+    calibration: list[str] = knob([], "gptq: documents like the training data; files, folders, globs or URLs of the formats of data.input")
+    held_out: list[str] = knob([], "quantize: documents for the perplexity before and after, other ones than those of stage.calibration")
+    sample_tokens: int = knob(131072, "tokens to read of stage.calibration and of stage.held_out", unit="tokens", at_least=2)
 
 
 @dataclass

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pipeline.layers.nf4 import NF4Weight
 
 
 class Projection(Protocol):
@@ -24,10 +27,18 @@ def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with uninitialized weights."""
+    """nn.Linear with uninitialized weights. The weight may be replaced by an NF4Weight, which is frozen (QLoRA)."""
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., input) -> (..., output)."""
+        weight: Tensor | NF4Weight = self.weight
+        if isinstance(weight, Tensor):
+            return F.linear(x, weight, self.bias)
+        y: Tensor = weight(x)
+        return y if self.bias is None else y + self.bias
 
 
 class Embedding(nn.Embedding):

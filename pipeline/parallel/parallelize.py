@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,15 +16,20 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
+from pipeline.layers.fake_quantization import fake_quantize_layers
 from pipeline.layers.flex import flex
 from pipeline.layers.init import Constant, Init, initial_tensor
+from pipeline.layers.linear import Linear
 from pipeline.layers.lora import LoraSpec, add_adapters
+from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, float8, recomputation, tensor
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
+
+log = logging.getLogger("pipeline")
 
 #: training.attention -> attention core
 CORES: dict[str, Core] = {"auto": automatic, "sdpa": sdpa, "flex": flex, "plain": plain}
@@ -39,6 +45,7 @@ class LocalModel(nn.Module):
         frozen: weights that have no gradient because the configuration says so, until they are initialized.
         fixed: the same for weights without a gradient: the fp32 bias of a router, a plain tensor; and frozen weights, in the dtype of the
             run. DeepSpeed neither casts nor shards them.
+        quantized: frozen weights in 4 bits (QLoRA).
     """
 
     def __init__(self, stages: dict[int, Stack], pieces: dict[nn.Parameter, Piece]) -> None:
@@ -46,6 +53,7 @@ class LocalModel(nn.Module):
         self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
         self.pieces = pieces
         self.fixed: dict[Tensor, Piece] = {}
+        self.quantized: dict[NF4Weight, Piece] = {}
         self.frozen: set[nn.Parameter] = set()
         self._initial_value: Callable[[Piece], Tensor] | None = None
 
@@ -133,7 +141,7 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
 
 
 def build_model(config: RunConfig) -> Stack:
-    """Build the full model, with the adapters of a LoRA run; uninitialized, on torch's default device."""
+    """Build the full model, with adapters (LoRA) or rounded weights (fake quantization); uninitialized, on torch's default device."""
     model = registry.build(config.model)
 
     def spec(layer: str) -> LoraSpec | None:
@@ -141,6 +149,8 @@ def build_model(config: RunConfig) -> Stack:
         return LoraSpec(rank, config.lora.alpha_of(layer), config.lora.dropout) if rank else None
 
     add_adapters(model, spec)
+    if config.training.fake_quantize != "none":
+        fake_quantize_layers(model)
     return model
 
 
@@ -165,6 +175,8 @@ def init_weights(
     """
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
+    linears = [layer for stage in model.stage_modules() for layer in stage.blocks.modules() if isinstance(layer, Linear)]
+    in_4_bits = {layer.weight for layer in linears} if config.lora.quantize == "nf4" else set()
 
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
         if value is not None:
@@ -172,8 +184,12 @@ def init_weights(
         std = adapter_std(piece) if lora.is_adapter(piece.name) else registry.initial_std(config.model, piece.name)
         return init_piece(piece, std, config.training.seed, dtype=dtype, device=device)
 
-    def materialized(_: str, parameter: nn.Parameter) -> Tensor:
+    def materialized(_: str, parameter: nn.Parameter) -> Tensor | NF4Weight:
         piece = model.pieces[parameter]
+        if parameter in in_4_bits:
+            quantized = NF4Weight(initial_value(piece))
+            model.quantized[quantized] = piece
+            return quantized
         if not parameter.requires_grad:
             frozen = parameter in model.frozen
             fixed = nn.Parameter(initial_value(piece), requires_grad=False) if frozen else initial_value(piece, torch.float32)
@@ -191,6 +207,9 @@ def init_weights(
     model.pieces, model._initial_value = pieces, initial_value
     for stage in model.stage_modules():
         stage.reset_buffers()
+    if model.quantized:
+        stored, before = sum(each.nbytes for each in model.quantized), sum(each.numel() for each in model.quantized) * dtype.itemsize
+        log.info("nf4: %d weights of this rank in %.1f MB instead of %.1f MB", len(model.quantized), stored / 1e6, before / 1e6)
 
 
 def adapter_std(piece: Piece) -> Init:

@@ -30,11 +30,11 @@ def extract_stage(model: Stack, layout: Layout, stage: int) -> Stack:
     return model
 
 
-def replace_weights(stages: Iterable[nn.Module], create: Callable[[str, nn.Parameter], Tensor]) -> None:
+def replace_weights(stages: Iterable[nn.Module], create: Callable[[str, nn.Parameter], Tensor | nn.Module]) -> None:
     """Replace every parameter by `create(name, parameter)`. Shared parameters stay shared."""
-    replaced: dict[nn.Parameter, Tensor] = {}
+    replaced: dict[nn.Parameter, Tensor | nn.Module] = {}
     for stage in stages:
-        for prefix, module in stage.named_modules():
+        for prefix, module in list(stage.named_modules()):
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if parameter not in replaced:
                     replaced[parameter] = create(f"{prefix}.{leaf}".lstrip("."), parameter)

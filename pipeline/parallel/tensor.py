@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
@@ -75,8 +76,8 @@ def fused_project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     One product is also what inductor fuses with the collective of its input, and in the backward pass with that of the input's gradient.
     Autograd saves the concatenated weights, unless they are concatenated again in the backward pass (activation checkpointing).
     """
-    plain = [linear for linear in linears if type(linear) is Linear]
-    if len(plain) < len(linears):  # an adapter, for example
+    plain = [linear for linear in linears if type(linear) is Linear and isinstance(linear.weight, Tensor)]
+    if len(plain) < len(linears):  # an adapter, or a weight in 4 bits, for example
         return project(x, *linears)
     widths = [linear.weight.shape[0] for linear in plain]
     y = F.linear(x, torch.cat(tuple(linear.weight for linear in plain)) if len(plain) > 1 else plain[0].weight)
@@ -227,6 +228,8 @@ def apply(
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
         for name, linear in linears.items():
             if roles[name] == "row":
+                if isinstance(linear, FakeQuantizedLinear):
+                    linear.reduce_max = partial(collectives.all_reduce, group=group, op="max")
                 setattr(module, name, RowParallelLinear(linear, leave))
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):

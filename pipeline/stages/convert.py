@@ -18,7 +18,9 @@ from pipeline.errors import UserError, collect_errors
 from pipeline.files import atomic_folder, digest
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
+from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
+from pipeline.stages import convert_gguf, convert_quantize
 from pipeline.stages.convert_import import FOLDER, import_model
 
 log = logging.getLogger("pipeline")
@@ -45,7 +47,8 @@ def export_model(config: RunConfig, stage: Convert) -> None:
     if stage.format == "peft":
         export_adapter(config, stage)
         return
-    output = Path(stage.output or Path(config.run_dir) / "hf")
+    kind = "gguf" if stage.format == "gguf" else "hf"
+    output = Path(stage.output or Path(config.run_dir) / (kind if stage.quantize == "none" else f"{kind}-{stage.quantize}"))
     path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
         lambda: open_tokenizer(config),
@@ -56,6 +59,8 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         "stage.shard_gigabytes": stage.shard_gigabytes,
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        **({"stage.format": "gguf"} if stage.format == "gguf" else {}),
+        **convert_quantize.settings_of(stage),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / adapter.WEIGHTS
@@ -71,22 +76,53 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
         lambda: registry.adapter(model),
+        *([lambda: convert_gguf.check(config, stage, checkpoint, model, tokenizer)] if stage.format == "gguf" else []),
     )
-    dtype, tokenizer_folder = DTYPES[stage.dtype], Path(config.tokenizer.path)
+    quantized = None
+    if stage.format == "huggingface" and stage.quantize != "none":
+        quantized = convert_quantize.prepare(config, stage, checkpoint, model, tokenizer)
     with atomic_folder(output) as folder:
-        parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=int(stage.shard_gigabytes * 1e9))
-        named = checkpoint.config.get("data", {}).get("decoder_start")
-        padding = tokenizer.first_of([named] if named else DECODER_STARTS)
-        original = imported_original(Path(config.run_dir) / FOLDER, tokenizer_folder)
-        huggingface_export.write_configs(
-            folder, model, dtype=dtype, end_of_document_id=tokenizer.end_of_document, padding_id=padding, original=original
-        )
-        huggingface_export.copy_tokenizer(
-            tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
-        )
+        if stage.format == "gguf":
+            parameters = convert_gguf.write(folder, config, stage, checkpoint, model, tokenizer)
+        else:
+            parameters = _write_huggingface(folder, config, stage, checkpoint, model, tokenizer, quantized)
         files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
         artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def _write_huggingface(
+    folder: Path,
+    config: RunConfig,
+    stage: Convert,
+    checkpoint: adapter.MergedWeights,
+    model: ModelConfig,
+    tokenizer: TextEncoder,
+    quantized: convert_quantize.Quantization | None,
+) -> int:
+    """Write the files of an export, with quantized weights if there are some. Returns the number of parameters."""
+    dtype, tokenizer_folder = DTYPES[stage.dtype], Path(config.tokenizer.path)
+    packing, entry = (quantized.packing, quantized.config_json) if quantized else (None, None)
+    shard_bytes = int(stage.shard_gigabytes * 1e9)
+    parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=shard_bytes, packing=packing)
+    if quantized:
+        convert_quantize.measure(folder, stage, checkpoint, quantized, model, parameters)
+    named = checkpoint.config.get("data", {}).get("decoder_start")
+    padding = tokenizer.first_of([named] if named else DECODER_STARTS)
+    original = imported_original(Path(config.run_dir) / FOLDER, tokenizer_folder)
+    huggingface_export.write_configs(
+        folder,
+        model,
+        dtype=dtype,
+        end_of_document_id=tokenizer.end_of_document,
+        padding_id=padding,
+        original=original,
+        quantization=entry,
+    )
+    huggingface_export.copy_tokenizer(
+        tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
+    )
+    return parameters
 
 
 def export_adapter(config: RunConfig, stage: Convert) -> None:
@@ -104,7 +140,8 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
     checkpoint = reader.Checkpoint(path)
     model = families.from_dict(checkpoint.config["model"])
     found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.adapter(model))
-    found = replace(found, base=adapter.base_hash(checkpoint, model))
+    if adapter.lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base
+        found = replace(found, base=adapter.base_hash(checkpoint, model))
     base = checkpoint.config["checkpoint"].get("initialize_from") or ""
     with atomic_folder(output) as folder:
         dropout = adapter.lora_of(checkpoint.config).dropout

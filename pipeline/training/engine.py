@@ -12,8 +12,10 @@ from torch import Tensor
 
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.config.schema import RunConfig
+from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import is_primary_copy
 from pipeline.training.loss_scale import LossScale
 
@@ -80,12 +82,7 @@ def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
 
 def fixed_fragments(model: LocalModel, mesh: Mesh) -> list[Fragment]:
     """Fragments of the weights that no optimizer updates, without its state."""
-    return [
-        Fragment(
-            piece,
-            0,
-            {"weight": value.detach().view(-1)},
-            owned=mesh.data.rank() == 0 and is_primary_copy(piece, mesh),
-        )
-        for value, piece in model.fixed.items()
-    ]
+    weights: list[tuple[Tensor | NF4Weight, Piece]] = [(value.detach().view(-1), piece) for value, piece in model.fixed.items()]
+    weights += model.quantized.items()
+    first = mesh.data.rank() == 0
+    return [Fragment(piece, 0, {"weight": value}, owned=first and is_primary_copy(piece, mesh)) for value, piece in weights]

@@ -166,6 +166,33 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     assert "training.objective=dpo: trains adapters only" in pipeline(*settings(base, tmp_path / "no", *dpo, "lora.rank=0"), expect=2)
 
 
+def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
+    """QLoRA in two jobs as in one; peft loads the adapter on the original base, and the merged export has the rounded base."""
+    qlora, run = ("lora.rank=4", "lora.alpha=16", "lora.quantize=nf4"), tmp_path / "run"
+    printed = pipeline(*settings(base, run, *qlora, "checkpoint.every=20", "checkpoint.keep=9"))
+    assert "nf4: 14 weights of this rank in 0.0 MB instead of 0.1 MB" in printed
+    found = losses(run)
+    assert found[-1] < 0.75 * found[0]
+    begun = tmp_path / "begun"
+    (begun / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/step-00000020").rename(begun / "checkpoints/step-00000020")
+    assert "lora.quantize=none: " in pipeline(*settings(base, begun, *qlora[:2]), expect=2)
+    pipeline(*settings(base, begun, *qlora))
+    assert losses(begun) == pytest.approx(found[20:], rel=1e-4)
+
+    paths = (f"tokenizer.path={base / 'imported'}", f"run_dir={run}")
+    pipeline("stage=convert", *paths, "stage.format=peft")
+    pipeline("stage=convert", *paths)
+    merged, stock = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (run / "hf", base / "stock"))
+    tokens = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        plain = stock(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(stock, run / "adapter").eval()(tokens).logits
+        gap = (merged(tokens).logits - adapted).norm()  # only that of the rounded base
+        assert 0 < gap < 0.3 * (adapted - plain).norm()
+    assert "lora.quantize=nf4: requires adapters" in pipeline(*settings(base, tmp_path / "no", "lora.quantize=nf4"), expect=2)
+
+
 def test_refusals(base, tmp_path):
     printed = pipeline("stage=finetune", f"run_dir={tmp_path}", expect=2)
     assert "checkpoint.initialize_from=None: is required" in printed

@@ -1,4 +1,4 @@
-"""LoRA: training in a layout equals a plain loop in a single process, and only adapters are trained."""
+"""LoRA and QLoRA: training in a layout equals a plain loop in a single process, and only adapters are trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from pipeline.config.lora import is_adapter
 from pipeline.errors import UserError
 from pipeline.layers.init import initial_tensor
+from pipeline.layers.linear import Linear
+from pipeline.layers.nf4 import NF4Weight
 from pipeline.models import registry
 from pipeline.parallel.parallelize import adapter_std, build_model
 from pipeline.parallel.pieces import Piece
@@ -34,14 +36,28 @@ LAYOUTS = {
         "zero_stage=0 pipeline=2 schedule=zbv",
         "zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective",
     ],
+    "llama nf4": [
+        "zero_stage=1 tensor=2 training.activation_checkpointing=selective",
+        "zero_stage=0 tensor=2 pipeline=2 schedule=zbv",
+        "zero_stage=3 context=2",
+    ],
     "gpt": ["zero_stage=1 tensor=4", "zero_stage=0 pipeline=4"],
     "mixtral": ["zero_stage=1 expert=2 tensor=2"],
     "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=2 expert=2"],
 }
 
 
+#: QLoRA with slices of two tensor ranks that are full blocks; the attention has no adapters.
+NF4 = ("lora.quantize=nf4", "model.hidden=128", "model.ffn_hidden=128", "lora.targets=[*.mlp.*]", "++lora.rank_pattern={}")
+
+
 def settings(name: str, *more: str) -> tuple[str, ...]:
-    return tiny(*MODELS[name].overrides, *LORA, *more)
+    model, _, kind = name.partition(" ")
+    return tiny(*MODELS[model].overrides, *LORA, *(NF4 if kind else ()), *more)
+
+
+def model_of(name: str) -> Any:
+    return MODELS[name.partition(" ")[0]]
 
 
 def initialized(config: Any) -> nn.Module:
@@ -53,12 +69,15 @@ def initialized(config: Any) -> nn.Module:
             std = adapter_std(Piece(name, shape)) if is_adapter(name) else registry.initial_std(config.model, name)
             parameter.copy_(initial_tensor(name, shape, std, config.training.seed))
             parameter.requires_grad_(is_adapter(name))
+        for module in model.modules() if config.lora.quantize == "nf4" else ():
+            if isinstance(module, Linear):
+                module.weight.copy_(NF4Weight(module.weight).dequantize())
     return model
 
 
 @functools.cache
 def reference(name: str) -> Trained:
-    config, model = configured(*settings(name)), MODELS[name]
+    config, model = configured(*settings(name)), model_of(name)
     config.model.bias_update_speed = 0.0  # with LoRA, routers are not changed
     return plain_loop(config, [model.batch(config, step) for step in range(STEPS)], own_loss=model.own_loss, model=initialized(config))
 
@@ -69,7 +88,7 @@ def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
     config, mine = trainer(*settings(name, *words))
     numbers = []
     for step in range(STEPS):
-        tokens, batch = MODELS[name].batch(config, step)
+        tokens, batch = model_of(name).batch(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
         loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
         numbers.append((float(loss), float(result.gradient_norm)))

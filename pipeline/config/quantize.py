@@ -1,0 +1,55 @@
+"""Rules between the keys of stage=convert that quantize an export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config.stages import Convert
+from pipeline.errors import Violation
+
+#: The types of stage.format=gguf.
+_GGUF = ("q8_0", "q4_0", "q4_k")
+
+
+def violations(stage: Convert) -> Iterator[Violation]:
+    """Return the rules that the settings of an export violate, as far as they do not depend on the model."""
+    kind = stage.quantize
+    if kind == "none":
+        for key, value in (("rounding", stage.rounding), ("calibration", stage.calibration), ("held_out", stage.held_out)):
+            if value not in ("nearest", []):
+                yield Violation(f"stage.{key}", value, "has no effect with stage.quantize=none", "set stage.quantize, for example int4")
+        return
+    if stage.input is not None:
+        fix = "import without it first, then quantize the checkpoint: stage=convert stage.quantize=... with the same run_dir"
+        yield Violation("stage.quantize", kind, "applies to an export, and stage.input imports", fix)
+    if stage.format == "peft":
+        yield Violation("stage.quantize", kind, "is not supported by stage.format=peft", "set stage.format=huggingface")
+        return
+    if (kind in _GGUF) != (stage.format == "gguf"):
+        rule = "requires stage.format=gguf" if kind in _GGUF else "is not a type of stage.format=gguf"
+        fix = "set stage.format=gguf" if kind in _GGUF else "set stage.quantize=q8_0 or q4_0, or stage.format=huggingface"
+        yield Violation("stage.quantize", kind, rule, fix)
+        return
+    if kind in _GGUF and stage.rounding != "nearest":
+        yield Violation("stage.rounding", stage.rounding, "is not supported by stage.format=gguf", "set stage.rounding=nearest")
+    if stage.granularity == "tensor" and kind == "int4":
+        rule = "applies to int8; int4 has a scale for each stage.group_size weights"
+        yield Violation("stage.granularity", stage.granularity, rule, "remove it, or set stage.quantize=int8")
+    if not stage.symmetric and kind == "int8_dynamic":
+        rule = "is not supported by int8_dynamic: products of integers require weights without a zero point"
+        yield Violation("stage.symmetric", False, rule, "set stage.symmetric=true, or stage.quantize=int8")
+    yield from _rounding(stage)
+
+
+def _rounding(stage: Convert) -> Iterator[Violation]:
+    """GPTQ requires calibration documents; rounding to nearest does not read them."""
+    if stage.rounding == "nearest" and stage.calibration:
+        fix = "set stage.rounding=gptq; for the perplexity before and after, set stage.held_out"
+        yield Violation("stage.calibration", stage.calibration, "has no effect with stage.rounding=nearest", fix)
+    if stage.rounding == "gptq":
+        if not stage.calibration:
+            fix = "set it to files of documents like the training data: stage.calibration=[documents.jsonl]"
+            yield Violation("stage.calibration", "[]", "is required by stage.rounding=gptq", fix)
+        if stage.granularity == "tensor":
+            rule = "is not supported by stage.rounding=gptq"
+            yield Violation("stage.granularity", stage.granularity, rule, "set stage.granularity=channel")

@@ -1,0 +1,1 @@
+"""Quantized exports: integer weights, their formats, and perplexity before and after."""

@@ -1,0 +1,66 @@
+"""Quantized exports: stock transformers computes the logits of the dequantized weights."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoint import huggingface_export
+from pipeline.errors import UserError
+from pipeline.layers.uniform_quantization import Scheme
+from pipeline.models.t5.config import T5Config
+from pipeline.quantization import compressed
+from pipeline.quantization.weights import QuantizedWeights, build, check_model, layers_of
+from tests.checkpoint.test_huggingface_export import InMemory, load, random_model
+from tests.models.small_decoders import CONFIGS
+
+CHANNEL, TENSOR, GROUP = Scheme(8), Scheme(8, per_tensor=True), Scheme(4, group=16)
+AFFINE = {"symmetric": False}
+#: family and scheme; BLOOM has three interleaved layers in a tensor, OPT biases.
+EXPORTS = [
+    ("llama-grouped", CHANNEL, False),
+    ("llama-tied", replace(CHANNEL, **AFFINE), False),
+    ("bloom", replace(TENSOR, **AFFINE), False),
+    ("opt", TENSOR, False),
+    ("qwen3", CHANNEL, True),
+    ("bloom", replace(GROUP, **AFFINE), False),
+    ("gemma3", GROUP, False),
+]
+
+
+def export(folder: Path, weights: Any, config: Any, scheme: Scheme, *, dynamic: bool, shard_bytes: int = 10**9) -> QuantizedWeights:
+    quantized = QuantizedWeights(weights, config, scheme, torch.float32)
+    packing = compressed.Packing(quantized, config, dynamic=dynamic, dtype=torch.float32)
+    huggingface_export.write_weights(folder, weights, config, dtype=torch.float32, shard_bytes=shard_bytes, packing=packing)
+    entry = compressed.quantization_config(config, scheme, dynamic=dynamic)
+    huggingface_export.write_configs(folder, config, dtype=torch.float32, end_of_document_id=0, quantization=entry)
+    return quantized
+
+
+@pytest.mark.parametrize("name, scheme, dynamic", EXPORTS)
+def test_logits_of_stock_transformers_are_those_of_the_dequantized_weights(name, scheme, dynamic, tmp_path):
+    config = CONFIGS[name]
+    weights = InMemory(random_model(config))
+    quantized = export(tmp_path, weights, config, scheme, dynamic=dynamic, shard_bytes=10**9 if name == "bloom" else 30_000)
+    model = build(quantized, config)
+    if dynamic:
+        compressed.quantize_inputs(layers_of(model, config).values())
+    tokens = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        ours, theirs, before = model(tokens), load(tmp_path)(tokens).logits, random_model(config)(tokens)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert 1e-3 < (ours - before).abs().mean() < before.std(), "quantization has an effect"
+
+
+def test_models_and_sizes_that_cannot_be_quantized_are_refused():
+    for name, scheme, said in (
+        ("gpt", CHANNEL, "Conv1D"),
+        ("mixtral", CHANNEL, "is not supported for MoE models"),
+        ("llama", Scheme(4, group=32), r"stage.group_size=32: must divide the 48 inputs of blocks.0.attention.query"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_model(CONFIGS[name], scheme, "int8")
+    with pytest.raises(UserError, match=r"is supported for decoders; model.family=t5 is not one"):
+        check_model(T5Config(), CHANNEL, "int8")
