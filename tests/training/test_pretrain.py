@@ -153,13 +153,13 @@ def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, 
         "parallel.tensor=2",
         "precision=fp32",
         f"data.tokens={tokens}",
-        "training.steps=12",
+        "training.steps=8",
         "checkpoint.every=2",
-        "training.validate_every=5",
+        "training.validate_every=3",
     )
     run(ranks, *arguments, f"run_dir={tmp_path}/straight")
     processes = start_ranks(ranks, "stage=pretrain", *TINY, *arguments, f"run_dir={tmp_path}/killed")
-    metrics, until = tmp_path / "killed" / "metrics.jsonl", random.uniform(2, 8)
+    metrics, until = tmp_path / "killed" / "metrics.jsonl", random.uniform(2, 5)
     while processes[0].poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
         time.sleep(0.02)
     time.sleep(random.uniform(0, 0.1))
