@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tools.bench.tensor_memory import TensorMemory
+
 #: A Llama of 60 M parameters.
 MODEL = (
     *("model=llama-tiny", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.layers=8", "model.ffn_hidden=1376"),
@@ -198,6 +200,9 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
             dist.barrier()
             times.append(time.perf_counter() - started)
         peak = resident("VmHWM") - before
+        memory = TensorMemory()
+        with memory.counting():
+            step(*next(data))
         traffic = Traffic()
         for parameter in parameters:
             parameter.register_hook(lambda _: traffic.events.append(("gradient", 0)))
@@ -205,7 +210,13 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
             step(*next(data))
     if rank == 0:
         tokens = options["ranks"] * shape[0] * shape[1]
-        result = {"peak": peak, "tokens_per_second": tokens / sorted(times)[len(times) // 2], **traffic.summary()}
+        result = {
+            "peak": peak,
+            "state": memory.state,
+            "tensors": memory.peak,
+            "tokens_per_second": tokens / sorted(times)[len(times) // 2],
+            **traffic.summary(),
+        }
         Path(folder, "result").write_text(json.dumps(result))
 
 
