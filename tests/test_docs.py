@@ -84,6 +84,7 @@ def checked(overrides: list[str], ranks: int) -> RunConfig:
     return config
 
 
+@pytest.mark.slow
 def test_every_stage_is_shown() -> None:
     assert {checked(o, r).stage.name for o, r in STARTS if "-m" not in o} == set(STAGES)
     assert SWEEPS
@@ -94,6 +95,7 @@ def test_commands_are_legal(overrides: list[str], ranks: int) -> None:
     checked(overrides, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", SWEEPS, ids=" ".join)
 def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -140,6 +140,7 @@ def test_planted_cases_contain_duplicates(one_rank):
     assert min(jaccards) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, round_bytes", [(2, 100), (4, 1 << 26)])
 def test_the_result_does_not_depend_on_the_number_of_ranks(one_rank, tmp_path, ranks, round_bytes):
     assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
@@ -295,6 +296,7 @@ def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_documents_of_another_corpus_are_dropped(tmp_path, ranks):
     chance = random.Random(1)

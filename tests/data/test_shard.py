@@ -134,6 +134,7 @@ def test_corpora_keep_their_names_and_are_deduplicated_together(library, tmp_pat
     assert manifest["totals"]["exact_duplicates"] == 6
 
 
+@pytest.mark.slow
 def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_path):
     line = "Subscribe to our letter from the harbour, and read of it first."
     pages = [json_line(prose(n) + "\n" + line, url=f"https://example.org/{n}/") for n in range(20)]
@@ -214,6 +215,7 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
         assert ("validation" in splits) == (validation_wanted and total >= 2)
 
 
+@pytest.mark.slow
 def test_the_division_into_parts_changes_nothing(library, tmp_path):
     """Which of equal documents and lines is kept, which near duplicates are found, and all bytes of shards and report."""
     for megabytes in (0.01, 0.05, 100):
@@ -225,6 +227,7 @@ def test_the_division_into_parts_changes_nothing(library, tmp_path):
     assert {kept[prose(n)] for n in range(0, 60, 10)} == {"part 0.jsonl"}, "of equal documents, the first is kept"
 
 
+@pytest.mark.slow
 def test_dropped_documents_are_saved_with_the_reason_and_can_be_read_again(library, cleaned, tmp_path):
     settings = (*LIBRARY, "data.save_dropped=true")
     for ranks in (0, 2):

@@ -95,6 +95,7 @@ def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(
     assert same_files(cleaned, folder)
 
 
+@pytest.mark.slow
 def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
     folder = tmp_path / "s"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
@@ -114,6 +115,7 @@ def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
     assert not (folder / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}

@@ -170,6 +170,7 @@ def test_a_small_text_yields_a_smaller_vocabulary_with_a_warning(shards, tmp_pat
     assert f"yield only {totals['vocab_size']} of 8192 vocabulary entries" in printed
 
 
+@pytest.mark.slow
 def test_several_sizes_in_one_run_equal_single_runs(shards, tokenizer, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.vocab_sizes=[300,320]", f"tokenizer.compare=[{tokenizer}]")
     assert (tmp_path / "t/300/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
@@ -284,6 +285,7 @@ def tiktoken_file(path: Path, tokenizer: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_tiktoken_file(tokenizer, tmp_path):
     source = tiktoken_file(tmp_path / "x.tiktoken", tokenizer)
     settings = ("stage=train_tokenizer", f"tokenizer.source={source}", f"tokenizer.path={tmp_path}/t")
@@ -333,6 +335,7 @@ def test_a_sentencepiece_model(name, options, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "t").eos_token_id == original.eos_id()
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_imported(tmp_path):
     def refused(name: str, content: bytes | None) -> str:
         if content is not None:

@@ -16,6 +16,7 @@ from tests.helpers import RAW, pipeline
 SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), SLURM], ids=["basic", "slurm"])
 def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:
     message = pipeline(
@@ -30,6 +31,7 @@ def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...
     assert not list((tmp_path / "sweep").glob("*/"))
 
 
+@pytest.mark.slow
 def test_values_that_do_not_compose_are_reported_separately(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,abc", "model=llama-tiny,lama-tiny", f"run_dir={tmp_path}", *SLURM, expect=2)
     assert message.startswith("2 problems")
@@ -37,6 +39,7 @@ def test_values_that_do_not_compose_are_reported_separately(tmp_path: Path) -> N
     assert "model=lama-tiny" in message
 
 
+@pytest.mark.slow
 def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
     pipeline(
         "-m", "stage=shard", *RAW, f"data.input=[{corpus}]", "data.seed=1,2",
@@ -46,6 +49,7 @@ def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
     assert [m["settings"]["data.seed"] for m in manifests] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
     text = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path / 'sweep'}", "dry_run=true", *SLURM)
     assert text.count("#!/bin/bash") == 2
@@ -55,6 +59,7 @@ def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
     assert "dry_run=" not in text, "the printed jobs are those that would be submitted"
 
 
+@pytest.mark.slow
 def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path}", "hydra.sweep.subdir=same", *SLURM, expect=2)
     assert "is shared by several runs" in message

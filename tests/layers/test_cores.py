@@ -100,6 +100,7 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
     return inputs, mask, torch.randn(2, heads, queries, 8, generator=chance, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORES)
 @settings(deadline=None, max_examples=60)
 @given(case=CASES)

@@ -63,6 +63,7 @@ def test_a_moe_layer_is_the_dense_sum(seed, batch, sequence, sizes, scoring, nor
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"capacity_factor": 0.7}, {"aux_loss": AuxLoss(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction_bias": True}]
 )

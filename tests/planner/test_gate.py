@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pipeline.planner import gate
 from pipeline.planner.plan import hardware_of, plan
 from tests.helpers import pipeline
@@ -14,6 +16,7 @@ JOB = ("stage=pretrain", "model=llama3.2-1b", *BATCH)
 V100 = ("cluster.hardware=v100-16", "cluster.tasks_per_node=4")
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     config = configured(*JOB, *V100)
     result = gate.planned(config, 4)
@@ -36,6 +39,7 @@ def test_without_hardware_nothing_is_planned():
     assert gate.violation(config, 4, None) is None
 
 
+@pytest.mark.slow
 def test_the_dry_run_refuses_it():
     text = pipeline(*JOB, *V100, "dry_run=true", expect=2)
     assert "GB on a GPU of 17.2 GB" in text

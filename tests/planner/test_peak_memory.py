@@ -59,6 +59,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(family, mode, id=f"{family}-{mode}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mode"), cases())
 def test_the_traced_peak_is_that_of_a_real_pass(family, mode):
     settings = (f"model={family}", "stage=pretrain", *BATCH, f"training.activation_checkpointing={mode}")

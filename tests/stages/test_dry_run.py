@@ -86,6 +86,7 @@ def composed():
         yield lambda *overrides: to_run_config(compose("config", ["training.micro_batch_size=1", *overrides]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "published"),
     [

@@ -13,6 +13,7 @@ from tests.helpers import pipeline
 from tests.training.test_blend import TINY
 
 
+@pytest.mark.slow
 def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
     """Two corpora with a validation split, and one that is too short."""
     folder = tmp_path / "tokens"

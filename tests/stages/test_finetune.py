@@ -75,6 +75,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics(run_dir) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     """In two jobs as in one, with frozen weights unchanged; then it answers, and is evaluated."""
     frozen = 'training.frozen=["embed.*","blocks.0.*"]'
@@ -104,6 +105,7 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     assert json.loads((tmp_path / "run/generated/completions.jsonl").read_text())["generated"]["text"] == "drei"
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
     """LoRA in two jobs as in one; the adapter in PEFT's format, merged into full weights, and as the start of a run."""
     lora, run = ("lora.rank=4", "lora.alpha=16", "lora.dropout=0.05"), tmp_path / "run"
@@ -147,6 +149,7 @@ def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
     assert losses(tmp_path / "more")[0] < 0.85 * found[0]
 
 
+@pytest.mark.slow
 def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     """DPO: the loss begins at ln 2 and falls, also on the validation pairs, and PEFT loads the adapter."""
     lines = [{"messages": [{"role": "user", "content": word}], "chosen": NUMBERS[word], "rejected": "null"} for word in NUMBERS] * 8
@@ -166,6 +169,7 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     assert "training.objective=dpo: trains adapters only" in pipeline(*settings(base, tmp_path / "no", *dpo, "lora.rank=0"), expect=2)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
     """QLoRA in two jobs as in one; peft loads the adapter on the original base, and the merged export has the rounded base."""
     qlora, run = ("lora.rank=4", "lora.alpha=16", "lora.quantize=nf4"), tmp_path / "run"
@@ -193,6 +197,7 @@ def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
     assert "lora.quantize=nf4: requires adapters" in pipeline(*settings(base, tmp_path / "no", "lora.quantize=nf4"), expect=2)
 
 
+@pytest.mark.slow
 def test_refusals(base, tmp_path):
     printed = pipeline("stage=finetune", f"run_dir={tmp_path}", expect=2)
     assert "checkpoint.initialize_from=None: is required" in printed

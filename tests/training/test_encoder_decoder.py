@@ -73,6 +73,7 @@ def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path): 
     assert told < 2 < other
 
 
+@pytest.mark.slow
 def test_missing_inputs_are_reported_before_training(tokens, tokenizer, tmp_path):
     paths = (f"data.tokens={tokens}", f"tokenizer.path={tokenizer}", f"run_dir={tmp_path}/run")
     assert "<extra_id_0>" in pipeline(*SMALL, "model=t5-tiny", *paths, expect=2)
