@@ -26,6 +26,13 @@ def test_a_table_of_one_case(tmp_path):
     assert row["megatron"] == 6 * LLAMA3_70B + 12 * LLAMA3_70B / 64
     assert row["total"] == row["weights"] + row["gradients"] + row["optimizer"]
     assert row["groups"] <= 8
+    # In each of 16 micro-batches, fp32 gradients are reduced and bf16 weights gathered twice; head and embedding once, vectors once a step.
+    tables = 128_256 * 8192
+    vectors = (2 * 80 + 1) * 8192
+    blocks = LLAMA3_70B - 2 * tables - vectors
+    sent = 63 / 64 * (16 * 4 * LLAMA3_70B + 16 * 2 * (2 * blocks + 2 * tables) + 2 * vectors)
+    assert row["data"] == pytest.approx(sent, rel=1e-6)
+    assert row["tensor"] == row["context"] == row["expert"] == row["pipeline"] == 0
     assert f"{row['total'] / GIB:9.2f}" in printed
     assert python(ROOT / "tools" / "audit_scale", "--case=nothing")[0] == 2
 
