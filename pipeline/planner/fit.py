@@ -18,8 +18,9 @@ from torch import Tensor
 
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
+from pipeline.planner.cells import Contradiction, measured_step_time
 from pipeline.planner.frameworks import FITTED
-from pipeline.planner.published import Contradiction, measured_step_time, read
+from pipeline.planner.published import read
 from pipeline.planner.tables import predict
 from pipeline.planner.trace import Trace
 

@@ -6,19 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.planner.cells import Contradiction, integer, number
 from pipeline.planner.frameworks import FITTED, Frameworks, eager, practice_of
 from pipeline.planner.practice import Practice
+from pipeline.planner.published_model import model_of
 
 #: Columns without which a row cannot be predicted.
 REQUIRED = ("gpu", "gpus", "seq_len", "global_batch")
@@ -40,10 +37,6 @@ SYSTEMS = {
 
 #: File of conf/hardware/ -> values that replace some of its keys.
 Changes = Mapping[str, Mapping[str, Any]]
-
-
-class Contradiction(Exception):  # noqa: N818 - a property of a row
-    """A row whose cells contradict each other, or that describes no run."""
 
 
 @dataclass
@@ -88,31 +81,31 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
     for name in REQUIRED:
         if not row.get(name, "").strip():
             raise Contradiction(f"{name} is empty")
-    gpus, tensor, pipeline, context = (_int(row, name, 1, assumed) for name in ("gpus", "tp", "pp", "cp"))
+    gpus, tensor, pipeline, context = (integer(row, name, 1, assumed) for name in ("gpus", "tp", "pp", "cp"))
     model_ranks = tensor * pipeline * context
     if gpus % model_ranks:
         raise Contradiction(f"gpus={gpus} is not a multiple of tp x pp x cp = {model_ranks}")
-    data = _int(row, "dp", gpus // model_ranks, assumed)
+    data = integer(row, "dp", gpus // model_ranks, assumed)
     if data * model_ranks != gpus:
         raise Contradiction(f"tp x pp x cp x dp = {data * model_ranks} is not gpus={gpus}")
-    expert = expert_ranks = _int(row, "ep", 1, [])
+    expert = expert_ranks = integer(row, "ep", 1, [])
     # Megatron-LM's experts are sharded over the tensor ranks, or are spread over them (expert tensor size 1).
     expert_tensor = 1 if data % expert or "etp 1" in row.get("notes", "").lower() else tensor
     if data % expert:
         shared = math.gcd(data, expert)
         assumed.append(f"experts over {shared} data ranks instead of ep={expert}")
         expert = shared
-    sequence, batch = _int(row, "seq_len", 0, assumed), _int(row, "global_batch", 0, assumed)
-    micro = _int(row, "micro_batch", 1, assumed)
+    sequence, batch = integer(row, "seq_len", 0, assumed), integer(row, "global_batch", 0, assumed)
+    micro = integer(row, "micro_batch", 1, assumed)
     if batch % data:
         raise Contradiction(f"global_batch={batch} is not a multiple of dp={data}")
     if (batch // data) % micro:
         raise Contradiction(f"global_batch={batch} is not a multiple of dp x micro_batch = {data * micro}")
     micro_batches = batch // data // micro
-    model = _model(row, sequence, tensor, expert, pipeline, assumed)
-    year = _int(row, "year", 2024, assumed)
+    model = model_of(row, sequence, tensor, expert, pipeline, assumed)
+    year = integer(row, "year", 2024, assumed)
     usual = model.layers // pipeline if year >= 2024 and model.layers % pipeline == 0 and micro_batches % pipeline == 0 else 1
-    chunks = _int(row, "interleave", usual, assumed) if pipeline > 1 else 1
+    chunks = integer(row, "interleave", usual, assumed) if pipeline > 1 else 1
     if chunks > 1 and (model.layers < pipeline * chunks or micro_batches % pipeline):
         assumed.append(f"no interleaving, since {chunks} stages a rank do not divide layers or micro-batches")
         chunks = 1
@@ -166,7 +159,7 @@ def file_of(row: dict[str, str]) -> str:
         Contradiction: there is none.
     """
     name = row["gpu"].lower()
-    memory = _float(row, "gpu_mem_gb")
+    memory = number(row, "gpu_mem_gb")
     kinds = {"v100": "v100-32", "gh200": "gh200", "gb200": "gb200", "h200": "h200", "h100": "h100", "h800": "h100", "b200": "b200"}
     kinds |= {"mi250": "mi250x", "mi300": "mi300x", "a100": "a100-80"}
     found = next((file for word, file in sorted(kinds.items(), key=lambda item: -len(item[0])) if word in name), None)
@@ -185,12 +178,12 @@ def hardware_of(row: dict[str, str], assumed: list[str], changed: Changes) -> Ha
     Raises:
         Contradiction: no file of conf/hardware/ describes its GPU.
     """
-    found, memory = file_of(row), _float(row, "gpu_mem_gb")
+    found, memory = file_of(row), number(row, "gpu_mem_gb")
     hardware = replace(hardware_files.load(found), **changed.get(found, {}))
-    node = _int(row, "gpus_per_node", hardware.gpus_per_node, assumed)
+    node = integer(row, "gpus_per_node", hardware.gpus_per_node, assumed)
     text = " ".join(row.values()).lower()
     network = next((rate for word, rate in SYSTEMS.items() if word in text), 0.0)
-    if not network and _int(row, "gpus", 1, []) > node:
+    if not network and integer(row, "gpus", 1, []) > node:
         assumed.append(f"network={hardware.network_gb_s:g} GB/s a GPU")
     if found.startswith(("a100", "h100", "h200")):  # boards of four GPUs have no switch
         hardware = replace(hardware, switch=node >= 8)
@@ -221,112 +214,9 @@ def _sharding(row: dict[str, str], model_ranks: int, assumed: list[str]) -> tupl
     if found := re.search(r"fsdp (\d+) x dp", text):
         return 3, int(found[1])
     if "hybrid" in text:
-        return 3, _int(row, "gpus_per_node", 8, [])
+        return 3, integer(row, "gpus_per_node", 8, [])
     if "shard_grad" in text or re.search(r"zero-?_? ?2", text):
         return 2, 0
     if "fsdp" in text or re.search(r"zero-?_? ?3", text):
         return 3, 0
     return (1, 0) if "distributed optimizer" in text or re.search(r"zero-?_? ?1", text) else (0, 0)
-
-
-def _model(row: dict[str, str], sequence: int, tensor: int, expert: int, pipeline: int, assumed: list[str]) -> Any:
-    """The model of a row, with one family for each kind of feed-forward: GPT, Llama (gated) or Mixtral (experts)."""
-    name = row.get("model_name", "").lower()
-    if re.search("mamba|hybrid", name):
-        raise Contradiction(f"model_name={row['model_name']} is not a transformer")
-    if "deepseek-v3" in name and not row.get("ffn_hidden", "").strip():
-        assumed.append("sizes of DeepSeek-V3")
-        return DeepseekV3Config(layers=_int(row, "layers", 61, []), max_positions=sequence)
-    parameters = (_float(row, "params_b") or 0.0) * 1e9
-    multiple = 128 * tensor  # frameworks pad the vocabulary
-    vocabulary = math.ceil(_int(row, "vocab", 50304, assumed) / multiple) * multiple
-    hidden, layers = _int(row, "hidden", 0, []), _int(row, "layers", 0, [])
-    if not hidden:
-        if not parameters:
-            raise Contradiction("hidden and params_b are empty")
-        hidden = max(128, round(math.sqrt(parameters / 12 / (layers or 32)) / 128) * 128)
-        assumed.append(f"hidden={hidden}")
-    given = _int(row, "ffn_hidden", 0, [])
-    experts, top_k = _experts(row.get("model_name", ""), expert)
-    ffn = given or 4 * hidden
-    if not given and experts > 1 and parameters and layers:  # nearly all parameters are those of the three matrices of the experts
-        ffn = max(256, round((parameters - 2 * vocabulary * hidden - 4 * layers * hidden**2) / (3 * hidden * layers * experts) / 256) * 256)
-    if not given:
-        assumed.append(f"ffn_hidden={ffn}")
-    if not layers:
-        block = 4 * hidden**2 + 2 * ffn * hidden
-        layers = max(pipeline, round((parameters - vocabulary * hidden) / block)) if parameters else 0
-        if not layers:
-            raise Contradiction("layers and params_b are empty")
-        assumed.append(f"layers={layers}")
-    heads = _int(row, "heads", 0, [])
-    if not heads:
-        heads = next((n for n in (hidden // 128, hidden // 64, hidden // 96) if n and hidden % n == 0 and n % tensor == 0), tensor)
-        assumed.append(f"heads={heads}")
-    kv_heads = _int(row, "kv_heads", heads, assumed)
-    kv_heads = kv_heads if kv_heads % tensor == 0 else tensor  # every tensor rank has a copy
-    if hidden % heads or heads % tensor or ffn % tensor or heads % kv_heads:
-        raise Contradiction(f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} and ffn_hidden={ffn} do not divide by tp={tensor}")
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "ffn_hidden": ffn, "vocab_size": vocabulary}
-    sizes["max_positions"] = sequence
-    if experts > 1:
-        experts = math.ceil(experts / expert) * expert
-        return MixtralConfig(**sizes, kv_heads=kv_heads, experts=experts, top_k=top_k)
-    if given and ffn != 4 * hidden:
-        return LlamaConfig(**sizes, kv_heads=kv_heads)
-    if kv_heads != heads:  # no gate: one of the two entry products is not there
-        return LlamaConfig(**{**sizes, "ffn_hidden": ffn * 2 // 3 // tensor // 64 * tensor * 64}, kv_heads=kv_heads)
-    return GPTConfig(**sizes)
-
-
-def _experts(name: str, expert: int) -> tuple[int, int]:
-    """Number of experts and experts of a token, from the name of a model."""
-    text = name.lower()
-    top = re.search(r"top-?(\d+)", text)
-    if found := re.search(r"(\d+)\s*x\s*(?:\d+b|top|\d+\.\d+b)|moe (\d+)", text):
-        count = int(found[1] or found[2])
-        return count, int(top[1]) if top else (2 if count <= 16 else 1)
-    return (8 * expert, 2) if expert > 1 else (1, 1)
-
-
-def _int(row: dict[str, str], name: str, default: int, assumed: list[str]) -> int:
-    """A whole number; an empty cell gives the default, which is noted."""
-    value = _float(row, name)
-    if value is None:
-        if default and name not in ("gpus_per_node", "year"):
-            assumed.append(f"{name}={default}")
-        return default
-    if value != int(value) or value < 1:
-        raise Contradiction(f"{name}={row[name]} is not a positive whole number")
-    return int(value)
-
-
-def _float(row: dict[str, str], name: str) -> float | None:
-    """A number, None for an empty cell."""
-    text = row.get(name, "").strip().replace("_", "")
-    if not text:
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise Contradiction(f"{name}={text} is not a number") from error
-
-
-def measured_step_time(row: dict[str, str]) -> float | None:
-    """Return the published step time in seconds, derived from throughput if it is not printed; None if neither is there.
-
-    FLOPs are only used where their convention is stated to be that of Narayanan et al. 2021 (SC21, equation 3).
-    """
-    number = partial(_float, row)
-    if time := number("step_time_s"):
-        return time
-    batch, sequence, gpus = number("global_batch"), number("seq_len"), number("gpus")
-    if not (batch and sequence and gpus):
-        return None
-    if tokens := number("tokens_per_s_per_gpu"):
-        return batch * sequence / (tokens * gpus)
-    rate, layers, hidden, vocabulary = (number(name) for name in ("tflops_per_gpu", "layers", "hidden", "vocab"))
-    if rate and layers and hidden and vocabulary and "96bslh" in row.get("tflops_convention", "").lower():
-        flops = 96 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
-        return flops / (rate * 1e12 * gpus)
-    return None

@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.planner.published import Contradiction, measured_step_time
+from pipeline.planner.cells import Contradiction, measured_step_time
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
+from pipeline.planner.cells import Contradiction
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.operations import Collective, Operation, Part
 from pipeline.planner.plan import hidden_bytes
-from pipeline.planner.published import REQUIRED, Contradiction, Run, read
+from pipeline.planner.published import REQUIRED, Run, read
 from pipeline.planner.rank_memory import ModelState
 from pipeline.planner.trace import Trace, trace
 

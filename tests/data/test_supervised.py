@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.data.load.instructions import BadLine, ExampleReader, PairReader, open_files
+from pipeline.data.json_line import BadLine
+from pipeline.data.load.examples import ExampleReader, PairReader
+from pipeline.data.load.instructions import open_files
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.tokenize.tokenizer import TextEncoder

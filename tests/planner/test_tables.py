@@ -7,8 +7,9 @@ import csv
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.planner.cells import Contradiction, measured_step_time
 from pipeline.planner.operations import Elementwise
-from pipeline.planner.published import Contradiction, measured_step_time, read
+from pipeline.planner.published import read
 from pipeline.planner.score import score
 from pipeline.planner.tables import predict, predict_table, traced_row
 

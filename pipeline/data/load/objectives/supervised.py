@@ -10,7 +10,8 @@ import numpy as np
 import xxhash
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.instructions import ExampleReader, Instructions, open_files
+from pipeline.data.load.examples import ExampleReader
+from pipeline.data.load.instructions import Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.errors import Violation
