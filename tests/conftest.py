@@ -49,11 +49,11 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests of several ranks first: they are the longest."""
+    """Tests of several ranks first, then other slow ones, so that both workers end at the same time."""
     for item in items:
         if "worlds" in item.fixturenames or item.get_closest_marker("slurm"):
             item.add_marker("world")
-    items.sort(key=lambda item: item.get_closest_marker("world") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("world") is None, item.get_closest_marker("slow") is None))
 
 
 @pytest.fixture(scope="session")
