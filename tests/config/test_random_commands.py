@@ -51,7 +51,7 @@ def command(choose: random.Random) -> list[str]:
 @pytest.mark.slow
 def test_random_command_lines(monkeypatch, capsys):
     monkeypatch.setattr(pipeline.stages, "run", lambda *_: None)
-    choose = random.Random(7)
+    choose = random.Random(8)
     codes = []
     for _ in range(30):
         words = command(choose)
@@ -67,5 +67,5 @@ def test_random_command_lines(monkeypatch, capsys):
         assert codes[-1] in (0, 2), (words, said.err)
         assert "Traceback" not in said.err + said.out, words
         assert (codes[-1] == 2) == ("problem" in said.err), words
-    assert codes.count(2) > 10
+    assert codes.count(2) > 20
     assert 0 in codes
