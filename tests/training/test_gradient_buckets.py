@@ -67,12 +67,13 @@ def record(*overrides: str) -> dict[str, Any]:
     with Collectives() as found:
 
         def arrived(_: Any) -> None:
-            found.events.append(("gradient", 0))
             held.append(sum(state.flat.nbytes for state in job.engine._reducer._states.values() if state.flat is not None))
             if config.parallel.zero_stage:
                 gathered.append(sum(flat.flat.untyped_storage().nbytes() for flat in job.engine._zero.weights))
 
         for parameter in job.model.pieces:
+            # This hook runs before the engine's, which may start a collective.
+            parameter.register_hook(lambda _: found.events.append(("gradient", 0)))
             parameter.register_post_accumulate_grad_hook(arrived)
         job.train(*inputs)
     weights = sum(bucket.elements for bucket in job.engine._reducer.buckets)
