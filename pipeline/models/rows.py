@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import torch
@@ -97,10 +96,6 @@ class Row:
         parts = self._parts(shapes)
         fused = (sum(part[0] for part in parts), *parts[0][1:])
         return fused[::-1] if self.transposed else (1, *fused) if self.added_dim else fused
-
-    def elements(self, shapes: Sequence[Shape]) -> int:
-        """Return the number of elements of the Hugging Face tensor."""
-        return prod(self.shape(shapes))
 
     def _parts(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [tuple(shape) if self.expert is None else tuple(shape[1:]) for shape in shapes]

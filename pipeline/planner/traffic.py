@@ -27,16 +27,16 @@ def sent_bytes(config: RunConfig, trace: Trace, layout: Layout, rank: int) -> di
     exchanges += sends(layout, coordinates.pipeline, hidden_bytes(config), hidden_states(config))
     sent = dict.fromkeys(AXES, 0.0)
     for exchange in exchanges:
-        add(sent, exchange.collective, layout, exchange.count)
+        _add(sent, exchange.collective, layout, exchange.count)
     for operation in (operation for stage in stages for part in stage_parts(trace, layout, stage) for operation in part.operations):
         if isinstance(operation, Collective):
-            add(sent, operation, layout, layout.micro_batches)
+            _add(sent, operation, layout, layout.micro_batches)
         elif isinstance(operation, AttentionCall) and operation.sent:  # keys and values along the ring
             sent["context"] += layout.micro_batches * operation.sent
     return sent
 
 
-def add(sent: dict[str, float], collective: Collective, layout: Layout, count: int) -> None:
+def _add(sent: dict[str, float], collective: Collective, layout: Layout, count: int) -> None:
     """Add the bytes that a rank sends in `count` repetitions of a collective."""
     replicas = layout.context * layout.data
     sizes = {"dense": replicas * layout.expert, "data": replicas, "tied_embedding": 2}
