@@ -8,10 +8,11 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernels
 from pipeline.planner.exchange import Bucket, Exchange, buckets, gathers, reductions, stage_parts
+from pipeline.planner.memory import StateFormat
 from pipeline.planner.network import Group, collective_time, group
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Part, Product
 from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import Memory, ModelState, logits_of, rank_memory, saved_bytes
+from pipeline.planner.rank_memory import Memory, logits_of, rank_memory, saved_bytes
 from pipeline.planner.schedule import StageTime, simulate
 from pipeline.planner.trace import Trace
 
@@ -69,7 +70,7 @@ def estimate(
     trace: Trace,
     layout: Layout,
     hardware: Hardware,
-    state: ModelState,
+    kept: StateFormat,
     *,
     hidden_bytes: float,
     practice: Practice | None = None,
@@ -80,12 +81,12 @@ def estimate(
         trace: operations of a micro-batch on a rank.
         layout: of the job.
         hardware: GPU, node and network.
-        state: what a rank keeps of the weights.
+        kept: how a rank keeps its weights.
         hidden_bytes: of the activations that a pipeline stage sends for a micro-batch.
         practice: what the engine does.
     """
     practice = practice or Practice()
-    zero_stage = state.zero_stage
+    zero_stage = kept.zero_stage
     job = Job(layout, hardware, practice, axis_groups(layout, hardware, practice))
     times = {name: part_time(part, hardware, job.groups, practice) for name, part in trace.parts.items()}
     contents = [stage_parts(trace, layout, stage) for stage in range(layout.stage_count)]
@@ -106,7 +107,7 @@ def estimate(
     run, flight = simulate(layout, stages, lambda _: send, [sum(saved_bytes(part, practice) for part in parts) for parts in contents])
     optimizer = max(_optimizer(b, hardware, zero_stage) for b in held)
     memories = [
-        rank_memory(held[rank], [contents[stage] for stage in layout.stages(rank)], flight[rank], state, practice)
+        rank_memory(held[rank], [contents[stage] for stage in layout.stages(rank)], flight[rank], kept, practice)
         for rank in range(layout.pipeline)
     ]
     fullest = max(range(layout.pipeline), key=lambda rank: memories[rank].total)

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
+from pipeline.planner.memory import FP32
 from pipeline.planner.operations import Collective, Kind, Part, Phase, Weights
 from pipeline.planner.trace import Trace
-
-FP32 = 4
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from pipeline.planner.exchange import stage_parts
 from pipeline.planner.kernels import product_time
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise
 from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import ModelState
+from pipeline.planner.ranks import state_format
 from pipeline.planner.trace import Trace, trace
-from pipeline.training.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         traced,
         layout,
         hardware,
-        ModelState(
-            config.parallel.zero_stage, DTYPES[config.precision.dtype].itemsize, state_tensors=len(OPTIMIZERS[config.optimizer.name].state)
-        ),
+        state_format(config),
         hidden_bytes=hidden_bytes(config) * hidden_states(config),
         practice=practice,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeline.planner.exchange import FP32, Bucket
+from pipeline.planner.exchange import Bucket
+from pipeline.planner.memory import FP32, StateFormat, model_state
 from pipeline.planner.operations import AttentionCall, Part
 from pipeline.planner.practice import Practice
 
@@ -31,47 +32,30 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.overhead
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """What a rank keeps of the weights.
-
-    Attributes:
-        zero_stage: 0 to 3.
-        weight_bytes: of a weight in matrix products.
-        state_tensors: fp32 tensors of the optimizer for each weight.
-    """
-
-    zero_stage: int
-    weight_bytes: int = 2
-    state_tensors: int = 2
-
-
-def rank_memory(held: list[Bucket], stages: list[list[Part]], flight: float, state: ModelState, practice: Practice) -> Memory:
+def rank_memory(held: list[Bucket], stages: list[list[Part]], flight: float, kept: StateFormat, practice: Practice) -> Memory:
     """Return the memory of a rank in the backward pass of the first micro-batch with all others in flight.
 
     Args:
         held: its buckets.
         stages: the parts of each of its stages.
         flight: bytes of the activations in flight.
-        state: what it keeps of the weights.
+        kept: how it keeps its weights.
         practice: what the engine does.
     """
-    zero = state.zero_stage
-    whole = sum(bucket.elements for bucket in held)
-    share = sum(bucket.elements / _shards(bucket, practice) for bucket in held)
-    kept = sum(bucket.elements for bucket in held if not bucket.decays or bucket.ranks == 1) if zero == 3 else whole
-    master = 0 if zero == 0 and state.weight_bytes == FP32 else FP32
+    zero = kept.zero_stage
+    sharded = [replace(bucket, ranks=_shards(bucket, practice)) for bucket in held]
+    state = model_state(sharded, kept, gradient_bytes=practice.gradient_bytes)
     largest = max((bucket.elements for bucket in held), default=0)
     transient = max(beyond_saved(parts, practice) for parts in stages)
     if zero == 3:  # weights of two blocks, and the flat gradients of a block and, in this engine, of two reductions
         reductions = 1 if practice.logits_bytes else 3
-        transient += 2 * largest * state.weight_bytes + reductions * largest * practice.gradient_bytes
+        transient += 2 * largest * kept.weight_bytes + reductions * largest * practice.gradient_bytes
     elif zero == 2:
         transient += 3 * largest * FP32
     return Memory(
-        weights=kept * state.weight_bytes,
-        gradients=(share if zero >= 2 else whole) * practice.gradient_bytes + whole * practice.gradient_copy,
-        optimizer=(share if zero else whole) * (master + FP32 * state.state_tensors),
+        weights=state.weights,
+        gradients=state.gradients + practice.gradient_copy * sum(bucket.elements for bucket in held),
+        optimizer=state.optimizer,
         activations=flight,
         transient=transient,
         overhead=CONTEXT_BYTES + FRAGMENTATION * (flight + transient),

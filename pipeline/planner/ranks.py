@@ -9,10 +9,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.planner.exchange import buckets, rank_weights
-from pipeline.planner.memory import FP32, ModelState, model_state
-from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import Memory, rank_memory
-from pipeline.planner.rank_memory import ModelState as State
+from pipeline.planner.memory import FP32, ModelState, StateFormat, model_state
 from pipeline.planner.trace import Trace
 from pipeline.training.buckets import build_buckets
 from pipeline.training.optimizers import OPTIMIZERS
@@ -39,9 +36,13 @@ class Held:
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     """Return the bytes of a rank's state from its buckets, as training/ shards them. The model may be on the meta device."""
     buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
-    tensors = OPTIMIZERS[config.optimizer.name].state
-    dtype = DTYPES[config.precision.dtype]
-    return model_state(buckets, dtype=dtype, zero_stage=config.parallel.zero_stage, state_tensors=len(tensors))
+    return model_state(buckets, state_format(config))
+
+
+def state_format(config: RunConfig) -> StateFormat:
+    """Return how the ranks of a job keep their weights."""
+    weight_bytes = DTYPES[config.precision.dtype].itemsize
+    return StateFormat(config.parallel.zero_stage, weight_bytes, len(OPTIMIZERS[config.optimizer.name].state))
 
 
 def fullest_rank(traced: Trace, layout: Layout) -> tuple[int, Held]:
@@ -56,11 +57,10 @@ def fullest_rank(traced: Trace, layout: Layout) -> tuple[int, Held]:
     return rank, found[rank]
 
 
-def planned_state(config: RunConfig, traced: Trace, layout: Layout, rank: int) -> Memory:
-    """Return the bytes of a rank's state from the traced weights, without activations."""
+def planned_state(config: RunConfig, traced: Trace, layout: Layout, rank: int) -> ModelState:
+    """Return the bytes of a rank's state from the traced weights."""
     held = buckets(traced, layout, layout.stages(layout.coordinates(rank).pipeline))
-    tensors, weight_bytes = len(OPTIMIZERS[config.optimizer.name].state), DTYPES[config.precision.dtype].itemsize
-    return rank_memory(held, [[]], 0.0, State(config.parallel.zero_stage, weight_bytes, tensors), Practice())
+    return model_state(held, state_format(config))
 
 
 def megatron_bytes(config: RunConfig, layout: Layout, held: Held) -> float:

@@ -10,10 +10,10 @@ from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.planner.cells import Contradiction
 from pipeline.planner.estimate import Estimate, estimate
+from pipeline.planner.memory import StateFormat
 from pipeline.planner.operations import Collective, Operation, Part
 from pipeline.planner.plan import hidden_bytes
 from pipeline.planner.published import REQUIRED, Run, read
-from pipeline.planner.rank_memory import ModelState
 from pipeline.planner.trace import Trace, trace
 
 PREDICTED = ("predicted_step_time_s", "predicted_memory_gb", "fits", "assumptions", "refused")
@@ -50,7 +50,7 @@ def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
         Trace(parts, kinds[: config.model.layers]),
         run.layout,
         run.hardware,
-        ModelState(run.zero_stage),
+        StateFormat(run.zero_stage),
         hidden_bytes=hidden_bytes(config),
         practice=run.practice,
     )

@@ -45,13 +45,18 @@ class Bucket:
             self.offsets[parameter] = end
             end += piece.elements
         # Partitions start at even elements: DeepSpeed aligns the partitions of 16-bit weights to 4 bytes.
-        alignment = 2 * self.group.size()
+        alignment = 2 * self.ranks
         self.elements = math.ceil(end / alignment) * alignment
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that hold the same weights."""
+        return self.group.size()
 
     @property
     def partition_elements(self) -> int:
         """Number of elements of a rank's partition."""
-        return self.elements // self.group.size()
+        return self.elements // self.ranks
 
     def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
         """The elements of a weight in a flat tensor of this bucket, in the weight's shape."""
