@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.config import check_data, quantize, warmup
+from pipeline.config import check_data, check_plan, quantize, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Convert, Evaluate, Generate, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, Convert, Evaluate, Generate, Plan, plans_other_layouts
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -37,6 +37,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         found += _tasks(config.stage)
     if isinstance(config.stage, Generate) or has_tasks:
         found += _replicas(config, world_size)
+    if isinstance(config.stage, Plan):
+        found += check_plan.violations(config.stage)
     if isinstance(config.stage, Convert):
         found += quantize.violations(config.stage)
     return [*found, *check_data.violations(config)]

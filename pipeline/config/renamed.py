@@ -7,6 +7,7 @@ from typing import Any
 #: old key -> new key, in the same group
 RENAMED = {
     "training.batch_warmup": "training.batch_rampup",
+    "stage.roofline": "stage.plot",
     "model.query_rank": "model.q_lora_rank",
     "model.key_value_rank": "model.kv_lora_rank",
     "model.plain_dim": "model.qk_nope_head_dim",

@@ -130,10 +130,16 @@ class Plan(StageConfig):
     tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
     search: bool = knob(False, "search the fastest legal layout, micro-batch and recomputation instead of planning the configured ones")
     scaling: bool = knob(False, "search the fastest layout for 1, 2, 4, ... up to cluster.nodes nodes")
-    roofline: str | None = knob(None, "output: a PNG file with the roofline of the matrix products; default: none")
+    plot: str | None = knob(
+        None,
+        "output: a PNG file with the roofline of the matrix products; with stage.search, time over memory of the layouts; with "
+        "stage.scaling, time and efficiency over the number of nodes; default: none",
+    )
     table: str | None = knob(None, "CSV file of runs to predict instead of the configured job (columns: pipeline/planner/README.md)")
     run: str | None = knob(None, "run directory of a pretrain job, whose plan is printed beside its measured step time and memory")
-    out: str | None = knob(None, "output: a JSON file (default: none), or with stage.table a CSV file (default: predictions.csv)")
+    out: str | None = knob(
+        None, "output: a JSON file with what is printed (default: none), or with stage.table a CSV file (default: predictions.csv)"
+    )
 
 
 #: Stages with one rank per GPU.

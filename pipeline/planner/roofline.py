@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 
 from pipeline.config.hardware import Hardware
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.planner.pictures import new_figure, plain_numbers, save
 from pipeline.planner.plan import Plan, Row
 
 COLORS = {"forward": "#2166ac", "backward": "#b2182b", "recompute": "#999999"}
@@ -28,14 +27,9 @@ def draw(plan: Plan, rows: list[Row], path: Path) -> None:
     Raises:
         UserError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-    except ImportError:
-        raise UserError.of("stage.roofline", path, "requires matplotlib", "pip install matplotlib") from None
     total = sum(row.time * row.count for row in rows)
     shown = [row for row in rows if row.flops and row.bytes]
-    figure = Figure(figsize=(12, 6), layout="constrained")
+    figure = new_figure(path, 12, 6)
     axes = figure.add_subplot()
     _roof(axes, plan.hardware, [row.flops / row.bytes for row in shown])
     for phase, color in COLORS.items():
@@ -64,13 +58,10 @@ def draw(plan: Plan, rows: list[Row], path: Path) -> None:
         f"{plan.config.model.family}, {plan.config.model.layers} layers on {layout.world_size:,} x {plan.hardware.name} ({sizes})"
     )
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_formatter(NullFormatter())
+        plain_numbers(axis)
     axes.legend(loc="lower right")
     axes.grid(which="both", alpha=0.2)
-    with atomic_file(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=120)
+    save(figure, path)
 
 
 def _roof(axes, hardware: Hardware, intensities: list[float]) -> None:  # type: ignore[no-untyped-def] # matplotlib has few types

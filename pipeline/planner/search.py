@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
 
 from pipeline.config import check
 from pipeline.config.check import may_compile
@@ -19,11 +21,20 @@ from pipeline.planner.trace import Trace, trace
 #: Micro-batches, recomputation and stages per rank that are tried.
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTATION = ("none", "selective", "full")
-CHUNKS = (1, 2, 3, 4, 6, 8)
+CHUNKS = (2, 3, 4, 6, 8)
 #: Candidates whose schedule is simulated, best bounds first.
 SIMULATED = 150
+#: Fastest pipelines that are also simulated with stages of equal FLOPs.
+BALANCED = 10
 #: Share of the memory that a chosen layout may need: predictions of memory are a few percent off, and a job that runs out of it is lost.
 USABLE = 0.92
+#: Keys that a search chooses.
+CHOSEN = (
+    *("parallel." + name for name in ("tensor", "pipeline", "context", "context_kind", "expert", "zero_stage", "schedule")),
+    *("parallel." + name for name in ("stages_per_rank", "balance", "layers_per_stage")),
+    "training.micro_batch_size",
+    "training.activation_checkpointing",
+)
 #: Sequences from this length on are also split over context ranks.
 LONG = 16384
 
@@ -113,7 +124,7 @@ def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Trace
     recomputation are chosen.
 
     Args:
-        config: a configuration; its keys of `parallel`, and micro-batch and recomputation of `training`, are not read.
+        config: a configuration; its values of the keys CHOSEN are not read.
         nodes: number of nodes, each with `hardware.gpus_per_node` ranks.
         hardware: GPU, node and network.
         traces: of earlier calls for the same model.
@@ -123,10 +134,10 @@ def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Trace
 
 
 def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None) -> Found:
-    """Search over tensor, pipeline, context, expert and data sizes, ZeRO stages, stages per rank, micro-batches and recomputation.
+    """Search over tensor, pipeline, context, expert and data sizes, schedules, ZeRO stages, micro-batches and recomputation.
 
     Legal is what config/check.py accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
-    even pipeline, and the bytes of gradients; the best ones are simulated.
+    even pipeline, and the bytes of gradients; the best ones are simulated, and the fastest pipelines also with stages of equal FLOPs.
     """
     started, traces = time.perf_counter(), traces or Traces()
     config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
@@ -143,14 +154,21 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
             tight.append((memory, index, candidate))
     bounded.sort(key=lambda item: item[:2])
     chosen = bounded[:SIMULATED] or sorted(tight, key=lambda item: item[:2])[:1]
-    choices = []
-    for _, _, candidate in chosen:
-        choices.append(Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)))
-    choices.sort(key=lambda choice: choice.step_time)
+    choices = _simulated([candidate for _, _, candidate in chosen], world_size, hardware, traces)
+    piped = [choice.plan.config for choice in choices if choice.plan.layout.pipeline > 1][:BALANCED]
+    uneven = [replace(candidate, parallel=replace(candidate.parallel, balance="flops")) for candidate in piped]
+    uneven = [candidate for candidate in uneven if len(set(Layout.of(candidate, world_size).blocks)) > 1]
+    choices = sorted(choices + _simulated(uneven, world_size, hardware, traces), key=lambda choice: choice.step_time)
     roomy = [choice for choice in choices if choice.plan.estimate.memory.total <= USABLE * limit]
     fitting = roomy or [choice for choice in choices if choice.plan.estimate.fits]
     smallest = min(choices, key=lambda choice: choice.plan.estimate.memory.total) if choices and not fitting else None
     return Found(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
+
+
+def _simulated(candidates: list[RunConfig], world_size: int, hardware: Hardware, traces: Traces) -> list[Choice]:
+    """Return the predictions of some candidates, fastest first."""
+    choices = [Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)) for candidate in candidates]
+    return sorted(choices, key=lambda choice: choice.step_time)
 
 
 def why_slower(choice: Choice, best: Choice) -> str:
@@ -163,38 +181,35 @@ def why_slower(choice: Choice, best: Choice) -> str:
 
 def _candidates(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[RunConfig]:
     """Yield configurations whose sizes divide; tensor ranks stay within a node."""
-    model, training = config.model, config.training
-    experts = getattr(model, "experts", 0)
-    lengths = (1,) if training.sequence_length < LONG else (1, 2, 4, 8, 16)
-    for tensor in _divisors(hardware.gpus_per_node):
-        for context in lengths:
-            for expert in _divisors(experts) if experts else (1,):
-                for pipeline in _divisors(world_size // max(1, tensor * context * expert)):
-                    if pipeline > model.layers or world_size % (tensor * context * expert * pipeline):
-                        continue
-                    data = world_size // (tensor * context * pipeline)
-                    for chunks in CHUNKS if pipeline > 1 else (1,):
-                        for micro in MICRO_BATCHES:
-                            if training.global_batch_size % (data * micro):
-                                continue
-                            for recompute in RECOMPUTATION:
-                                # More than ZeRO 1 would reduce every micro-batch, which only pays where the memory requires it.
-                                for zero in (1, 2, 3):
-                                    yield replace(
-                                        config,
-                                        parallel=replace(
-                                            config.parallel,
-                                            tensor=tensor,
-                                            context=context,
-                                            expert=expert,
-                                            pipeline=pipeline,
-                                            schedule="interleaved" if chunks > 1 else "1f1b",
-                                            stages_per_rank=chunks if chunks > 1 else None,
-                                            layers_per_stage=[],
-                                            zero_stage=zero,
-                                        ),
-                                        training=replace(training, micro_batch_size=micro, activation_checkpointing=recompute),
-                                    )
+    training = config.training
+    for axes in _axes(config, world_size, hardware):
+        data = world_size // (axes["tensor"] * axes["context"] * axes["pipeline"])
+        batches = [micro for micro in MICRO_BATCHES if training.global_batch_size % (data * micro) == 0]
+        # More than ZeRO 1 would reduce every micro-batch, which only pays where the memory requires it. ZeRO 0 sends as much as ZeRO 1.
+        for (schedule, chunks), micro, recompute, zero in product(_schedules(axes["pipeline"]), batches, RECOMPUTATION, (1, 2, 3)):
+            parallel = replace(config.parallel, **axes, schedule=schedule, stages_per_rank=chunks, zero_stage=zero)
+            parallel = replace(parallel, balance="layers", layers_per_stage=[])
+            batch = replace(training, micro_batch_size=micro, activation_checkpointing=recompute)
+            yield replace(config, parallel=parallel, training=batch)
+
+
+def _axes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of the axes other than data, as keys of `parallel`."""
+    experts = getattr(config.model, "experts", 0)
+    contexts = [(1, config.parallel.context_kind)]
+    if config.training.sequence_length >= LONG:
+        contexts += product((2, 4, 8, 16), ("ring", "ulysses"))
+    for tensor, (context, kind), expert in product(_divisors(hardware.gpus_per_node), contexts, _divisors(experts) if experts else (1,)):
+        if world_size % (tensor * context * expert):
+            continue
+        for pipeline in _divisors(world_size // (tensor * context * expert)):
+            if pipeline <= config.model.layers:
+                yield {"tensor": tensor, "context": context, "context_kind": kind, "expert": expert, "pipeline": pipeline}
+
+
+def _schedules(pipeline: int) -> list[tuple[str, int | None]]:
+    """The schedules of a number of pipeline ranks, with the stages per rank."""
+    return [("1f1b", None)] if pipeline == 1 else [("1f1b", None), ("zbv", None), *(("interleaved", chunks) for chunks in CHUNKS)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -240,8 +255,14 @@ def settings_of(config: RunConfig) -> tuple[str, ...]:
     axes = [name for name in ("tensor", "pipeline", "context", "expert") if getattr(parallel, name) > 1]
     words = [f"parallel.{name}={getattr(parallel, name)}" for name in axes]
     words.append(f"parallel.zero_stage={parallel.zero_stage}")
+    if parallel.context > 1:
+        words.append(f"parallel.context_kind={parallel.context_kind}")
     if parallel.schedule != "1f1b":
-        words += [f"parallel.schedule={parallel.schedule}", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
+        words.append(f"parallel.schedule={parallel.schedule}")
+    if parallel.stages_per_rank is not None:
+        words.append(f"parallel.stages_per_rank={parallel.stages_per_rank}")
+    if parallel.balance != "layers":
+        words.append(f"parallel.balance={parallel.balance}")
     words.append(f"training.micro_batch_size={training.micro_batch_size}")
     if training.activation_checkpointing != "none":
         words.append(f"training.activation_checkpointing={training.activation_checkpointing}")

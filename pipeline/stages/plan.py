@@ -41,7 +41,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         predict(Path(stage.table), Path(stage.out or "predictions.csv"))
         return
     if stage.run:
-        plan_run.run(config, Path(stage.run))
+        plan_run.run(config, Path(stage.run), stage.out)
         return
     if stage.search or stage.scaling:
         plan_search.run(config, job_size(config, 1))
@@ -51,9 +51,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     lines = [*head_lines(result), *table_lines(rows), *memory_lines(result), *time_lines(result), *cost_lines(result, stage)]
     print("\n".join(lines))
     print("\nsubmit\n" + override_line(result))
-    if stage.roofline:
-        roofline.draw(result, rows, Path(stage.roofline))
-        print(f"\nroofline\n{stage.roofline}")
+    if stage.plot:
+        roofline.draw(result, rows, Path(stage.plot))
+        print(f"\nroofline\n{stage.plot}")
     if stage.out:
         write_json(Path(stage.out), result, rows)
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config.schema import RunConfig
+from pipeline.files import atomic_file
 from pipeline.planner import measured
 from pipeline.planner.plan import Plan, hardware_of, plan
 
 GB = 1e9
 
 
-def run(config: RunConfig, run_dir: Path) -> Plan:
+def run(config: RunConfig, run_dir: Path, out: str | None = None) -> Plan:
     """Print the comparison, and return the plan.
 
     Args:
         config: of this command: its cluster.hardware replaces that of the run.
         run_dir: of the job.
+        out: a JSON file for the same.
 
     Raises:
         UserError: run_dir has no configuration or too few steps, or no hardware is named.
@@ -27,7 +30,21 @@ def run(config: RunConfig, run_dir: Path) -> Plan:
     cluster = config.cluster if config.cluster.hardware else job.config.cluster
     planned = plan(job.config, job.world_size, hardware_of(replace(job.config, cluster=cluster)))
     print("\n".join(lines(run_dir, job, planned)))
+    if out:
+        with atomic_file(Path(out), "w") as file:
+            file.write(json.dumps(content(job, planned), indent=1) + "\n")
     return planned
+
+
+def content(job: measured.Run, planned: Plan) -> dict[str, object]:
+    """The table as JSON."""
+    return {
+        "hardware": planned.hardware.name,
+        "ranks": job.world_size,
+        "steps": job.steps,
+        "planned": {"step_time_s": planned.estimate.step_time, "memory_bytes": planned.estimate.memory.total},
+        "measured": {"step_time_s": job.step_time, "memory_bytes": job.memory},
+    }
 
 
 def lines(run_dir: Path, job: measured.Run, planned: Plan) -> Iterator[str]:

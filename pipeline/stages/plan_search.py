@@ -14,8 +14,9 @@ from pipeline.config.stages import Plan as PlanConfig
 from pipeline.errors import UserError
 from pipeline.files import atomic_file
 from pipeline.launch import job
+from pipeline.planner.curves import Point, draw_scaling, draw_search
 from pipeline.planner.plan import hardware_of
-from pipeline.planner.search import Choice, Found, Traces, search, why_slower
+from pipeline.planner.search import CHOSEN, Choice, Found, Traces, best_layout, search, why_slower
 
 GB = 1e9
 #: Layouts that are printed.
@@ -30,12 +31,11 @@ def run(config: RunConfig, world_size: int) -> None:
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
-    hardware, traces = hardware_of(config), Traces()
     if stage.scaling:
-        for line in scaling_lines(config, traces):
-            print(line, flush=True)
+        scale(config, stage)
         return
-    found = search(config, world_size, hardware, traces)
+    hardware = hardware_of(config)
+    found = search(config, world_size, hardware)
     if not found.legal:
         rule = f"no layout of {world_size:,} ranks is legal with training.global_batch_size={config.training.global_batch_size}"
         raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "choose a batch that is a multiple of the data ranks")
@@ -45,9 +45,27 @@ def run(config: RunConfig, world_size: int) -> None:
         raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "use more nodes")
     print("\n".join(found_lines(found)))
     print("\nsubmit\n" + override_line(config, found.choices[0], world_size))
+    if stage.plot:
+        draw_search(found, Path(stage.plot))
+        print(f"\ntime and memory\n{stage.plot}")
     if stage.out:
-        with atomic_file(Path(stage.out), "w") as file:
-            file.write(json.dumps([content(choice) for choice in found.choices], indent=1) + "\n")
+        _write_json(Path(stage.out), [content(choice) for choice in found.choices])
+
+
+def scale(config: RunConfig, stage: PlanConfig) -> None:
+    """Print the strong-scaling curve."""
+    training, points = config.training, []
+    tokens = stage.tokens or float(training.steps * training.global_batch_size * training.sequence_length)
+    print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
+    print(f"  {'nodes':>6}{'step':>11}{'days':>10}{'node-hours':>13}{'efficiency':>12}  layout")
+    for point in scaling_points(config, tokens):
+        print(scaling_line(point), flush=True)
+        points.append(point)
+    if stage.plot:
+        draw_scaling(points, Path(stage.plot))
+        print(f"\ntime over nodes\n{stage.plot}")
+    if stage.out:
+        _write_json(Path(stage.out), [scaling_content(point) for point in points])
 
 
 def found_lines(found: Found) -> Iterator[str]:
@@ -69,35 +87,35 @@ def gigabytes(choice: Choice) -> str:
     return f"{choice.plan.estimate.memory.total / GB:>9.1f} GB"
 
 
-def scaling_lines(config: RunConfig, traces: Traces) -> Iterator[str]:
-    """Yield the strong-scaling curve: the best layout of 1, 2, 4, ... nodes with the same global batch."""
-    stage, hardware, training = config.stage, hardware_of(config), config.training
-    assert isinstance(stage, PlanConfig)
-    tokens = stage.tokens or float(training.steps * training.global_batch_size * training.sequence_length)
+def scaling_points(config: RunConfig, tokens: float) -> Iterator[Point]:
+    """Yield the best layout of 1, 2, 4, ... nodes with the same global batch."""
+    hardware, training, traces = hardware_of(config), config.training, Traces()
     steps = tokens / (training.global_batch_size * training.sequence_length)
-    yield f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences"
-    yield f"  {'nodes':>6}{'step':>11}{'days':>10}{'node-hours':>13}{'efficiency':>12}  layout"
-    first: float | None = None
+    least: float | None = None
     nodes = 1
     while nodes <= config.cluster.nodes:
-        found = search(config, nodes * hardware.gpus_per_node, hardware, traces)
-        if found.choices:
-            best = found.choices[0]
-            hours = steps * best.step_time / 3600
-            first = first or hours * nodes
-            yield (
-                f"  {nodes:>6}{best.step_time:>9.3f} s{hours / 24:>10.2f}{hours * nodes:>13,.0f}{first / (hours * nodes):>12.1%}"
-                f"  {' '.join(best.settings)}"
-            )
+        best = best_layout(config, nodes, hardware, traces)
+        if best is None:
+            yield Point(nodes, None)
         else:
-            yield f"  {nodes:>6}  {'no layout fits' if found.legal else 'no layout is legal with this batch'}"
+            days = steps * best.step_time / 86400
+            least = least or days * nodes
+            yield Point(nodes, best, days, least / (days * nodes))
         nodes = config.cluster.nodes if nodes < config.cluster.nodes < 2 * nodes else 2 * nodes
+
+
+def scaling_line(point: Point) -> str:
+    """A line of the strong-scaling curve."""
+    if point.choice is None:
+        return f"  {point.nodes:>6}  no layout is legal with this batch and fits"
+    times = f"{point.choice.step_time:>9.3f} s{point.days:>10.2f}{point.node_hours:>13,.0f}{point.efficiency:>12.1%}"
+    return f"  {point.nodes:>6}{times}  {' '.join(point.choice.settings)}"
 
 
 def override_line(config: RunConfig, choice: Choice, world_size: int) -> str:
     """Return the sbatch line of a layout."""
-    chosen = ("stage", "parallel.", "training.micro_batch_size", "training.activation_checkpointing")
-    words = [word for word in HydraConfig.get().overrides.task if not word.startswith(chosen)]
+    given = HydraConfig.get().overrides.task
+    words = [word for word in given if not word.startswith("stage") and word.lstrip("+").partition("=")[0] not in CHOSEN]
     return job.sbatch_line(config.cluster, "pretrain", world_size, [*words, *choice.settings])
 
 
@@ -110,3 +128,14 @@ def content(choice: Choice) -> dict[str, object]:
         "causes_s": estimate.causes,
         "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
     }
+
+
+def scaling_content(point: Point) -> dict[str, object]:
+    """A number of nodes as JSON."""
+    costs = {"days": point.days, "node_hours": point.node_hours, "efficiency": point.efficiency}
+    return {"nodes": point.nodes, **({} if point.choice is None else {**costs, **content(point.choice)})}
+
+
+def _write_json(path: Path, value: object) -> None:
+    with atomic_file(path, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
