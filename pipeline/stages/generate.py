@@ -32,6 +32,7 @@ from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.generation.template import PromptTemplate
 from pipeline.launch.ranks import Ranks
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
@@ -68,8 +69,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage = config.stage
     assert isinstance(stage, Generate)
     folder = Path(stage.output or Path(config.run_dir) / "generated")
-    prompts, tokenizer, path, draft_path = collect_errors(
+    prompts, template, tokenizer, path, draft_path = collect_errors(
         lambda: _open_prompts(stage),
+        lambda: _open_template(stage),
         lambda: open_tokenizer(config),
         lambda: native.find(Path(config.run_dir), stage.checkpoint),
         lambda: draft.find(stage.draft) if stage.draft is not None else None,
@@ -87,6 +89,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             vocab_size=model.vocab_size,
             end_of_document=tokenizer.end_of_document,
             encoder=isinstance(model, EncoderDecoderSizes),
+            template=template,
         )
         stopping = Stopping(stage.max_tokens, _end_tokens(config, stage, tokenizer), tuple(stage.stop), reader.decode)
         _check(config, model, tokenizer)
@@ -144,6 +147,14 @@ def _open_prompts(stage: Generate) -> PromptFile:
     if stage.prompts is None:
         raise UserError.of("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
     return PromptFile(Path(stage.prompts))
+
+
+def _open_template(stage: Generate) -> PromptTemplate | None:
+    """Open the template with its examples; errors as in PromptTemplate."""
+    if stage.template is None:
+        return None
+    examples = None if stage.examples is None else Path(stage.examples)
+    return PromptTemplate(Path(stage.template), examples, stage.few_shot or 0, stage.seed)
 
 
 def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> None:
@@ -233,6 +244,7 @@ def _settings(config: RunConfig, stage: Generate, checkpoint: MergedWeights, tok
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
         "stage.adapter": adapter,
+        **{f"stage.{key}": digest(Path(path)) for key in ("template", "examples") if (path := getattr(stage, key)) is not None},
     }
 
 
