@@ -22,6 +22,7 @@ from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import work
 from pipeline.errors import UserError, collect_errors
+from pipeline.evaluation import translation
 from pipeline.files import digest
 from pipeline.generation import draft, weights
 from pipeline.generation.beam import BeamGenerator
@@ -69,8 +70,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage = config.stage
     assert isinstance(stage, Generate)
     folder = Path(stage.output or Path(config.run_dir) / "generated")
-    prompts, template, tokenizer, path, draft_path = collect_errors(
+    prompts, _, template, tokenizer, path, draft_path = collect_errors(
         lambda: _open_prompts(stage),
+        lambda: translation.check(stage),
         lambda: _open_template(stage),
         lambda: open_tokenizer(config),
         lambda: native.find(Path(config.run_dir), stage.checkpoint),
@@ -105,6 +107,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         comm = _Ranks(ranks)
         with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is None:
+                _score(config, ranks, stage, folder, checkpoint)
                 return
             mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
             where = mesh.coordinates
@@ -134,8 +137,15 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                     log.warning(
                         "generate: lines without a completion: %d; %s has the reason of each", totals["rejected"], folder / REJECTED
                     )
+            _score(config, ranks, stage, folder, checkpoint)
     finally:
         meshes.destroy_process_group()
+
+
+def _score(config: RunConfig, ranks: Ranks, stage: Generate, folder: Path, checkpoint: MergedWeights) -> None:
+    """Record the scores of stage.metrics for the completions of a folder; also for one that an earlier job has written."""
+    if stage.metrics and ranks.rank == 0:
+        translation.write(Path(config.run_dir), checkpoint.step, Path(stage.prompts or ""), folder, stage.metrics)
 
 
 def _open_prompts(stage: Generate) -> PromptFile:
@@ -232,7 +242,9 @@ def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> f
 def _settings(config: RunConfig, stage: Generate, checkpoint: MergedWeights, tokenizer: TextEncoder) -> dict[str, Any]:
     """Return all settings that determine the completions."""
     keys = [
-        name for name in vars(stage) if name not in ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer")
+        name
+        for name in vars(stage)
+        if name not in ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer", "metrics")
     ]
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
     return {
