@@ -14,7 +14,7 @@ from pipeline.errors import Violation
 
 @dataclass(frozen=True)
 class Knob:
-    """The documentation of a configuration field: meaning, unit, legal range, and the dataclass of the items of a list or dict."""
+    """The documentation of a configuration field: meaning, unit, legal range, the dataclass of the items, whether line breaks are legal."""
 
     meaning: str
     unit: str = ""
@@ -23,6 +23,7 @@ class Knob:
     at_most: float | None = None
     choices: tuple[str, ...] = ()
     item: type | None = None
+    multiline: bool = False
 
     def rule(self) -> str:
         """Return the legal range as text, empty if every value of the type is legal."""
@@ -38,7 +39,7 @@ class Knob:
             return next((rule for part in parts if (rule := self.violated(part))), "")
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
-        if isinstance(value, str) and any(unicodedata.category(character) == "Cc" for character in value):
+        if isinstance(value, str) and any(unicodedata.category(c) == "Cc" and not (self.multiline and c in "\n\t") for c in value):
             return "must not contain control characters"
         illegal = value is not None and (
             (self.choices and value not in self.choices)
@@ -59,9 +60,10 @@ def knob(
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
     item: type | None = None,
+    multiline: bool = False,
 ) -> Any:
     """Create a dataclass field with meaning, unit and legal range."""
-    metadata = {"knob": Knob(meaning, unit, at_least, above, at_most, choices, item)}
+    metadata = {"knob": Knob(meaning, unit, at_least, above, at_most, choices, item, multiline)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)

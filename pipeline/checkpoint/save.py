@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from pipeline.errors import DamagedCheckpointError, UserError, Violation
 from pipeline.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 
 
-def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> Path:
+def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:
     """Write a checkpoint; every rank calls this.
 
     Ranks write concurrently into a hidden folder. When all have finished, rank 0 adds the index and renames the folder.
@@ -39,6 +39,7 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
         index: the index without its files.
         fragments: the fragments of this rank; the owned ones are written.
         keep: number of complete checkpoints to keep; older ones are removed.
+        needed: whether an older one is kept, too; called on rank 0.
 
     Raises:
         UserError: a weight is not finite, or a rank could not write (disk full, quota); the partial checkpoint is removed.
@@ -59,7 +60,8 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int) -> P
             native.write_index(folder, replace(index, files=files, kinds=kinds))
     if rank == 0:
         for old in native.complete(run_dir)[:-keep]:
-            remove_folder(old)
+            if not needed(old):
+                remove_folder(old)
     dist.barrier()
     return final
 

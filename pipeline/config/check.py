@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipeline.config import check_data, check_plan, quantize, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Convert, Evaluate, Generate, Plan, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, TRAINING_STAGES, Convert, Evaluate, Generate, Plan, plans_other_layouts
 from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
@@ -35,6 +35,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         found += _generate(config.stage)
     if isinstance(config.stage, Evaluate):
         found += _tasks(config.stage)
+    if config.evaluation.every and config.stage.name in TRAINING_STAGES:
+        found += _scheduled_evaluation(config)
     if isinstance(config.stage, Generate) or has_tasks:
         found += _replicas(config, world_size)
     if isinstance(config.stage, Plan):
@@ -74,8 +76,22 @@ def _generate(stage: Generate) -> Iterator[Violation]:
                 yield Violation(f"stage.{key}", value, f"is not supported by beam search (stage.beams={stage.beams})", fix)
         if stage.beams > stage.batch_size:
             yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
+    yield from _template(stage)
     if stage.draft is not None and stage.prompt_lookup:
         yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
+
+
+def _template(stage: Generate) -> Iterator[Violation]:
+    """Examples are shown by a template, and their number is set."""
+    if stage.examples is not None and stage.template is None:
+        fix = "set it to a Jinja file that shows them: {% for example in examples %} ... {% endfor %}"
+        yield Violation("stage.template", None, "is required by stage.examples", fix)
+    if stage.examples is not None and stage.few_shot is None:
+        yield Violation("stage.few_shot", None, "is required by stage.examples", "set the number of examples of a prompt")
+    if stage.examples is None and stage.few_shot:
+        yield Violation(
+            "stage.few_shot", stage.few_shot, "requires stage.examples", "set it to a file of JSON lines, or remove stage.few_shot"
+        )
 
 
 def _tasks(stage: Evaluate) -> Iterator[Violation]:
@@ -87,6 +103,18 @@ def _tasks(stage: Evaluate) -> Iterator[Violation]:
     for key in ("task_folder", "few_shot", "limit"):
         if (value := getattr(stage, key)) is not None:
             yield Violation(f"stage.{key}", value, "is read with stage.tasks only", "set stage.tasks, or remove it")
+
+
+def _scheduled_evaluation(config: RunConfig) -> Iterator[Violation]:
+    """A job has something to evaluate. The rules of its own settings are checked when the run starts."""
+    wanted = config.evaluation
+    if not (wanted.validation or wanted.tasks):
+        yield Violation("evaluation.validation", False, "leaves nothing to evaluate", "set it to true, or set evaluation.tasks")
+    if wanted.tasks and wanted.task_folder is None:
+        yield Violation("evaluation.task_folder", None, "is required by evaluation.tasks", "set it to the folder with their .yaml files")
+    if wanted.validation and config.stage.name == "finetune":
+        fix = "set it to false; training.validate_every reports the loss of data.instructions.validation"
+        yield Violation("evaluation.validation", True, "is not supported by stage=finetune, which has no validation split", fix)
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:

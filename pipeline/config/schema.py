@@ -178,6 +178,27 @@ class CheckpointConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """Evaluation of checkpoints, by Slurm jobs that a training run submits while it continues."""
+
+    every: int = knob(
+        0, "steps between checkpoints that are written and evaluated by a Slurm job of their own; 0: none", unit="steps", at_least=0
+    )
+    validation: bool = knob(True, "evaluate the validation split and its corpora")
+    tasks: list[str] = knob([], "also evaluate these tasks of lm-eval, as stage.tasks of stage=evaluate")
+    task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval")
+    few_shot: int | None = knob(None, "examples before each question of a task; default: as the task file says", at_least=0)
+    limit: int | None = knob(None, "number of documents of each task, the first ones; default: all", at_least=1)
+    nodes: int = knob(1, "nodes of an evaluation job", unit="nodes", at_least=1)
+    tasks_per_node: int = knob(1, "ranks per node of an evaluation job", unit="ranks", at_least=1)
+    time: str = knob("01:00:00", "wall-clock limit of an evaluation job in Slurm format")
+    sbatch: list[str] = knob([], "additional sbatch options of the evaluation jobs, each in command-line form")
+    overrides: list[str] = knob(
+        [], 'settings in which the evaluation jobs differ from the run, such as "parallel.tensor=1", each in quotes'
+    )
+
+
+@dataclass
 class ClusterConfig:
     """Slurm options of a job on one cluster."""
 
@@ -241,6 +262,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)

@@ -23,6 +23,9 @@ class Evaluate(CheckpointReader):
     checkpoint: str = knob(
         "latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir; all: every one that is not evaluated yet"
     )
+    every: int = knob(
+        1, "with stage.checkpoint=all: evaluate steps that are multiples of this, and training.steps", unit="steps", at_least=1
+    )
     batches: int | None = knob(None, "number of global batches; default: the full validation split", at_least=1)
     tasks: list[str] = knob([], "tasks of lm-eval to evaluate, instead of the validation split")
     task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")
@@ -35,6 +38,11 @@ class Generate(CheckpointReader):
     """Completions of prompts, from a checkpoint."""
 
     prompts: str | None = knob(None, 'prompts, JSON lines: {"prompt": TEXT}, or {"messages": [...]} for the tokenizer\'s chat template')
+    template: str | None = knob(
+        None, "Jinja template (a file) that makes a prompt of each line of stage.prompts; its variables are the fields"
+    )
+    examples: str | None = knob(None, "JSON lines with the fields of examples, which the template shows before the question")
+    few_shot: int | None = knob(None, "examples in each prompt, chosen by stage.seed and the line; 0 for none", at_least=0)
     output: str | None = knob(None, "output folder; default run_dir/generated")
     max_tokens: int = knob(256, "maximum number of new tokens of a completion", unit="tokens", at_least=1)
     batch_size: int = knob(16, "maximum number of sequences in a forward pass on one rank", unit="sequences", at_least=1)
@@ -50,8 +58,11 @@ class Generate(CheckpointReader):
     draft_tokenizer: str | None = knob(None, "tokenizer folder of the draft model, to verify that it is the same; default: that of its run")
     prompt_lookup: bool = knob(False, "speculative decoding with tokens that followed the same text in the prompt; requires no draft model")
     speculative_tokens: int = knob(4, "proposed tokens that are verified in one pass", unit="tokens", at_least=1, at_most=64)
-    stop: list[str] = knob([], "texts that end a completion, which is cut before them")
+    stop: list[str] = knob([], "texts that end a completion, which is cut before them", multiline=True)
     ignore_eos: bool = knob(False, "continue after the end-of-document token, up to stage.max_tokens")
+    metrics: list[str] = knob(
+        [], 'scores of sacrebleu, against the "reference" of each line, for run_dir/evaluations', choices=("bleu", "chrf")
+    )
     logprobs: bool = knob(False, "also write token ids and their log-probabilities (nats, before the rules of sampling)")
 
 

@@ -21,7 +21,7 @@ _WIDTH, _HEIGHT, _MARGIN = 340, 190, 34
 
 
 def path_of(run_dir: Path, step: int, kind: str) -> Path:
-    """Path of a record; the kind is "validation" or "tasks"."""
+    """Path of a record; the kind is "validation", "tasks", or "translation-" with the name of the prompts."""
     return run_dir / FOLDER / f"step-{step:08d}-{kind}.json"
 
 
@@ -55,7 +55,7 @@ def read(run_dir: Path) -> dict[int, dict[str, float]]:
     """Return the scores of all records: step -> column -> value, in the order of the steps."""
     rows: dict[int, dict[str, float]] = {}
     for path in sorted((run_dir / FOLDER).glob("step-*.json"), key=lambda path: (path.name[:13], not path.stem.endswith("validation"))):
-        if re.fullmatch(r"step-\d{8}-(validation|tasks)\.json", path.name):
+        if re.fullmatch(r"step-\d{8}-(validation|tasks|translation-.+)\.json", path.name):
             content = json.loads(path.read_text(encoding="utf-8"))
             for name, metrics in content["scores"].items():
                 values = {f"{name} {metric}".strip(): value for metric, value in metrics.items() if value is not None}

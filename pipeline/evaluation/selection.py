@@ -10,7 +10,7 @@ from pipeline.checkpoint import native
 from pipeline.checkpoint.adapter import WEIGHTS
 from pipeline.config.stages import Evaluate
 from pipeline.errors import UserError
-from pipeline.evaluation import record
+from pipeline.evaluation import record, schedule
 from pipeline.files import digest
 from pipeline.launch.ranks import array_task
 
@@ -26,7 +26,7 @@ def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[s
     return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **settings}
 
 
-def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any]) -> list[Path]:
+def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any], steps: int = 0) -> list[Path]:
     """Return the checkpoints to evaluate: the one that is named, or with stage.checkpoint=all those that were not evaluated yet.
 
     The tasks of a Slurm job array share the checkpoints.
@@ -36,6 +36,7 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
         stage: the settings of the stage.
         kind: as in record.path_of.
         settings: what the scores depend on besides the checkpoint.
+        steps: training.steps; with stage.every, the last checkpoint is evaluated, too.
 
     Raises:
         UserError: there is none.
@@ -45,6 +46,7 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
     found = native.complete(run_dir)
     if not found:
         raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
+    found = [path for path in found if schedule.is_due(native.step_of(path), stage.every, steps)]
     task = array_task()
     mine = found if task is None else found[task.index :: task.size]
     missing = [path for path in mine if not record.is_recorded(run_dir, native.step_of(path), kind, settings_of(path, stage, settings))]

@@ -78,6 +78,8 @@ class Parts:
             "prompt_tokens": len(completion.prompt),
             "tokens": len(completion.tokens),
         }
+        if prompt.text is not None:
+            generated = {"prompt": prompt.text, **generated}
         if self.logprobs:
             generated |= {"token_ids": completion.tokens, "logprobs": completion.logprobs}
         result = self._results[part]

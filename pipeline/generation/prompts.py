@@ -14,6 +14,7 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatError, ChatTemplate
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.errors import UserError
+from pipeline.generation.template import PromptTemplate
 
 #: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
 PART_LINES, PARTS = 256, 64
@@ -27,11 +28,13 @@ class Prompt:
         line: number of the line, from 1.
         fields: its content.
         tokens: the encoded prompt.
+        text: the text that a template made, None without a template.
     """
 
     line: int
     fields: dict[str, Any]
     tokens: list[int]
+    text: str | None = None
 
 
 class PromptFile:
@@ -81,14 +84,24 @@ class PromptReader:
         vocab_size: rows of the model's embedding.
         end_of_document: token that an empty prompt consists of.
         encoder: whether prompts are the input of an encoder: they end with the end-of-document token, and may fill the sequence.
+        template: makes the prompts of lines with any fields.
 
     Raises:
         UserError: the folder has no tokenizer.
     """
 
-    def __init__(self, folder: Path, *, max_positions: int, vocab_size: int, end_of_document: int, encoder: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_positions: int,
+        vocab_size: int,
+        end_of_document: int,
+        encoder: bool = False,
+        template: PromptTemplate | None = None,
+    ) -> None:
         self.folder, self.max_positions, self.vocab_size = folder, max_positions, vocab_size
-        self.end_of_document, self.encoder = end_of_document, encoder
+        self.end_of_document, self.encoder, self.template = end_of_document, encoder, template
         self.tokenizer = load(folder)
 
     def parse(self, number: int, line: bytes) -> Prompt:
@@ -98,15 +111,22 @@ class PromptReader:
             BadLine: it is no prompt, or the model cannot continue it.
         """
         fields = json_line.parse(line)
-        if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        text = None
+        if self.template is not None:
+            if not isinstance(fields, dict):
+                raise BadLine("must be an object")
+            text = self.template.render(number, fields)
+            tokens = self._encode_text(text, special=False)
+        elif not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
             raise BadLine('must be an object with either "prompt" or "messages"')
-        tokens = self._encode(fields)
+        else:
+            tokens = self._encode(fields)
         if len(tokens) + (not self.encoder) > self.max_positions:
             room = "" if self.encoder else " leaves no room for a completion"
             raise BadLine(f"the prompt has {len(tokens)} tokens; model.max_positions={self.max_positions}{room}")
         if max(tokens) >= self.vocab_size:
             raise BadLine(f"the prompt has token {max(tokens)}; the model has model.vocab_size={self.vocab_size}")
-        return Prompt(number, fields, tokens)
+        return Prompt(number, fields, tokens, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,8 +141,19 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
     return found
 
 
-def submit(text: str) -> int:
+def outside(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a job without those of the job itself and of its launcher, for a job that it submits."""
+    launcher = r"SLURM(?!_CONF$)|PMIX?_|MPI_|OMPI_|TORCHELASTIC_|GROUP_|ROLE_"
+    rank = r"(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|PIPELINE_EXIT_CODE$|(CUDA|ROCR|HIP)_VISIBLE_DEVICES$"
+    return {name: value for name, value in environment.items() if not re.match(f"{launcher}|{rank}", name)}
+
+
+def submit(text: str, environment: Mapping[str, str] | None = None) -> int:
     """Submit a batch script and return the job id.
+
+    Args:
+        text: the script.
+        environment: variables of sbatch, which the job inherits; default: those of this process.
 
     Raises:
         UserError: sbatch is not installed, timed out, or rejected the job; the message contains the output of sbatch.
@@ -150,7 +161,7 @@ def submit(text: str) -> int:
     command = ["sbatch", "--parsable"]
     fix = "run it on a login node of the cluster (tools/devcluster start launches a local cluster and prints SLURM_CONF)"
     try:
-        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=environment)
     except FileNotFoundError as error:
         raise UserError.of("hydra/launcher", "slurm", "the command sbatch is not installed on this machine", fix) from error
     except subprocess.TimeoutExpired as error:
@@ -179,6 +190,19 @@ def queued() -> set[int]:
         fix = "try again later: whether the earlier jobs of this sweep still run decides which ones are submitted"
         raise UserError.of("hydra/launcher", "slurm", f"squeue failed: {error}", fix) from error
     return {int(line) for line in printed.split()}
+
+
+def is_pending(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether a job of this user with this name has not started yet.
+
+    Raises:
+        UserError: squeue is not installed or did not answer.
+    """
+    command = ["squeue", "--me", "--noheader", "--format=%A", "--states=PENDING", f"--name={name}"]
+    try:
+        return bool(subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True, env=environment).stdout.split())
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError.of("job", name, f"squeue failed: {error}", "try again later") from error
 
 
 def cancel(jobs: Iterable[int]) -> bool:

@@ -56,7 +56,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
         settings = _settings(config, stage, data)
-        paths = meshes.on_rank_0(lambda: selection.checkpoints(Path(config.run_dir), stage, "validation", settings))
+        paths = meshes.on_rank_0(lambda: selection.checkpoints(Path(config.run_dir), stage, "validation", settings, config.training.steps))
         config.lora = LoraConfig()
         trainer: Trainer | None = None
         for path in paths:

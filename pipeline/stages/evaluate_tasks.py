@@ -48,7 +48,7 @@ def run(config: RunConfig, ranks: Ranks, stage: Evaluate) -> None:
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
-        paths = meshes.on_rank_0(lambda: selection.checkpoints(run_dir, stage, "tasks", settings))
+        paths = meshes.on_rank_0(lambda: selection.checkpoints(run_dir, stage, "tasks", settings, config.training.steps))
         mesh: Mesh | None = None
         for path in paths:
             checkpoint = open_merged(path, stage.adapter)

@@ -22,6 +22,7 @@ from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.unfinished import work
 from pipeline.errors import UserError, collect_errors
+from pipeline.evaluation import translation
 from pipeline.files import digest
 from pipeline.generation import draft, weights
 from pipeline.generation.beam import BeamGenerator
@@ -32,6 +33,7 @@ from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.generation.template import PromptTemplate
 from pipeline.launch.ranks import Ranks
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
@@ -68,8 +70,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage = config.stage
     assert isinstance(stage, Generate)
     folder = Path(stage.output or Path(config.run_dir) / "generated")
-    prompts, tokenizer, path, draft_path = collect_errors(
+    prompts, _, template, tokenizer, path, draft_path = collect_errors(
         lambda: _open_prompts(stage),
+        lambda: translation.check(stage),
+        lambda: _open_template(stage),
         lambda: open_tokenizer(config),
         lambda: native.find(Path(config.run_dir), stage.checkpoint),
         lambda: draft.find(stage.draft) if stage.draft is not None else None,
@@ -87,6 +91,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             vocab_size=model.vocab_size,
             end_of_document=tokenizer.end_of_document,
             encoder=isinstance(model, EncoderDecoderSizes),
+            template=template,
         )
         stopping = Stopping(stage.max_tokens, _end_tokens(config, stage, tokenizer), tuple(stage.stop), reader.decode)
         _check(config, model, tokenizer)
@@ -102,6 +107,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         comm = _Ranks(ranks)
         with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is None:
+                _score(config, ranks, stage, folder, checkpoint)
                 return
             mesh = meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
             where = mesh.coordinates
@@ -131,8 +137,15 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                     log.warning(
                         "generate: lines without a completion: %d; %s has the reason of each", totals["rejected"], folder / REJECTED
                     )
+            _score(config, ranks, stage, folder, checkpoint)
     finally:
         meshes.destroy_process_group()
+
+
+def _score(config: RunConfig, ranks: Ranks, stage: Generate, folder: Path, checkpoint: MergedWeights) -> None:
+    """Record the scores of stage.metrics for the completions of a folder; also for one that an earlier job has written."""
+    if stage.metrics and ranks.rank == 0:
+        translation.write(Path(config.run_dir), checkpoint.step, Path(stage.prompts or ""), folder, stage.metrics)
 
 
 def _open_prompts(stage: Generate) -> PromptFile:
@@ -144,6 +157,14 @@ def _open_prompts(stage: Generate) -> PromptFile:
     if stage.prompts is None:
         raise UserError.of("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
     return PromptFile(Path(stage.prompts))
+
+
+def _open_template(stage: Generate) -> PromptTemplate | None:
+    """Open the template with its examples; errors as in PromptTemplate."""
+    if stage.template is None:
+        return None
+    examples = None if stage.examples is None else Path(stage.examples)
+    return PromptTemplate(Path(stage.template), examples, stage.few_shot or 0, stage.seed)
 
 
 def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> None:
@@ -221,7 +242,9 @@ def _end_tokens(config: RunConfig, stage: Generate, tokenizer: TextEncoder) -> f
 def _settings(config: RunConfig, stage: Generate, checkpoint: MergedWeights, tokenizer: TextEncoder) -> dict[str, Any]:
     """Return all settings that determine the completions."""
     keys = [
-        name for name in vars(stage) if name not in ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer")
+        name
+        for name in vars(stage)
+        if name not in ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer", "metrics")
     ]
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
     return {
@@ -233,6 +256,7 @@ def _settings(config: RunConfig, stage: Generate, checkpoint: MergedWeights, tok
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
         "stage.adapter": adapter,
+        **{f"stage.{key}": digest(Path(path)) for key in ("template", "examples") if (path := getattr(stage, key)) is not None},
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from pipeline import artifact, signals
@@ -28,6 +29,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.unfinished import claimed
 from pipeline.errors import DamagedCheckpointError, ToBeContinued, UserError
+from pipeline.evaluation.schedule import Schedule
 from pipeline.files import atomic_file, remove_leftovers, report_disk_full
 from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
@@ -56,6 +58,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         log.info("%s", _summary(config, ranks))
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
+    evaluations = Schedule(config, HydraConfig.get().overrides.task) if config.evaluation.every else None
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     blend.check_epochs(config, training_data.samples)
     minutes = config.training.timeout_minutes
@@ -64,6 +67,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         check_device(config, device)
         with ExitStack() as run_dir, Watchdog(minutes) as watchdog:
             start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
+            if evaluations is not None and ranks.rank == 0:
+                evaluations.submit()  # of checkpoints whose evaluation failed, or was not submitted
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)
@@ -82,7 +87,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             all_peaks = None if peak is None else peak * ranks.world_size
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank)
-                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog)
+                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, evaluations)
             unverified = verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 _finish(config, state, hosts, unverified)

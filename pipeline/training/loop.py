@@ -21,6 +21,7 @@ from pipeline.config.lora import PARTS, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import ToBeContinued
+from pipeline.evaluation.schedule import Schedule
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
@@ -41,6 +42,7 @@ def train(
     metrics: Metrics,
     control: StepControl,
     watchdog: Watchdog,
+    evaluations: Schedule | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal announces the end of the job.
 
@@ -53,6 +55,7 @@ def train(
         metrics: writer of metrics.jsonl.
         control: decides when to save and to stop.
         watchdog: to which progress is reported.
+        evaluations: submits the evaluation of checkpoints, None without.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -84,15 +87,20 @@ def train(
                 watchdog.report(f"validation after step {state.step}")
                 validate(config, trainer, validation_data, state.step, metrics, training.validation_batches, watchdog)
                 started = time.monotonic()
-            if last or decision.save or decision.stop is not None or (checkpoint.every and state.step % checkpoint.every == 0):
+            is_evaluated = evaluations is not None and evaluations.is_due(state.step)
+            scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
+            if last or decision.save or decision.stop is not None or scheduled or is_evaluated:
                 metrics.flush()
                 watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
                 on_rank_0(metrics.check_file)
                 factor, finite_steps = trainer.engine.loss_scale.state()
                 state = dataclasses.replace(state, updates=trainer.engine.updates(), loss_scale=factor, finite_steps=finite_steps)
                 index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
-                path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep)
+                needed = evaluations.waits if evaluations is not None else lambda _: False
+                path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep, needed)
                 log.info("step %d: wrote %s", state.step, path)
+                if evaluations is not None and is_evaluated and trainer.mesh.rank == 0:
+                    evaluations.submit()
                 control.saved()
                 started = time.monotonic()
             if decision.stop is not None and not last:

@@ -77,6 +77,11 @@ def succeeded(number: int, log: Path) -> str:
     return text
 
 
+def printed(run: Path) -> str:
+    """What the evaluation jobs of a run printed."""
+    return "\n".join(path.read_text() for path in (run / "evaluations").glob("*.out"))
+
+
 def training_steps(run: Path) -> list[dict[str, Any]]:
     """Read the training lines of metrics.jsonl, without validations."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -131,15 +136,16 @@ def test_a_job_array_shards_without_mpi(corpus: Path, shards: Path, tmp_path: Pa
 
 
 def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_path: Path) -> None:
-    """The full pipeline as a chain of dependent jobs; multi-rank stages use 2 nodes x 2 tasks."""
+    """The full pipeline as a chain of dependent jobs; multi-rank stages use 2 nodes x 2 tasks, and checkpoints are evaluated by one."""
     run = tmp_path / "run"
     folders = [f"data.shards={tmp_path}/shards", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"run_dir={run}"]
     wide = ["--nodes=2", "--ntasks-per-node=2"]
+    evaluated = ["evaluation.every=2", "checkpoint.keep=1", 'evaluation.overrides=["parallel.tensor=1","parallel.pipeline=1"]']
     chain = {
         "shard": [*wide, "slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS],
         "train_tokenizer": ["slurm/train_tokenizer.sbatch", "tokenizer.vocab_size=300", "tokenizer.report=false"],
         "tokenize": [*wide, "slurm/tokenize.sbatch"],
-        "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.zero_stage=0"],  # without DeepSpeed's import
+        "pretrain": [*wide, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.zero_stage=0", *evaluated],  # without DeepSpeed's import
         "convert": ["slurm/convert.sbatch", *MODEL],
     }
     numbers: dict[str, int] = {}
@@ -149,6 +155,13 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
     for stage, number in numbers.items():
         succeeded(number, tmp_path / f"{stage}.log")
 
+    table = run / "evaluations" / "table.csv"
+    for _ in range(400):
+        rows = table.read_text().splitlines() if table.exists() else []
+        if len(rows) == 3:
+            break
+        time.sleep(0.25)
+    assert [row.partition(",")[0] for row in rows] == ["step", "2", "4"], printed(run)
     # Four ranks on two nodes write the same files as one process.
     assert same_files(shards, tmp_path / "shards")
     assert same_files(tokenizer, tmp_path / "tokenizer")

@@ -1,5 +1,6 @@
 """stage=generate on the command line, with an imported model."""
 
+import csv
 import json
 import shutil
 from dataclasses import replace
@@ -119,8 +120,29 @@ def test_ranks_that_share_a_model_write_the_same(run):
     assert "world size=1: must be divisible" in pipeline(*settings(run, "parallel.tensor=2", output="no"), expect=2)
 
 
+def test_a_template_makes_prompts(run):
+    """The completion is that of the rendered text; a line without the field is rejected, and a syntax error refused."""
+    (run / "t.jinja").write_text("{% for e in examples %}{{ e.x }} {% endfor %}{{ x }}\n")
+    (run / "x.jsonl").write_text('{"x": "steht ein"}\n{"y": 1}\n')
+    (run / "e.jsonl").write_text('{"x": "Im Wald"}\n')
+    files = (f"stage.template={run / 't.jinja'}", f"stage.examples={run / 'e.jsonl'}")
+    pipeline(*settings(run, *files, "stage.few_shot=1", output="shots", prompts="x.jsonl"))
+    (run / "plain.jsonl").write_text('{"prompt": "Im Wald steht ein"}\n')
+    pipeline(*settings(run, output="plain-shots", prompts="plain.jsonl"))
+    (shot,), (plain,) = read(run / "shots/completions.jsonl"), read(run / "plain-shots/completions.jsonl")
+    assert shot == {"x": "steht ein", "generated": {"prompt": "Im Wald steht ein", **plain["generated"]}}
+    (rejected,) = read(run / "shots/rejected.jsonl")
+    assert rejected == {"line": 2, "error": "stage.template fails in line 1: 'x' is undefined"}
+    (run / "t.jinja").write_text("{{ x }}\n{% if %}")
+    printed = pipeline(*settings(run, *files, "stage.few_shot=0", "stage.metrics=[bleu]", output="no", prompts="x.jsonl"), expect=2)
+    assert "line 2 is not valid in a Jinja template" in printed
+    assert "no line of stage.prompts" in printed
+    assert "2 problems" in printed
+
+
 def test_refusals(run, tmp_path):
-    printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2", "stage.top_p=0"), expect=2)
+    printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2", "stage.top_p=0", "stage.metrics=[meteor]"), expect=2)
+    assert "stage.metrics=['meteor']: must be one of bleu, chrf" in printed
     assert "stage.top_p=0" in printed
     printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2"), expect=2)
     assert "stage.stop" in printed
@@ -161,12 +183,15 @@ def test_speculative_decoding_and_its_refusals(run, tmp_path, tokenizer_folder):
 
 @pytest.mark.slow
 def test_an_encoder_decoder_translates(run, tmp_path):
-    """T5 with beam search; the prompt ends with the end-of-document token, and the decoder starts with data.decoder_start."""
+    """T5 with beam search; the prompt ends with the end-of-document token, and the decoder starts with data.decoder_start.
+
+    A second command, which generates nothing, scores the translation.
+    """
     config = T5Config(hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=60, layers=2, head_width=8)
     export(tmp_path / "stock", random_model(config), config, run / "imported")
     pipeline("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path}")
     more = (f"run_dir={tmp_path}", "stage.beams=3", "stage.max_tokens=7", 'data.decoder_start="<|endoftext|>"')
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Im Wald steht ein"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Im Wald steht ein", "reference": ["In the wood", "In the forest"]}\n')
     pipeline(*settings(tmp_path, *more))
     (line,) = read(tmp_path / "generated/completions.jsonl")
     text, stock = AutoTokenizer.from_pretrained(run / "stock"), AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "stock")
@@ -174,6 +199,11 @@ def test_an_encoder_decoder_translates(run, tmp_path):
     options = {"max_new_tokens": 7, "do_sample": False, "num_beams": 3, "decoder_start_token_id": 0, "pad_token_id": 0}
     expected = stock.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
     assert line["generated"]["text"] == text.decode(expected, skip_special_tokens=True)
+    printed = pipeline(*settings(tmp_path, *more, "stage.metrics=[chrf,bleu]"))
+    assert "nothing to do" in printed
+    assert "bleu 0.00 over 1 completions (nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp|version:" in printed
+    with open(tmp_path / "evaluations/table.csv", encoding="utf-8") as handle:
+        assert next(csv.DictReader(handle)).keys() == {"step", "prompts chrf", "prompts bleu"}
     printed = pipeline(*settings(tmp_path, *more, "stage.temperature=1", "stage.stop=[a]"), expect=2)
     assert "stage.temperature=1.0: is not supported by beam search (stage.beams=3)" in printed
     assert "2 problems" in printed

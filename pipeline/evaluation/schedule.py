@@ -1,0 +1,138 @@
+"""Evaluation of the checkpoints of a training run by Slurm jobs that the run submits (evaluation.every).
+
+The run does not wait, and its GPUs train on. A job evaluates all checkpoints that wait for it, so that one job at a time suffices, and a
+checkpoint whose job failed is evaluated by the next one. A checkpoint that waits is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import xxhash
+
+from pipeline.checkpoint import native
+from pipeline.config import compose
+from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.errors import UserError, Violation
+from pipeline.evaluation import record
+from pipeline.launch import job, preflight
+from pipeline.launch.hydra_launcher import quote
+
+log = logging.getLogger("pipeline")
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether the checkpoint of a step is evaluated: that of every `every` steps, and the last one."""
+    return step % every == 0 or step == steps
+
+
+class Schedule:
+    """The evaluation jobs of a run.
+
+    Args:
+        config: of the run.
+        overrides: its command line, without Hydra's own arguments.
+        environment: variables of the job of the run.
+
+    Raises:
+        UserError: Slurm is not there, or the jobs would be refused.
+    """
+
+    def __init__(self, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+        self._every, self._steps, self._run_dir = config.evaluation.every, config.training.steps, Path(config.run_dir)
+        self._cluster = _cluster(config, environment)
+        self._environment = job.outside(environment)
+        self._jobs = {kind: _job(config, kind, overrides, environment) for kind in _kinds(config)}
+        if shutil.which("sbatch", path=environment.get("PATH")) is None:
+            fix = "set it to 0, and evaluate the checkpoints after the run: stage=evaluate stage.checkpoint=all"
+            raise UserError.of("evaluation.every", self._every, "submits Slurm jobs, and this machine has no command sbatch", fix)
+        found = job.violations(self._cluster, "evaluate", Path.cwd())
+        for each in self._jobs.values():
+            found += _violations(config, each)
+        if found:
+            raise UserError(list(dict.fromkeys(found)))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run writes and submits the checkpoint of a step; that of step 0 is an imported model."""
+        return step > 0 and is_due(step, self._every, self._steps)
+
+    def waits(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint waits for an evaluation."""
+        step = native.step_of(checkpoint)
+        return self.is_due(step) and any(not record.path_of(self._run_dir, step, kind).is_file() for kind in self._jobs)
+
+    def submit(self) -> None:
+        """Submit the jobs that the checkpoints need, unless one that has not started waits in the queue.
+
+        An error of Slurm is logged and does not end the run: the next submission covers the same checkpoints.
+        """
+        for kind, each in self._jobs.items():
+            steps = [native.step_of(path) for path in native.complete(self._run_dir) if self.waits(path)]
+            steps = [step for step in steps if not record.path_of(self._run_dir, step, kind).is_file()]
+            if not steps:
+                continue
+            shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+            (self._run_dir / record.FOLDER).mkdir(parents=True, exist_ok=True)  # Slurm opens the log in it
+            try:
+                if job.is_pending(each.name, self._environment):
+                    log.info("evaluation of %s: a %s job is in the queue", shown, kind)
+                    continue
+                log.info("evaluation of %s: job %d (%s)", shown, job.submit(job.render(each, self._cluster), self._environment), kind)
+            except UserError as error:
+                log.warning("evaluation of %s was not submitted, and the checkpoints are kept: %s", shown, error.violations[0])
+
+
+def _kinds(config: RunConfig) -> list[str]:
+    """The evaluations of a checkpoint, as record.path_of names them."""
+    return ["validation"] * config.evaluation.validation + ["tasks"] * bool(config.evaluation.tasks)
+
+
+def _cluster(config: RunConfig, environment: Mapping[str, str]) -> ClusterConfig:
+    """The sbatch options of the jobs: those of the cluster, in the account and partition of this job where the cluster names none."""
+    wanted, cluster = config.evaluation, config.cluster
+    return dataclasses.replace(
+        cluster,
+        nodes=wanted.nodes,
+        tasks_per_node=wanted.tasks_per_node,
+        time=wanted.time,
+        account=cluster.account or environment.get("SLURM_JOB_ACCOUNT"),
+        partition=cluster.partition or environment.get("SLURM_JOB_PARTITION"),
+        qos=cluster.qos or environment.get("SLURM_JOB_QOS"),
+        sbatch=[*cluster.sbatch, "--dependency=singleton", *wanted.sbatch],
+    )
+
+
+def _job(config: RunConfig, kind: str, overrides: Sequence[str], environment: Mapping[str, str]) -> job.Job:
+    """The job of one kind. Its name belongs to this run and kind: of the jobs with the same name, Slurm runs one at a time."""
+    wanted, run_dir = config.evaluation, Path(config.run_dir).absolute()
+    folder = run_dir / record.FOLDER
+    kept = [o for o in overrides if not re.match(r"\+*((stage|run_dir)=|(stage|dry_run|evaluation|checkpoint)[.=])", o)]
+    settings = ["stage.checkpoint=all", f"stage.every={wanted.every}"]
+    if kind == "tasks":
+        settings.append(f"stage.tasks=[{','.join(map(quote, wanted.tasks))}]")
+        given = {"task_folder": wanted.task_folder, "few_shot": wanted.few_shot, "limit": wanted.limit}
+        settings += [f"stage.{key}={quote(str(value))}" for key, value in given.items() if value is not None]
+    conf = environment.get("PIPELINE_CONF")
+    return job.Job(
+        name=f"evaluate-{kind}-{xxhash.xxh3_64_hexdigest(str(run_dir).encode())}",
+        stage="evaluate",
+        overrides=(*kept, *compose.normalize_overrides(wanted.overrides), *settings, f"run_dir={quote(config.run_dir)}"),
+        directory=Path.cwd(),
+        output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
+        conf=Path(conf) if conf else None,
+    )
+
+
+def _violations(config: RunConfig, each: job.Job) -> list[Violation]:
+    """Why a job would be refused."""
+    found, composed = compose.diagnose(["stage=evaluate", *each.overrides])
+    if not found:
+        size = config.evaluation.nodes * config.evaluation.tasks_per_node
+        found = preflight.violations(compose.to_run_config(composed), size)
+    return [dataclasses.replace(one, rule=f"{one.rule} (in the jobs of evaluation.every; evaluation.overrides sets it)") for one in found]

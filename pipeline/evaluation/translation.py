@@ -1,0 +1,114 @@
+"""BLEU (Papineni et al. 2002) and chrF (Popović 2015) of completions, by sacrebleu (Post 2018). The only file that imports it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline import artifact
+from pipeline.config.stages import Generate
+from pipeline.errors import UserError
+from pipeline.evaluation import record
+from pipeline.generation.completions import COMPLETIONS
+
+log = logging.getLogger("pipeline")
+
+#: Maximum number of line numbers in a message.
+_SHOWN = 10
+
+
+class Score(NamedTuple):
+    """A score from 0 to 100, and the settings that it was computed with (sacrebleu's signature)."""
+
+    value: float
+    signature: str
+
+
+def check(stage: Generate) -> None:
+    """Refuse metrics that cannot be computed, and log the lines without a reference.
+
+    Raises:
+        UserError: sacrebleu is not installed, or no line of stage.prompts has a reference.
+    """
+    if not stage.metrics or stage.prompts is None or not Path(stage.prompts).is_file():
+        return
+    shown = f"[{','.join(stage.metrics)}]"
+    try:
+        import sacrebleu  # noqa: F401
+    except ImportError as error:
+        rule = f"require sacrebleu, which cannot be imported: {error}"
+        raise UserError.of("stage.metrics", shown, rule, "pip install -c tools/constraints.txt -e '.[sacrebleu]'") from error
+    with open(stage.prompts, "rb") as handle:
+        lines = [(number, references(_parsed(line))) for number, line in enumerate(handle, start=1) if line.strip()]
+    missing = [number for number, found in lines if not found]
+    if len(missing) == len(lines):
+        rule = f"compare with references, and no line of stage.prompts={stage.prompts} has one"
+        raise UserError.of("stage.metrics", shown, rule, 'write lines such as {"prompt": "Im Wald", "reference": "In the forest"}')
+    if missing:
+        numbers = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+        log.warning('%s: %d lines have no "reference" and are not scored: %s', stage.prompts, len(missing), numbers)
+
+
+def references(fields: Any) -> list[str]:
+    """Return the references of a line: a text, or a list of texts; empty if it has none."""
+    found = fields.get("reference") if isinstance(fields, dict) else None
+    texts = found if isinstance(found, list) else [found]
+    return texts if all(isinstance(text, str) and text.strip() for text in texts) else []
+
+
+def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequence[str]]) -> dict[str, Score]:
+    """Return the score of a corpus for each metric.
+
+    Args:
+        metrics: "bleu", "chrf".
+        texts: translations.
+        expected: the references of each of them, at least one.
+    """
+    from sacrebleu.metrics import BLEU, CHRF
+
+    most = max(map(len, expected))
+    streams = [[each[number] if number < len(each) else None for each in expected] for number in range(most)]
+    found = {}
+    for name in metrics:
+        metric = {"bleu": BLEU, "chrf": CHRF}[name]()
+        value = metric.corpus_score(list(texts), streams).score
+        found[name] = Score(float(value), str(metric.get_signature()))
+    return found
+
+
+def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequence[str]) -> None:
+    """Score the completions of a folder, log the scores, and record them as those of a checkpoint.
+
+    Args:
+        run_dir: the run directory.
+        step: of the checkpoint.
+        prompts: the prompts, whose name is that of the scores.
+        folder: the output of generate.
+        metrics: as in scores.
+    """
+    lines = map(json.loads, (folder / COMPLETIONS).read_text(encoding="utf-8").rstrip("\n").split("\n"))
+    pairs = [(line["generated"]["text"].strip(), given) for line in lines if (given := references(line))]
+    if not pairs:
+        log.warning("%s: no completion has a reference; nothing is scored", folder)
+        return
+    found = scores(metrics, *zip(*pairs, strict=True))
+    name = re.sub(r"[^\w.-]", "_", prompts.stem)
+    values = {name: {metric: score.value for metric, score in found.items()} | {"samples": len(pairs)}}
+    settings = artifact.read(folder, key="stage.output", stage="generate").settings
+    record.write(
+        run_dir, step, f"translation-{name}", values, settings | {"signatures": {m: score.signature for m, score in found.items()}}
+    )
+    for metric, score in found.items():
+        log.info("step %d, %s: %s %.2f over %d completions (%s)", step, name, metric, score.value, len(pairs), score.signature)
+
+
+def _parsed(line: bytes) -> Any:
+    """The content of a line; None if it is not JSON, which generate rejects."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

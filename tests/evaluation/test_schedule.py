@@ -1,0 +1,109 @@
+"""The evaluation jobs that a training run submits, with commands of Slurm that record what they get."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint import native
+from pipeline.config import compose
+from pipeline.errors import UserError
+from pipeline.evaluation import record
+from pipeline.evaluation.schedule import Schedule
+from pipeline.launch import job
+from tests.helpers import ROOT
+
+SBATCH = """#!/bin/bash
+[ -e {folder}/down ] && {{ echo "slurm is down" >&2; exit 1; }}
+[ -z "${{SLURM_JOB_ID:-}}" ] && cat > {folder}/job-$((1 + $(ls {folder} | grep -c job-))) && echo 7
+"""
+TASKS = ("evaluation.tasks=[numbers]", "evaluation.task_folder=my tasks", "evaluation.few_shot=2")
+
+
+def schedule(folder: Path, *overrides: str) -> Schedule:
+    """The schedule of a run with these settings, evaluated every 10 of 25 steps, in a job of the account fir."""
+    for name, text in {"sbatch": SBATCH.format(folder=folder), "squeue": f"#!/bin/bash\ncat {folder}/queue\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "queue").touch()
+    given = [
+        f"run_dir={folder}/run",
+        "evaluation.every=10",
+        "training.steps=25",
+        "optimizer.warmup_steps=5",
+        "checkpoint.keep=1",
+        *overrides,
+    ]
+    compose.register()
+    found, composed = compose.diagnose(given)
+    assert not found
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "3", "SLURM_JOB_ACCOUNT": "fir"}
+    return Schedule(compose.to_run_config(composed), given, environment)
+
+
+def add_checkpoint(run_dir: Path, step: int) -> Path:
+    folder = native.folder_of(run_dir, step)
+    folder.mkdir(parents=True)
+    (folder / native.INDEX).touch()
+    return folder
+
+
+def test_a_checkpoint_is_submitted_and_kept_until_it_is_evaluated(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(ROOT)
+    run, jobs = tmp_path / "run", schedule(tmp_path, *TASKS, "parallel.tensor=2", 'evaluation.overrides=["parallel.tensor=1"]')
+    assert [step for step in range(30) if jobs.is_due(step)] == [10, 20, 25]
+    paths = {step: add_checkpoint(run, step) for step in (10, 15)}
+    assert [jobs.waits(path) for path in paths.values()] == [True, False]
+    jobs.submit()
+    texts = [path.read_text() for path in sorted(tmp_path.glob("job-*"))]
+    assert [text.partition("stage.every=10")[2].split() for text in texts] == [
+        ["\\", f"run_dir={run}"],
+        [
+            "\\",
+            "'stage.tasks=[numbers]'",
+            "\\",
+            """'stage.task_folder='"'"'my""",
+            """tasks'"'"''""",
+            "\\",
+            "stage.few_shot=2",
+            "\\",
+            f"run_dir={run}",
+        ],
+    ]
+    for text in texts:
+        assert {"#SBATCH --dependency=singleton", "#SBATCH --account=fir", "exec bash slurm/evaluate.sbatch \\"} <= set(text.splitlines())
+        assert "checkpoint.keep" not in text
+        assert text.index("parallel.tensor=2") < text.index("parallel.tensor=1")
+    # A job that has not started will evaluate the next checkpoint, too.
+    (tmp_path / "queue").write_text("8\n")
+    paths[20] = add_checkpoint(run, 20)
+    jobs.submit()
+    assert len(list(tmp_path.glob("job-*"))) == 2
+    # Slurm does not answer: nothing is lost.
+    (tmp_path / "queue").write_text("")
+    (tmp_path / "down").touch()
+    jobs.submit()
+    assert "slurm is down" in caplog.text
+    record.write(run, 10, "validation", {}, {})
+    assert jobs.waits(paths[10])
+    record.write(run, 10, "tasks", {}, {})
+    assert [jobs.waits(paths[step]) for step in (10, 20)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("evaluation.nodes=3", "training.global_batch_size=64: must be a multiple of 3 data ranks"),
+        ('evaluation.overrides=["parallel.tensro=1"]', "parallel.tensro=1: no such key"),
+        ("evaluation.time=soon", "cluster.time=soon: must have the form"),
+    ],
+)
+def test_jobs_that_would_fail_are_refused_before_training(wrong, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=message):
+        schedule(tmp_path, wrong)
+
+
+def test_a_submitted_job_does_not_inherit_ranks():
+    given = {"SLURM_CONF": "a", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1", "RANK": "1", "RANKS": "x", "PMI_FD": "5", "HOME": "/root"}
+    assert job.outside(given) == {"SLURM_CONF": "a", "RANKS": "x", "HOME": "/root"}
