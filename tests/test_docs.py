@@ -118,11 +118,14 @@ def test_the_mistake_is_answered_as_shown() -> None:
 def test_tools_have_the_options_shown() -> None:
     shown = [words(line) for line in LINES if line.startswith("tools/")]
     assert {line[0] for line in shown} >= {"tools/demo", "tools/test", "tools/numerics", "tools/bench_train"}
+    shared = (ROOT / "tools/bench/subprocesses.py").read_text(encoding="utf-8")
     for tool, *arguments in shown:
         assert os.access(ROOT / tool, os.X_OK), tool
+        source = (ROOT / tool).read_text(encoding="utf-8")
+        source += shared if "subprocesses.add_options" in source else ""
         for argument in arguments:
             if argument.startswith("--"):
-                assert argument in (ROOT / tool).read_text(encoding="utf-8"), f"{tool} {argument}"
+                assert argument in source, f"{tool} {argument}"
 
 
 def test_the_file_tree_is_complete() -> None:

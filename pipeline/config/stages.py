@@ -57,7 +57,13 @@ class Generate(CheckpointReader):
     draft: str | None = knob(None, "run directory or checkpoint of a smaller model, which proposes tokens (speculative decoding)")
     draft_tokenizer: str | None = knob(None, "tokenizer folder of the draft model, to verify that it is the same; default: that of its run")
     prompt_lookup: bool = knob(False, "speculative decoding with tokens that followed the same text in the prompt; requires no draft model")
-    speculative_tokens: int = knob(4, "proposed tokens that are verified in one pass", unit="tokens", at_least=1, at_most=64)
+    speculative_tokens: int = knob(
+        12,
+        "maximum number of proposed tokens that are verified in one pass; fewer while proposals are rejected",
+        unit="tokens",
+        at_least=1,
+        at_most=64,
+    )
     stop: list[str] = knob([], "texts that end a completion, which is cut before them", multiline=True)
     ignore_eos: bool = knob(False, "continue after the end-of-document token, up to stage.max_tokens")
     metrics: list[str] = knob(

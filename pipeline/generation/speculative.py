@@ -127,8 +127,15 @@ class DraftModel:
         return [(tokens, torch.stack(each) if each else None) for tokens, each in zip(drawn, distributions, strict=True)]
 
 
+#: Number of tokens that are guessed first, and how it grows after a pass in which all of them were accepted; after others it falls by 1.
+FIRST, GROWTH = 4, 2
+
+
 class SpeculativeGenerator(Generator):
     """Generates completions with a proposer.
+
+    The number of guessed tokens follows the acceptance of earlier ones, for each completion. It depends on tokens that are chosen already,
+    so the distribution of the completions is not affected.
 
     Args:
         runner: the model; its lookahead is at least tokens + 1.
@@ -155,6 +162,7 @@ class SpeculativeGenerator(Generator):
         super().__init__(runner, sampling, stopping, batch_size=batch_size, logprobs=logprobs)
         self.proposer, self.tokens = proposer, tokens
         self.proposed = self.accepted = 0
+        self._guesses: dict[int, int] = {}
 
     def _start(self, rows: int) -> None:
         super()._start(rows)
@@ -163,6 +171,7 @@ class SpeculativeGenerator(Generator):
     def _prefill(self, rows: list[int], completions: list[Completion]) -> None:
         super()._prefill(rows, completions)
         self.proposer.prefill(rows, completions)
+        self._guesses |= {each.index: min(FIRST, self.tokens) for each in completions if not each.finish_reason}
 
     def _keep(self, rows: Tensor) -> None:
         super()._keep(rows)
@@ -171,18 +180,23 @@ class SpeculativeGenerator(Generator):
     def _decode(self) -> None:
         """Guess tokens, verify them in one pass, and append those that are accepted and one more."""
         held = self._rows
-        counts = [0 if each is None else min(self.tokens, self._limit(each) - len(each.tokens) - 1) for each in held]
+        counts = [0 if each is None else min(self._guesses[each.index], self._limit(each) - len(each.tokens) - 1) for each in held]
         proposals = self.proposer.propose(held, counts, [None if each is None else self._random[each.index] for each in held])
         before = self.runner.cache.lengths.clone()
         new = [[] if each is None else [each.tokens[-1], *guess] for each, (guess, _) in zip(held, proposals, strict=True)]
         logits = self.runner.forward(range(len(held)), new, every=True)
         for row, (each, (guess, q)) in enumerate(zip(held, proposals, strict=True)):
             if each is not None:
-                self._verify(each, guess, q, logits[row, : len(guess) + 1])
+                accepted = self._verify(each, guess, q, logits[row, : len(guess) + 1])
                 before[row] = len(each.prompt) + len(each.tokens) - 1
+                if each.finish_reason:
+                    del self._guesses[each.index]
+                elif guess:
+                    change = GROWTH if accepted == len(guess) else -1
+                    self._guesses[each.index] = max(1, min(self._guesses[each.index] + change, self.tokens))
         self.runner.cache.truncate(torch.minimum(before, self.runner.cache.lengths))
 
-    def _verify(self, completion: Completion, guess: list[int], q: Tensor | None, logits: Tensor) -> None:
+    def _verify(self, completion: Completion, guess: list[int], q: Tensor | None, logits: Tensor) -> int:
         """Append accepted tokens, and one from the residual distribution after the first that is rejected, or after all of them.
 
         Args:
@@ -190,6 +204,9 @@ class SpeculativeGenerator(Generator):
             guess: proposed tokens.
             q: (guesses, vocabulary), the distributions they were drawn from; None if they were not drawn.
             logits: (guesses + 1, vocabulary), of the model.
+
+        Returns:
+            Number of accepted tokens.
         """
         sequence = [*completion.prompt, *completion.tokens, *guess]
         first = len(sequence) - len(guess)
@@ -212,7 +229,8 @@ class SpeculativeGenerator(Generator):
                 completion.logprobs.append(float(logprobs[index, token]))
             self._append(completion, token)
             if completion.finish_reason or not accepted:
-                return
+                return index + accepted
+        raise AssertionError("the token after the last guess is never an accepted guess")
 
     def _draw(self, p: Tensor, guess: list[int], q: Tensor | None, numbers: random.Random) -> int:
         """Draw a token from p, or after a rejected guess from the part of p that exceeds the proposer's distribution."""

@@ -7,6 +7,7 @@ full weight, so that tensor parallelism does not change the result. 4.13 bits pe
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,7 +116,13 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, factors: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix, (output, input); arguments as the attributes of NF4Weight."""
-    levels = torch.tensor(LEVELS, device=codes.device)
-    values = levels[torch.stack([codes >> 4, codes & 15], dim=2).int()].flatten(1)
-    scale = scales.float() * factors.repeat_interleave(BLOCK, dim=0)[: len(codes)]
-    return (values.unflatten(1, (-1, BLOCK)) * scale[..., None]).flatten(1)[:, :inputs].to(dtype)
+    pairs = F.embedding(codes.int(), _level_pairs(codes.device)).flatten(1)  # one lookup for two weights
+    scale = scales * factors.repeat_interleave(BLOCK, dim=0)[: len(codes)]
+    return pairs.unflatten(1, (-1, BLOCK)).mul_(scale[..., None]).flatten(1)[:, :inputs].to(dtype)
+
+
+@cache
+def _level_pairs(device: torch.device) -> Tensor:
+    """The levels of the two codes of each byte, fp32 (256, 2). Cached: a copy to a GPU in each product would wait for the host."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], dim=1)

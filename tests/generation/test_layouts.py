@@ -9,8 +9,10 @@ from pipeline.generation.generator import Generator, Stopping
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
+from pipeline.generation.speculative import DraftModel, SpeculativeGenerator
 from pipeline.models.t5.config import T5Config
 from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.generation import test_speculative
 from tests.generation.conftest import prompts
 from tests.models.small_decoders import CONFIGS
 
@@ -19,6 +21,7 @@ T5 = T5Config(hidden=48, heads=4, ffn_hidden=96, vocab_size=301, max_positions=6
 MODELS = {name: replace(CONFIGS[name], max_positions=60, vocab_size=301) for name in ("gpt", "mistral", "deepseek-yarn", "bloom", "olmo2")}
 CASES = [*((name, "tensor") for name in MODELS), *((name, "pipeline") for name in ("gpt", "mistral", "deepseek-yarn")), ("t5", "tensor")]
 SAMPLING = Sampling(temperature=0.8, seed=4)
+TWO_LAYERS = replace(test_speculative.TINY, layers=2)
 
 
 def completions(runner):
@@ -27,8 +30,8 @@ def completions(runner):
     return sorted((each.index, each.tokens, each.logprobs) for each in generator.run(enumerate(prompts(301, 9, 20, 3))))
 
 
-def on_ranks(config, axis):
-    """The completions of this rank."""
+def runner_on_ranks(config, axis, lookahead=1, model=None):
+    """This rank's part of a model with random weights."""
     from pipeline.config.layout import Layout
     from pipeline.generation import weights
     from pipeline.parallel import mesh as meshes
@@ -37,11 +40,41 @@ def on_ranks(config, axis):
 
     run = weights.for_generation(configured("stage=generate", f"parallel.{axis}=2", "precision=fp32"), config)
     mesh = meshes.build_mesh(Layout.of(run, 2), torch.device("cpu"))
-    model = next(weights.load(InMemory(random_model(config)), run, mesh).stage_modules())
+    part = next(weights.load(InMemory(model or random_model(config)), run, mesh).stage_modules())
     if config.family == "t5":
-        return completions(Seq2SeqRunner(model, 60, start=2))
+        return Seq2SeqRunner(part, 60, start=2)
     relay = Relay(mesh) if axis == "pipeline" else None
-    return completions(Runner(model, 60, relay=relay, vocab_size=config.vocab_size, hidden=config.hidden))
+    sizes = {"vocab_size": config.vocab_size, "hidden": config.hidden}
+    return Runner(part, config.max_positions, lookahead=lookahead, relay=relay, **sizes)
+
+
+def on_ranks(config, axis):
+    """The completions of this rank."""
+    return completions(runner_on_ranks(config, axis))
+
+
+def drafted(runner, small):
+    """Completions with a draft model, and the share of proposals that was accepted."""
+    proposer = DraftModel(small, test_speculative.SAMPLING)
+    generator = SpeculativeGenerator(runner, test_speculative.SAMPLING, Stopping(3), batch_size=500, proposer=proposer, tokens=2)
+    return test_speculative.samples(generator), generator.accepted / generator.proposed
+
+
+def drafted_on_ranks(axis):
+    small = test_speculative.noisy(random_model(TWO_LAYERS), 0.4)
+    return drafted(runner_on_ranks(TWO_LAYERS, axis, 3), runner_on_ranks(TWO_LAYERS, axis, 3, small))
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_speculative_samples_have_the_distribution_of_the_target(axis, worlds):
+    model = random_model(TWO_LAYERS)
+    small = test_speculative.noisy(model, 0.4)
+    expected, accepted = drafted(*(Runner(each, 16, lookahead=3) for each in (model, small)))
+    assert 0.1 < accepted < 0.95
+    for found, share in worlds(2).run(drafted_on_ranks, axis):
+        assert found == expected
+        assert share == accepted
+    assert test_speculative.chi_square(TWO_LAYERS, expected) < test_speculative.CRITICAL
 
 
 @pytest.mark.parametrize("name, axis", CASES)

@@ -1,6 +1,7 @@
 """Speculative decoding: the same greedy tokens, and the same distribution of samples, as without it."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,26 +59,62 @@ TINY = GPTConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab_size=VOCABUL
 CRITICAL = 66.6
 
 
-@pytest.mark.parametrize("kind", ["draft", "lookup"])
-def test_samples_have_the_distribution_of_the_target(kind):
-    """Chi-square over the second and third token of 2,000 completions; the first is chosen without a guess."""
-    model, sampling = random_model(TINY), Sampling(temperature=0.9, top_k=5, seed=2)
-    draft = noisy(model, 0.4)
-    every = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=3)))
+SAMPLING = Sampling(temperature=0.9, top_k=5, seed=2)
+COMPLETIONS = 2000
+
+
+def samples(generator) -> list[list[int]]:
+    """Completions of three tokens of the same prompt, in order."""
+    found = {each.index: each.tokens for each in generator.run((index, PROMPT) for index in range(COMPLETIONS))}
+    return [found[index] for index in range(COMPLETIONS)]
+
+
+def chi_square(config, found: list[list[int]]) -> float:
+    """Of the second and third token, whose distribution under the model is computed; the first is chosen without a guess."""
+    every, model = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=3))), random_model(config)
     with torch.no_grad():
         logits = model(torch.cat([torch.tensor(PROMPT).expand(len(every), -1), every[:, :2]], dim=1))[:, len(PROMPT) - 1 :]
-    chances = distribution(logits.flatten(0, 1), sampling, []).view(len(every), 3, VOCABULARY).gather(2, every[:, :, None]).prod(dim=1)
-    expected = chances.view((VOCABULARY,) * 3).sum(dim=0)
-    proposer = PromptLookup() if kind == "lookup" else DraftModel(Runner(draft, 16, lookahead=3), sampling)
-    generator = generator_of(model, proposer, sampling, Stopping(3), tokens=2, positions=16, batch_size=500)
+    chances = distribution(logits.flatten(0, 1), SAMPLING, []).view(len(every), 3, VOCABULARY).gather(2, every[:, :, None]).prod(dim=1)
+    expected = COMPLETIONS * chances.view((VOCABULARY,) * 3).sum(dim=0)
     counts = torch.zeros_like(expected)
-    for completion in generator.run((index, PROMPT) for index in range(2000)):
-        counts[tuple(completion.tokens[1:])] += 1
-    assert 0.1 < generator.accepted / generator.proposed < 0.95
+    for tokens in found:
+        counts[tuple(tokens[1:])] += 1
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
-    statistic = ((counts - 2000 * expected)[possible] ** 2 / (2000 * expected[possible])).sum()
-    assert statistic < CRITICAL
+    return float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+
+
+@pytest.mark.parametrize("kind", ["draft", "lookup"])
+def test_samples_have_the_distribution_of_the_target(kind):
+    model = random_model(TINY)
+    proposer = PromptLookup() if kind == "lookup" else DraftModel(Runner(noisy(model, 0.4), 16, lookahead=3), SAMPLING)
+    generator = generator_of(model, proposer, SAMPLING, Stopping(3), tokens=2, positions=16, batch_size=500)
+    assert chi_square(TINY, samples(generator)) < CRITICAL
+    assert 0.1 < generator.accepted / generator.proposed < 0.95
+
+
+class Scripted(PromptLookup):
+    """Proposes a known completion; from a length on, its last token is another one."""
+
+    def __init__(self, completion: list[int], right: int) -> None:
+        super().__init__()
+        self.completion, self.right, self.counts = completion, right, []
+
+    def propose(self, held, counts, numbers):  # noqa: ARG002 - of Proposer
+        self.counts += counts
+        start = len(held[0].tokens)
+        guess = self.completion[start : start + counts[0]]
+        return [(guess if start < self.right else [*guess[:-1], *((each + 1) % VOCABULARY for each in guess[-1:])], None)]
+
+
+def test_more_tokens_are_proposed_while_all_are_accepted_and_fewer_after_others():
+    config = replace(TINY, max_positions=64)
+    model = random_model(config)
+    (plain,) = Generator(Runner(model, 64), Sampling(), Stopping(60), batch_size=1).run([(0, [1])])
+    proposer = Scripted(plain.tokens, right=21)
+    (found,) = generator_of(model, proposer, Sampling(), Stopping(60), tokens=7, positions=64).run([(0, [1])])
+    assert found.tokens == plain.tokens
+    assert proposer.counts[:6] == [4, 6, 7, 7, 6, 5]
 
 
 def test_prompt_lookup_proposes_what_followed_the_longest_match():

@@ -138,10 +138,10 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def compose_config(options: Options, folder: str) -> RunConfig:
+def compose_config(options: Options, folder: str, more: dict[str, Any] | None = None) -> RunConfig:
     """Return the checked configuration of ours; the other implementations read the sizes and the optimizer from it.
 
-    The learning rate is constant.
+    The learning rate is constant. `more` has further settings, by key.
 
     Raises:
         UserError: the model does not support this sequence length.
@@ -163,6 +163,7 @@ def compose_config(options: Options, folder: str) -> RunConfig:
         "tracking.wandb": "disabled",
         "data.tokens": f"{folder}/tokens",
         "run_dir": f"{folder}/run",
+        **(more or {}),
     }
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose.to_run_config(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
@@ -255,8 +256,11 @@ def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
     return float(torch.stack(losses).mean())
 
 
-def train_with_trainer(config: RunConfig, timer: Timer) -> float:
-    """Train with transformers' Trainer, with its defaults for everything that is not set here; returns the mean loss."""
+def train_with_trainer(config: RunConfig, timer: Timer, model: torch.nn.Module | None = None) -> float:
+    """Train with transformers' Trainer, with its defaults for everything that is not set here; returns the mean loss.
+
+    The model is the stock class in fp32 when None.
+    """
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -287,7 +291,7 @@ def train_with_trainer(config: RunConfig, timer: Timer) -> float:
     )
     rows = [row for batch in batches(config) for row in batch]
     dataset = [{"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]} for row in rows]
-    trainer = StockTrainer(stock_model(config, torch.float32), arguments, train_dataset=dataset, callbacks=[Clock()])
+    trainer = StockTrainer(model or stock_model(config, torch.float32), arguments, train_dataset=dataset, callbacks=[Clock()])
     return float(trainer.train().training_loss)
 
 
