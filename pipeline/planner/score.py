@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.planner.cells import Contradiction, measured_step_time
@@ -18,6 +18,8 @@ class Score:
         text: model, GPUs and layout.
         error: predicted / measured step time - 1; None without a measured time.
         fits_right: whether the fits/does-not-fit label is right; None without a label.
+        fits: the label.
+        row: all cells.
     """
 
     source: str
@@ -27,6 +29,8 @@ class Score:
     predicted: float = 0.0
     measured: float | None = None
     group: tuple[str, ...] = ()
+    fits: bool | None = None
+    row: dict[str, str] = field(default_factory=dict)
 
 
 #: Rows that agree in these columns differ in their layout only.
@@ -78,6 +82,8 @@ def score(predictions: Path) -> tuple[list[Score], int]:
                 float(row["predicted_step_time_s"]),
                 measured,
                 tuple(row.get(name, "") for name in GROUP),
+                fits,
+                row,
             )
         )
     return scores, refused

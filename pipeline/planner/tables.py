@@ -16,7 +16,7 @@ from pipeline.planner.plan import hidden_bytes
 from pipeline.planner.published import REQUIRED, Run, read
 from pipeline.planner.trace import Trace, trace
 
-PREDICTED = ("predicted_step_time_s", "predicted_memory_gb", "fits", "assumptions", "refused")
+PREDICTED = ("predicted_step_time_s", "predicted_mfu", "predicted_memory_gb", "fits", "assumptions", "refused")
 
 
 #: A job whose predicted memory is within this factor may fit.
@@ -113,6 +113,7 @@ def predict_table(source: Path, target: Path) -> tuple[int, int]:
             refused += 1
         else:
             row["predicted_step_time_s"] = f"{result.step_time:.5g}"
+            row["predicted_mfu"] = f"{result.flops / result.step_time / run.layout.world_size / run.hardware.tflops / 1e12:.4g}"
             row["predicted_memory_gb"] = f"{result.memory.total / 2**30:.2f}"
             row["fits"] = "yes" if result.fits else "no"
             row["assumptions"] = "; ".join(run.assumptions)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.planner import fit
+from pipeline.planner import baselines, fit
 from pipeline.planner.published import read
 from pipeline.planner.score import Score, regrets
 from pipeline.planner.tables import predict
@@ -62,3 +62,24 @@ def test_the_layout_that_is_predicted_fastest_is_compared_with_the_best():
 
     rows = [row(1.0, 2.2, "a"), row(2.0, 2.0, "a"), row(3.0, 4.0, "a"), row(1.0, 9.0, "b"), row(2.0, 1.0, "b")]
     assert regrets(rows) == [pytest.approx(0.1)]  # group b has two layouts only
+
+
+def test_one_efficiency_for_each_generation_of_gpus():
+    def row(source: str, gpu: str, efficiency: float) -> tuple[Score, float]:
+        return Score(source, "", None, None, measured=1.0, row={"gpu": gpu}), efficiency  # seconds at the peak
+
+    ideal = [row("a", "A100", 0.4), row("b", "A100", 0.5), row("c", "H100", 0.3)]
+    everywhere, elsewhere = baselines.scaled(ideal, left_out=False), baselines.scaled(ideal, left_out=True)
+    assert everywhere["a"] == [pytest.approx(0.4 / 0.45 - 1)]
+    assert elsewhere["a"] == [pytest.approx(0.4 / 0.5 - 1)]
+    assert (everywhere["c"], elsewhere["c"]) == ([pytest.approx(0.0)], [pytest.approx(0.3 / 0.45 - 1)])  # no other H100
+
+
+def test_textbook_memory_is_that_of_korthikanti():
+    row = {**SMALL, "layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn_hidden": "49152", "vocab": "51200"}
+    run = read(
+        {**row, "seq_len": "2048", "gpus": "64", "tp": "8", "pp": "8", "global_batch": "64", "zero_or_fsdp": "none", "interleave": "3"}
+    )
+    state = 18 * (12 * 96 * 12288**2 / 64 + 51200 * 12288 / 8)
+    activations = 96 * 2048 * 12288 * 34 / 8 * (1 + 7 / 24)  # table 2, with sequence parallelism and interleaving
+    assert baselines.textbook_bytes(run) == pytest.approx(state + activations + 4 * 2048 * 51200 / 8, rel=1e-6)
