@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.config import check_data, check_plan, quantize, warmup
+from pipeline.config import check_data, check_stages, quantize, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES, TRAINING_STAGES, Convert, Evaluate, Generate, Plan, plans_other_layouts
@@ -34,13 +34,13 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if isinstance(config.stage, Generate):
         found += _generate(config.stage)
     if isinstance(config.stage, Evaluate):
-        found += _tasks(config.stage)
+        found += [*_tasks(config.stage), *check_stages.stride(config, config.stage)]
     if config.evaluation.every and config.stage.name in TRAINING_STAGES:
         found += _scheduled_evaluation(config)
     if isinstance(config.stage, Generate) or has_tasks:
         found += _replicas(config, world_size)
     if isinstance(config.stage, Plan):
-        found += check_plan.violations(config.stage)
+        found += check_stages.plan(config.stage)
     if isinstance(config.stage, Convert):
         found += quantize.violations(config.stage)
     return [*found, *check_data.violations(config)]

@@ -16,6 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.errors import UserError
 from pipeline.evaluation import record, selection
 from pipeline.files import atomic_file
@@ -44,12 +45,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if stage.tasks:
         evaluate_tasks.run(config, ranks, stage)
         return
-    data = registry.open_validation(config, (ranks.rank, ranks.world_size))
+    objective = registry.objective_of(config) if stage.stride is None else Sliding
+    data = objective.open_validation(config, (ranks.rank, ranks.world_size))
     if data is None:
         rule = "has a validation split shorter than training.sequence_length"
         raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
     check_vocabulary(config, data)
-    corpora = registry.objective_of(config).open_validation_corpora(config, (ranks.rank, ranks.world_size))
+    corpora = objective.open_validation_corpora(config, (ranks.rank, ranks.world_size))
     corpora = corpora if len(corpora) > 1 else {}
     minutes = config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
@@ -79,6 +81,7 @@ def _settings(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, 
     """Return what the scores of a checkpoint on the validation split depend on."""
     return {
         "stage.batches": stage.batches,
+        **({} if stage.stride is None else {"stage.stride": stage.stride}),
         "training.global_batch_size": config.training.global_batch_size if stage.batches else None,
         "training.sequence_length": config.training.sequence_length,
         "training.document_mask": config.training.document_mask,

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from pipeline import artifact
 from pipeline.artifact import MANIFEST
-from pipeline.config import warmup
+from pipeline.config import check, warmup
 from pipeline.config.layout import Layout
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
+from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
 from pipeline.errors import UserError
@@ -61,6 +63,36 @@ def config_of(folder, *overrides):
     )
     preflight.check(config, 1)
     return config
+
+
+@pytest.mark.parametrize("stride", [1, 12, LENGTH])
+def test_overlapping_windows_predict_every_token_once(corpora, stride):
+    config = configured("stage=evaluate", f"data.tokens={corpora}/both", f"training.sequence_length={LENGTH}", f"stage.stride={stride}")
+    data, plain = Sliding.open_validation(config), Causal.open_validation(config)
+    assert data is not None
+    assert plain is not None
+    rows = data.arrays(np.arange(data.samples.counts[0]))
+    text = plain.samples.samples(np.arange(plain.samples.counts[0]))
+    text = np.concatenate([text[:, :-1].ravel(), text[-1:, -1]])
+    predicted = rows["targets"][rows["targets"] != IGNORE]
+    assert len(predicted) > len(text) - LENGTH
+    shared = min(len(predicted), len(text) - 1)
+    assert (predicted[:shared] == text[1 : 1 + shared]).all()
+    assert ((rows["targets"] != IGNORE)[1:].sum(axis=1) == stride).all()
+    assert (rows["targets"][:, -1] != IGNORE).all()
+
+
+def test_overlapping_windows_are_those_of_causal_models_and_shorter_than_a_sequence():
+    rules = {
+        "model=bert-tiny": "requires a causal",
+        "training.sequence_length=64": "must not exceed",
+        "stage.tasks=[a]": "without stage.tasks",
+    }
+    for setting, rule in rules.items():
+        config = configured("stage=evaluate", "stage.stride=128", "stage.task_folder=.", setting)
+        found = [violation.rule for violation in check.violations(config, 1) if violation.key == "stage.stride"]
+        assert len(found) == 1
+        assert rule in found[0]
 
 
 TWO = "++data.blend={en:{weight:3},de:{weight:1}}"

@@ -51,3 +51,6 @@ def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
     both, printed = evaluated("data.blend={en:{},short:{}}")
     assert both["corpora"]["short"] is None
     assert "short: no sequence of training.sequence_length" in printed
+    sliding, _ = evaluated("data.blend={de:{}}", "stage.stride=16")
+    assert sliding["validation_loss"] == pytest.approx(alone["validation_loss"], rel=0.1)
+    assert sliding["validation_loss"] != alone["validation_loss"]

@@ -78,33 +78,39 @@ def check_epochs(config: RunConfig, samples: Source) -> None:
         raise UserError(problems)
 
 
-def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples | None:
+def open_validation(
+    config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
+) -> Samples | None:
     """The concatenated validation splits of all corpora of the run; None if they contain no window.
 
-    Arguments are those of open_training.
+    Args:
+        config, share, length: as in open_training.
+        stride: tokens from the begin of a window to that of the next; length when None.
 
     Raises:
         UserError: as open_training.
     """
     parts = _corpora(config, "validation")
     shards = [shard for part in parts for shard in part.shards]
-    return _in_order(config, Corpus("", shards, parts[0].totals, ""), share, length)
+    return _in_order(config, Corpus("", shards, parts[0].totals, ""), share, length, stride)
 
 
-def open_validation_corpora(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> dict[str, Samples | None]:
-    """The validation split of each corpus of the run by name; None for a corpus without a window. Arguments and errors as open_training."""
+def open_validation_corpora(
+    config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
+) -> dict[str, Samples | None]:
+    """The validation split of each corpus of the run by name; None for one without a window. Arguments and errors as open_validation."""
     parts = _corpora(config, "validation")
     if not config.data.blend:
         names = sorted({shard.entry["corpus"] for shard in parts[0].shards})
         shards = {name: [shard for shard in parts[0].shards if shard.entry["corpus"] == name] for name in names}
         parts = [Corpus(name, shards[name], parts[0].totals, "") for name in names]
-    return {part.name: _in_order(config, replace(part, name=""), share, length) for part in parts}
+    return {part.name: _in_order(config, replace(part, name=""), share, length, stride) for part in parts}
 
 
-def _in_order(config: RunConfig, corpus: Corpus, share: tuple[int, int], length: int | None) -> Samples | None:
+def _in_order(config: RunConfig, corpus: Corpus, share: tuple[int, int], length: int | None, stride: int | None) -> Samples | None:
     """The windows of a corpus in order; None if it contains none."""
     stream = _stream(config, [corpus], share)
-    windows = Windows(stream, [corpus], length or config.training.sequence_length)
+    windows = Windows(stream, [corpus], length or config.training.sequence_length, stride)
     return Samples([corpus], stream, windows, None) if windows.counts[0] > 0 else None
 
 
