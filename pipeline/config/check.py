@@ -34,7 +34,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     if isinstance(config.stage, Generate):
         found += _generate(config.stage)
     if isinstance(config.stage, Evaluate):
-        found += [*_tasks(config.stage), *check_stages.stride(config, config.stage)]
+        found += [*_tasks(config.stage), *_pseudo_perplexity(config, config.stage), *check_stages.stride(config, config.stage)]
     if config.evaluation.every and config.stage.name in TRAINING_STAGES:
         found += _scheduled_evaluation(config)
     if isinstance(config.stage, Generate) or has_tasks:
@@ -103,6 +103,17 @@ def _tasks(stage: Evaluate) -> Iterator[Violation]:
     for key in ("task_folder", "few_shot", "limit"):
         if (value := getattr(stage, key)) is not None:
             yield Violation(f"stage.{key}", value, "is read with stage.tasks only", "set stage.tasks, or remove it")
+
+
+def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
+    """Only masked language models have one."""
+    if stage.pseudo_perplexity and (stage.tasks or config.model.objective != "masked"):
+        rule = (
+            "is computed on the validation split, without stage.tasks"
+            if stage.tasks
+            else f"is not defined for family {config.model.family}"
+        )
+        yield Violation("stage.pseudo_perplexity", True, rule, "set it to false" + (", or choose BERT or RoBERTa" * (not stage.tasks)))
 
 
 def _scheduled_evaluation(config: RunConfig) -> Iterator[Violation]:

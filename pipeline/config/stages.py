@@ -34,6 +34,9 @@ class Evaluate(CheckpointReader):
         unit="tokens",
         at_least=1,
     )
+    pseudo_perplexity: bool = knob(
+        False, "BERT and RoBERTa: also mask each token alone, which costs training.sequence_length forward passes for each sequence"
+    )
     tasks: list[str] = knob([], "tasks of lm-eval to evaluate, instead of the validation split")
     task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")
     few_shot: int | None = knob(None, "examples before each question of a task; default: as the task file says", at_least=0)

@@ -56,8 +56,8 @@ def check(stage: Generate) -> None:
 def references(fields: Any) -> list[str]:
     """Return the references of a line: a text, or a list of texts; empty if it has none."""
     found = fields.get("reference") if isinstance(fields, dict) else None
-    texts = found if isinstance(found, list) else [found]
-    return texts if all(isinstance(text, str) and text.strip() for text in texts) else []
+    texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str) and text.strip()]
+    return texts if not isinstance(found, list) or len(texts) == len(found) else []
 
 
 def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequence[str]]) -> dict[str, Score]:

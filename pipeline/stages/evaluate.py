@@ -16,6 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.pseudo_likelihood import PseudoLikelihood
 from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.errors import UserError
 from pipeline.evaluation import record, selection
@@ -34,8 +35,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Evaluate a checkpoint or all of them, and write run_dir/evaluations: a record of each, table.csv and report.html with plots.
 
     Without stage.tasks, run_dir/evaluation.json has the scores of the last evaluated checkpoint on the validation split: step, loss (nats
-    per target), perplexity, bits per byte (null if not every token is a target); with several corpora, "corpora" has the same for each of
-    them. The validation split may be another one than that of training, with another sequence length.
+    per target), perplexity, bits per byte (null if not every token is a target), with stage.pseudo_perplexity also pseudo-perplexity; with
+    several corpora, "corpora" has the same for each of them. The validation split may be another one than that of training, with another
+    sequence length.
 
     Raises:
         UserError: a checkpoint, the validation split or a task is missing, or they do not match.
@@ -46,13 +48,18 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         evaluate_tasks.run(config, ranks, stage)
         return
     objective = registry.objective_of(config) if stage.stride is None else Sliding
-    data = objective.open_validation(config, (ranks.rank, ranks.world_size))
+    share = ranks.rank, ranks.world_size
+    data = objective.open_validation(config, share)
     if data is None:
         rule = "has a validation split shorter than training.sequence_length"
         raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
     check_vocabulary(config, data)
-    corpora = objective.open_validation_corpora(config, (ranks.rank, ranks.world_size))
-    corpora = corpora if len(corpora) > 1 else {}
+    corpora = objective.open_validation_corpora(config, share)
+    parts = {"": data, **(corpora if len(corpora) > 1 else {})}
+    each: dict[str, PseudoLikelihood | None] = {}
+    if stage.pseudo_perplexity:
+        corpora_each = PseudoLikelihood.open_validation_corpora(config, share) if len(parts) > 1 else {}
+        each = {"": PseudoLikelihood.open_validation(config, share), **corpora_each}
     minutes = config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
@@ -68,11 +75,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             state = loop.load(trainer, checkpoint)
             scores = {
                 name: _scores(*loop.validate(config, trainer, part, state.step, None, stage.batches)) if part is not None else {}
-                for name, part in {"": data, **corpora}.items()
+                for name, part in parts.items()
             }
+            for name, masked in each.items():
+                scores[name] |= _pseudo_perplexity(config, trainer, masked, state.step, stage) if masked is not None else {}
             if ranks.rank == 0:
                 _write(config, path, state.step, scores, selection.settings_of(path, stage, settings))
-        verification.finish([data, *corpora.values()])
+        verification.finish([*parts.values(), *each.values()])
     finally:
         meshes.destroy_process_group()
 
@@ -82,6 +91,7 @@ def _settings(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, 
     return {
         "stage.batches": stage.batches,
         **({} if stage.stride is None else {"stage.stride": stage.stride}),
+        **({"stage.pseudo_perplexity": True} if stage.pseudo_perplexity else {}),
         "training.global_batch_size": config.training.global_batch_size if stage.batches else None,
         "training.sequence_length": config.training.sequence_length,
         "training.document_mask": config.training.document_mask,
@@ -106,9 +116,17 @@ def _scores(loss: float, bits: float | None) -> dict[str, float | None]:
     return {"validation_loss": loss, "perplexity": math.exp(loss) if loss < 700 else None, "bits_per_byte": bits}
 
 
+def _pseudo_perplexity(config: RunConfig, trainer: Trainer, data: PseudoLikelihood, step: int, stage: Evaluate) -> dict[str, float]:
+    """The exponential of the mean negative log-probability of each token given all others, of the sequences of stage.batches."""
+    batches = None if stage.batches is None else stage.batches * config.training.sequence_length
+    loss, _ = loop.validate(config, trainer, data, step, None, batches)
+    return {"pseudo_perplexity": math.exp(min(loss, 700))}
+
+
 def _text(scores: dict[str, float | None]) -> str:
     """Format scores for the log."""
     bits, perplexity = scores["bits_per_byte"], scores["perplexity"]
     parts = [f"validation loss {scores['validation_loss']:.4f} nats per target"]
     parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
-    return ", ".join([*parts, *([] if perplexity is None else [f"perplexity {perplexity:.4g}"])])
+    parts += [] if perplexity is None else [f"perplexity {perplexity:.4g}"]
+    return ", ".join([*parts, *(f"{name.replace('_', '-')} {scores[name]:.4g}" for name in ("pseudo_perplexity",) if name in scores)])

@@ -1,10 +1,20 @@
 """Masked language models at the command line: a run whose loss decreases, evaluation, and refusals. Layouts: test_layouts.py."""
 
 import json
+import math
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer
 
-from tests.helpers import pipeline
+from pipeline.config import compose
+from pipeline.data.load.objectives.masked import Masked
+from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.special_tokens import SpecialTokens
+from tests.helpers import pipeline, run_ranks
 
 
 def lines(run_dir):
@@ -35,6 +45,42 @@ def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert evaluation["validation_loss"] == pytest.approx(found[-1]["validation_loss"], rel=1e-5)
     assert evaluation["bits_per_byte"] is None
+    run_ranks(2, "stage=evaluate", *common, *run, *more, "stage.batches=1", "stage.pseudo_perplexity=true", "parallel.tensor=2")
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    pipeline("stage=convert", *common)
+    compose.register()
+    found, composed = compose.diagnose([*common, *run, *more])
+    assert not found
+    expected = pseudo_perplexity(tmp_path / "run/hf", compose.to_run_config(composed), 16)
+    assert evaluation["pseudo_perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+def pseudo_perplexity(export, config, count):
+    """A plain loop over the tokens of validation sequences with the stock class."""
+    data = Masked.open_validation(config)
+    arrays = data.arrays(np.arange(count))
+    tokens = torch.tensor(np.where(arrays["targets"] == IGNORE, arrays["tokens"], arrays["targets"]).astype(np.int64))
+    text = AutoTokenizer.from_pretrained(export)
+    special = set(SpecialTokens(Path(config.tokenizer.path), data.samples.corpora[0].totals["tokenizer"]).ids.values())
+    mask = text.convert_tokens_to_ids("[MASK]" if config.model.family == "bert" else "<mask>")
+    architecture = json.loads((export / "config.json").read_text())["architectures"][0]
+    stock = getattr(transformers, architecture).from_pretrained(export).eval()
+    total, number = 0.0, 0
+    for row, sequence in enumerate(tokens):
+        inputs = {} if config.model.family == "roberta" else {"token_type_ids": torch.tensor(arrays["segments"][row : row + 1]).long()}
+        if "documents" in arrays:
+            inputs["attention_mask"] = torch.tensor(arrays["documents"][row : row + 1] >= 0).long()
+        for position, token in enumerate(sequence.tolist()):
+            if token in special:
+                continue
+            masked = sequence.clone()
+            masked[position] = mask
+            with torch.no_grad():
+                found = stock(masked[None], **inputs)
+            logits = found.prediction_logits if hasattr(found, "prediction_logits") else found.logits
+            total -= float(logits[0, position].log_softmax(0)[token])
+            number += 1
+    return math.exp(total / number)
 
 
 def test_settings_that_a_masked_model_does_not_support_are_refused():

@@ -47,7 +47,7 @@ class Masked(TokenShardObjective):
 
     def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
         """Use samples of text_length + 1 tokens; the last one is not used."""
-        self.samples = samples
+        self.samples, self._count = samples, int(samples.counts.sum())
         self._vocabulary, self._rates, self._seed = vocabulary, config.data.masking, config.training.seed
         self._length, self._packed = config.training.sequence_length, config.data.packing == "best_fit"
         self._document_mask, self._next_sentence = config.training.document_mask, _model(config).next_sentence
@@ -105,9 +105,13 @@ class Masked(TokenShardObjective):
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and targets; segments and next_sentence with two segments; documents with padding or a document mask."""
         indices = np.asarray(indices, dtype=np.int64)
-        found = self._pairs(indices) if self._next_sentence else self._single(indices)
+        found = self.unmasked(indices)
         found["tokens"], found["targets"] = mask(found["tokens"], indices, self._is_ordinary, self._vocabulary, self._rates, self._seed)
         return found
+
+    def unmasked(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of samples with the original tokens, without targets."""
+        return self._pairs(indices) if self._next_sentence else self._single(indices)
 
     def _single(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """[CLS] text [SEP], followed by end-of-document tokens as padding if documents are packed."""
@@ -129,7 +133,7 @@ class Masked(TokenShardObjective):
     def _pairs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """[CLS] a [SEP] b [SEP], padded if the document is short."""
         vocabulary, end = self._vocabulary, self.samples.end_of_document
-        others = sentences.other_samples(indices, int(self.samples.counts.sum()), self._seed)
+        others = sentences.other_samples(indices, self._count, self._seed)
         texts = self.samples.samples(np.concatenate([indices, others]))[:, :-1]
         pairs = sentences.segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
         shape = (len(indices), self._length)

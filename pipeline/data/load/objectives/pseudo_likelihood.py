@@ -1,0 +1,39 @@
+"""Pseudo-log-likelihoods of a masked language model: each token is masked alone (Salazar et al. 2020, https://arxiv.org/abs/1910.14659)."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.loader import Samples
+from pipeline.data.load.objectives.masked import Masked, Vocabulary
+from pipeline.data.load.objectives.objective import IGNORE
+
+
+class PseudoLikelihood(Masked):
+    """The sequences of Masked, each once for every position, with that position masked; for evaluation.
+
+    Sample i is position i % sequence_length of sequence i // sequence_length. At a special token, it has no target.
+    """
+
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
+        """See Masked."""
+        super().__init__(samples, vocabulary, config)
+        self.samples = copy.copy(samples)
+        self.samples.counts = samples.counts * self._length
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: as Masked, with one target in each row at most."""
+        sequences, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
+        distinct, where = np.unique(sequences, return_inverse=True)
+        found = {name: array[where] for name, array in self.unmasked(distinct).items()}
+        rows, targets = np.arange(len(positions)), np.full(found["tokens"].shape, IGNORE, dtype=np.int32)
+        original = found["tokens"][rows, positions]
+        counted = self._is_ordinary[original]
+        if "documents" in found:
+            counted &= found["documents"][rows, positions] >= 0
+        targets[rows[counted], positions[counted]] = original[counted]
+        found["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
+        return {**found, "targets": targets}
