@@ -12,7 +12,8 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.planner.cells import Contradiction
 from pipeline.planner.fit import GENERATIONS
-from pipeline.planner.published import Run, file_of, read
+from pipeline.planner.published import Run, read
+from pipeline.planner.published_gpu import file_of
 from pipeline.planner.score import Score
 
 GENERATION = {file: name for name, files in GENERATIONS.items() for file in files}
@@ -81,7 +82,7 @@ def textbook_bytes(run: Run) -> float:
     mlp = gated * model.hidden * model.ffn_hidden * getattr(model, "experts", 1) / layout.expert
     parameters = (model.layers * (attention + mlp) / layout.pipeline + model.vocab_size * model.hidden) / tensor
     shards = run.practice.shard_ranks or layout.data * layout.expert * layout.context
-    state = {0: 18.0, 1: 6 + 12 / shards, 2: 2 + 16 / shards, 3: 18 / shards}[run.zero_stage]
+    state = {0: 18.0, 1: 6 + 12 / shards, 2: 2 + 16 / shards, 3: 18 / shards}[run.sharding.stage]
     tokens = training.micro_batch_size * training.sequence_length / layout.context
     if training.activation_checkpointing == "full":
         layer = 2.0
@@ -160,7 +161,7 @@ def _llm_analysis_time(run: Run, config: Any, analysis: Any) -> float:
         gradient_accumulation_steps=layout.micro_batches,
         seq_len=training.sequence_length,
         activation_recomputation=analysis.ActivationRecomputation[training.activation_checkpointing.upper()],
-        ds_zero=analysis.DSZeRO(run.zero_stage),
+        ds_zero=analysis.DSZeRO(run.sharding.stage),
     )
     return summary["latency_per_iter"]
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 from functools import partial
+
+#: What tables write into cells that have no value.
+EMPTY = ("", "-", "--", "?", "n/a", "na", "nan", "none", "null", "unknown", "not stated", "auto", "default")
 
 
 class Contradiction(Exception):  # noqa: N818 - a property of a row
@@ -16,6 +21,8 @@ def integer(row: dict[str, str], name: str, default: int, assumed: list[str]) ->
         if default and name not in ("gpus_per_node", "year"):
             assumed.append(f"{name}={default}")
         return default
+    if value == 0 and name in ("interleave", "ep", "cp"):  # not used
+        return default
     if value != int(value) or value < 1:
         raise Contradiction(f"{name}={row[name]} is not a positive whole number")
     return int(value)
@@ -23,13 +30,32 @@ def integer(row: dict[str, str], name: str, default: int, assumed: list[str]) ->
 
 def number(row: dict[str, str], name: str) -> float | None:
     """A number, None for an empty cell."""
-    text = row.get(name, "").strip().replace("_", "")
-    if not text:
+    text = row.get(name, "").strip().lower()
+    if text in EMPTY:
         return None
+    if name == "year" and (date := re.search(r"\b(?:19|20)\d\d", text)):
+        return float(date[0])
     try:
-        return float(text)
+        value = float(re.sub(r"(?<=\d)[_,](?=\d{3})", "", text))
     except ValueError as error:
         raise Contradiction(f"{name}={text} is not a number") from error
+    if not math.isfinite(value) or value < 0:
+        raise Contradiction(f"{name}={text} is not a positive number")
+    return value
+
+
+def text_of(row: dict[str, str], *names: str) -> str:
+    """All cells, or those of some columns, as one text."""
+    return " ".join(row.get(name, "") for name in names or row)
+
+
+def flag(row: dict[str, str], name: str, default: bool, assumed: list[str]) -> bool:
+    """A yes or no; an empty cell gives the default, which is noted."""
+    text = row.get(name, "").strip().lower()
+    if text in EMPTY:
+        assumed.append(f"{name}={'y' if default else 'n'}")
+        return default
+    return text.startswith(("y", "t", "on", "1", "enable"))
 
 
 def measured_step_time(row: dict[str, str]) -> float | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pipeline.planner.cells import flag, text_of
 from pipeline.planner.practice import Practice
+from pipeline.planner.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -13,12 +15,13 @@ class Frameworks:
     """Constants of frameworks that are fitted to published runs (tools/plan_score --fit); never of a source or a row.
 
     Attributes:
-        eager_products: rate of matrix products beside the collectives of FSDP, by generation of the GPU (up to A100, newer).
+        eager_products: rate of matrix products beside the collectives of FSDP, by generation of the GPU (Hopper and Blackwell; others).
         eager_attention: rate of FlashAttention 2 over that of the kernel that was written for the GPU.
         hand_fused: bytes of the memory-bound kernels that frameworks fuse by hand, over those that a compiler fuses.
         host_us: microseconds for which PyTorch's host code is busy with an operator.
         tensor_overlap: share of the collectives of tensor parallelism that frameworks of 2024 on hide behind products.
         loss_bytes: bytes that an unfused loss moves for each logit; frameworks fuse it since 2024.
+        omni_path: share of its bandwidth that Omni-Path sustains between GPUs.
         fp8_products: share of their peak that products in 8 bits sustain, over that of products in 16 bits.
     """
 
@@ -30,6 +33,7 @@ class Frameworks:
     host_us: float = 7
     tensor_overlap: float = 0.478
     loss_bytes: float = 26.8
+    omni_path: float = 0.675
     fp8_products: float = 0.848
 
 
@@ -39,57 +43,69 @@ FITTED = Frameworks()
 FUSED_LOSS_BYTES = 10.0
 
 
-def practice_of(row: dict[str, str], year: int, zero: int, shards: int, constants: Frameworks) -> Practice:
+def practice_of(row: dict[str, str], year: int, sharding: Sharding, constants: Frameworks) -> Practice:
     """What a framework of that year does: kernels, overlap, number formats."""
-    precision = row.get("precision", "").lower()
+    precision, zero = row.get("precision", "").lower(), sharding.stage
     modern = year >= 2023  # fused attention, and collectives of data parallelism beside the backward pass
-    tensor = row.get("sequence_parallel", "").lower().startswith("y") and year >= 2024
-    sharding = row.get("zero_or_fsdp", "").lower()
+    tensor = flag(row, "sequence_parallel", False, []) and year >= 2024
+    deepspeed, megatron = sharding.engine == "deepspeed", sharding.engine == "megatron"
     # Recipes of NVIDIA's frameworks accumulate and reduce 16-bit gradients.
-    sixteen = year >= 2024 and "distributed optimizer" in sharding
+    sixteen = year >= 2024 and megatron
     # Megatron-LM accumulates in the products that compute gradients since 2022, its distributed optimizer always did; other sharded
     # frameworks accumulate partitions.
-    accumulates = year < 2022 or ("zero-" in sharding and "distributed optimizer" not in sharding and zero < 3)
-    plain, old = eager(row), bool(re.search("a100|v100", row["gpu"].lower()))
-    eager_products = constants.eager_products if old else constants.eager_products_new
-    eager_attention = constants.eager_attention if old else constants.eager_attention_new
+    accumulates = (year < 2022 and not megatron) or (deepspeed and zero < 3)
+    plain, new = eager(row, sharding), bool(re.search("h[128]00|b[23]00", row["gpu"].lower()))
+    eager_products = constants.eager_products_new if new else constants.eager_products
+    eager_attention = constants.eager_attention_new if new else constants.eager_attention
     return Practice(
-        flash=modern,
+        flash=_flash(row, modern),
         products=eager_products if plain else 1.0,
         attention=eager_attention if plain else 1.0,
         elementwise=1.0 if plain or compiled(row) else constants.hand_fused,
         host_us=constants.host_us if plain else 0.0,
-        recompute_scores=row.get("recompute", "") == "selective",
-        overlap_data=_overlap(row, modern, zero),
+        recompute_scores="select" in row.get("recompute", "").lower(),
+        overlap_data=_overlap(row, modern, sharding),
         overlap_tensor=constants.tensor_overlap if tensor else 0.0,
-        fp8_products=constants.fp8_products if "fp8" in precision else 0.0,
+        fp8_products=constants.fp8_products if re.search("fp8|float8|e4m3|nvfp4|fp4", precision) else 0.0,
         logits_bytes=4 if plain else 6,  # in 16 bits with their gradients; or in 16 bits and in fp32, which become the gradients
         loss_bytes=FUSED_LOSS_BYTES if plain or year >= 2024 else constants.loss_bytes,
         accumulation_bytes=10.0 if accumulates else 0.0,
         gradient_copy=2 if "fp32 grad" in precision else 0,
         gradient_bytes=4 if ("amp" in precision or ("bf16" in precision and zero < 3) or not precision) and not sixteen else 2,
-        shard_ranks=shards,
+        shard_ranks=sharding.ranks,
         # DeepSpeed reduced every partition to its owner, one after another.
-        all_reduces=zero == 1 and "zero-1" in sharding and not modern,
+        all_reduces=zero == 1 and deepspeed and not modern,
         # DeepSpeed gathered one weight at a time, in one ring.
-        rails=1 if zero == 3 and "deepspeed" in sharding and not modern else 0,
+        rails=1 if zero == 3 and deepspeed and not modern else 0,
     )
 
 
-def _overlap(row: dict[str, str], modern: bool, zero: int) -> float:
+def _flash(row: dict[str, str], modern: bool) -> bool:
+    """Whether attention is fused, as the row says; otherwise from its year."""
+    text = text_of(row).lower()
+    if re.search(r"(no|without|w/o|non-?|un)[ -]?(flash|fused)[ -]?attention|no flash", text):
+        return False
+    return modern or "flash" in text
+
+
+def _overlap(row: dict[str, str], modern: bool, sharding: Sharding) -> float:
     """Share of the compute beside which collectives of data parallelism run."""
-    if zero == 3 and not modern and "deepspeed" in row.get("zero_or_fsdp", "").lower():
+    if sharding.stage == 3 and not modern and sharding.engine == "deepspeed":
         return 0.7  # chosen by six runs of Narayanan et al. 2021
-    if modern or zero == 3:
+    if modern or sharding.stage == 3:
         return 0.9
     return 0.5 if compiled(row) else 0.0  # 0.5 is chosen by runs of OneFlow; the first frameworks reduced after the backward pass
 
 
-def eager(row: dict[str, str]) -> bool:
+def eager(row: dict[str, str], sharding: Sharding) -> bool:
     """Whether a framework launches PyTorch's operators one by one: FSDP without a compiler."""
-    return "fsdp" in row.get("zero_or_fsdp", "").lower() and not compiled(row)
+    return sharding.engine == "fsdp" and not compiled(row)
 
 
 def compiled(row: dict[str, str]) -> bool:
     """Whether a compiler fuses the memory-bound kernels and orders the collectives, as the row says."""
-    return bool(re.search(r"jax|xla|compile|oneflow framework", " ".join(row.values()).lower()))
+    return bool(
+        re.search(
+            r"\bjax|\bxla|maxtext|(?<!no )(?<!not )(?<!without )(?<!no torch\.)(?<!un)compile|oneflow framework", text_of(row).lower()
+        )
+    )

@@ -50,7 +50,7 @@ def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
         Trace(parts, kinds[: config.model.layers]),
         run.layout,
         run.hardware,
-        StateFormat(run.zero_stage),
+        StateFormat(run.sharding.stage),
         hidden_bytes=hidden_bytes(config),
         practice=run.practice,
     )
@@ -110,6 +110,9 @@ def predict_table(source: Path, target: Path) -> tuple[int, int]:
             result = predict(run, cache)
         except Contradiction as error:
             row["refused"] = str(error)
+            refused += 1
+        except Exception as error:  # a defect in one row does not cost the others their predictions
+            row["refused"] = f"the planner failed: {type(error).__name__}: {error}"
             refused += 1
         else:
             row["predicted_step_time_s"] = f"{result.step_time:.5g}"

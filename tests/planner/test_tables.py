@@ -56,7 +56,7 @@ def test_a_complete_row_needs_no_assumption_but_the_network():
         32,
     )
     assert run.config.model.family == "llama"
-    assert run.zero_stage == 1
+    assert run.sharding.stage == 1
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_complete_row_needs_no_assumption_but_the_network():
         ({"global_batch": "30"}, "not a multiple of dp"),
         ({"layers": "eighty"}, "is not a number"),
         ({"layers": "2"}, "fewer than pp=4"),
-        ({"gpus": "-1"}, "positive whole number"),
+        ({"gpus": "-1"}, "not a positive number"),
     ],
 )
 def test_contradictory_rows_are_refused(changes, reason):
@@ -79,7 +79,7 @@ def test_contradictory_rows_are_refused(changes, reason):
 
 def test_empty_cells_are_assumed_and_named():
     empty = dict.fromkeys(("heads", "kv_heads", "vocab", "dp", "recompute", "micro_batch", "layers", "ffn_hidden"), "")
-    run = read({**RUN, **empty, "params_b": "69", "zero_or_fsdp": ""})
+    run = read({**RUN, **empty, "model_name": "mine", "params_b": "69", "zero_or_fsdp": ""})
     text = "; ".join(run.assumptions)
     assert all(f"{name}=" in text for name in ("heads", "vocab", "dp", "recompute", "micro_batch", "layers", "ffn_hidden", "zero_or_fsdp"))
     assert run.config.model.layers == pytest.approx(85, abs=4)  # 69e9 / (12 x 8192^2)
