@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from pipeline.planner.operations import Collective, Elementwise, Operation
+from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product
 from pipeline.planner.recorder import Kernel, Recording
 
 
 @dataclass(frozen=True)
 class Fused:
-    """By part: operations in order, bytes that are saved for the backward pass, and the most that is allocated besides."""
+    """By part: operations in order, bytes saved for the backward pass by their producer, and the most that is allocated besides."""
 
     operations: dict[str, list[Operation]]
-    saved: dict[str, int]
+    saved: dict[str, dict[str, int]]
     peak: dict[str, int]
 
 
@@ -43,9 +43,11 @@ def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
         storage = storages[key]
         if storage.part and storage.phase == "forward" and key not in recomputed:
             saved_keys[key] = storage.part if storage.part in parts else parts[0]
-    saved: dict[str, int] = {}
+    saved: dict[str, dict[str, int]] = {}
     for key, part in saved_keys.items():
-        saved[part] = saved.get(part, 0) + storages[key].bytes
+        made, producers = storages[key].kernel, saved.setdefault(part, {})
+        producer = "input" if made is None else _label(kernels[made])
+        producers[producer] = producers.get(producer, 0) + storages[key].bytes
     inside = {
         key
         for key, storage in storages.items()
@@ -56,6 +58,18 @@ def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
     }
     absent = inside | {key for key in recomputed if storages[key].phase == "forward"}
     return Fused(_operations(kernels, groups, readers, recomputed), saved, _peaks(recording, saved_keys, absent))
+
+
+def _label(kernel: Kernel) -> str:
+    """What a kernel is called in a table of memory: the weight of a product, or the operator."""
+    match kernel.operation:
+        case Product(name=name) if name:
+            return name
+        case Collective(kind=kind, axis=axis):
+            return f"{kind} ({axis})"
+        case AttentionCall():
+            return "attention"
+    return f"elementwise ({kernel.name.partition('.')[0].strip('_')})"
 
 
 def _layout_copies(recording: Recording) -> set[int]:

@@ -162,7 +162,7 @@ class Part:
     Attributes:
         name: embed, the index of a block, or head.
         operations: in order of execution.
-        saved: bytes that stay allocated between forward and backward pass, without weights.
+        producers: bytes that stay allocated between forward and backward pass, without weights, by what produces them.
         output: bytes of the result.
         peak: bytes that are allocated at most during the backward pass, beyond what was saved, without gradients of weights.
         weights: of this rank.
@@ -170,10 +170,15 @@ class Part:
 
     name: str
     operations: list[Operation] = field(default_factory=list)
-    saved: int = 0
+    producers: dict[str, int] = field(default_factory=dict)
     output: int = 0
     peak: int = 0
     weights: list[Weights] = field(default_factory=list)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that stay allocated between forward and backward pass, without weights."""
+        return sum(self.producers.values())
 
     @property
     def parameters(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from pipeline.planner.exchange import Bucket
@@ -46,7 +47,7 @@ def rank_memory(held: list[Bucket], stages: list[list[Part]], flight: float, kep
     sharded = [replace(bucket, ranks=_shards(bucket, practice)) for bucket in held]
     state = model_state(sharded, kept, gradient_bytes=practice.gradient_bytes)
     largest = max((bucket.elements for bucket in held), default=0)
-    transient = max(beyond_saved(parts, practice) for parts in stages)
+    transient = max(beyond_saved(parts, practice)[0] for parts in stages)
     if zero == 3:  # weights of two blocks, and the flat gradients of a block and, in this engine, of two reductions
         reductions = 1 if practice.logits_bytes else 3
         transient += 2 * largest * kept.weight_bytes + reductions * largest * practice.gradient_bytes
@@ -78,16 +79,33 @@ def saved_bytes(part: Part, practice: Practice) -> float:
     return part.saved + extra
 
 
-def beyond_saved(parts: list[Part], practice: Practice) -> float:
-    """Return the most bytes that a stage allocates besides what its parts save.
+def beyond_saved(parts: list[Part], practice: Practice) -> tuple[float, int]:
+    """Return the most bytes that a stage allocates besides what its parts save, and the index of the part in whose backward pass that is.
 
     In the backward pass of a part, what the parts behind it saved is free again.
     """
-    most, freed = 0.0, 0.0
-    for part in reversed(parts):
-        most = max(most, _transient(part, practice) - freed)
-        freed += saved_bytes(part, practice)
-    return most
+    found, freed = [], 0.0
+    for index in reversed(range(len(parts))):
+        found.append((_transient(parts[index], practice) - freed, index))
+        freed += saved_bytes(parts[index], practice)
+    return max(found)
+
+
+def largest_activations(stages: list[list[Part]], flight: float) -> list[tuple[str, float]]:
+    """Return what produces the activations in flight, with the bytes of each, largest first.
+
+    Args:
+        stages: the parts of each stage of a rank.
+        flight: bytes of its activations in flight.
+    """
+    producers: dict[str, float] = {}
+    for part in (part for parts in stages for part in parts):
+        where = part.name if part.name in ("embed", "head") else "blocks"
+        for producer, size in part.producers.items():
+            name = f"{where}: {re.sub(r'^blocks[.][0-9]+[.]|[.]weight$', '', producer)}"
+            producers[name] = producers.get(name, 0.0) + size
+    saved = sum(producers.values())
+    return sorted(((name, flight * size / saved) for name, size in producers.items()), key=lambda item: -item[1])
 
 
 def _transient(part: Part, practice: Practice) -> float:

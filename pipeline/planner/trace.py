@@ -91,7 +91,7 @@ def trace(
     found = fuse(recorder.recording, fused=fused, copies=copies)
     memory = found if fused_saves in (None, fused) else fuse(recorder.recording, fused=not fused)
     parts = {
-        name: Part(name, found.operations.get(name, []), saved=memory.saved.get(name, 0), peak=memory.peak.get(name, 0))
+        name: Part(name, found.operations.get(name, []), producers=memory.saved.get(name, {}), peak=memory.peak.get(name, 0))
         for name in ("embed", *stage.blocks, "head")
     }
     for name, weights in _weights(stage, model, config):

@@ -17,13 +17,16 @@ from pipeline.files import atomic_file
 from pipeline.launch import job
 from pipeline.launch.ranks import Ranks
 from pipeline.planner import roofline
+from pipeline.planner.exchange import stage_parts
 from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
+from pipeline.planner.practice import Practice
+from pipeline.planner.rank_memory import beyond_saved, largest_activations
 from pipeline.planner.tables import predict_table
 from pipeline.stages import plan_run, plan_search
 
 GB = 1e9
-#: Lines of the table of operations.
-LINES = 28
+#: Lines of the table of operations, and of the largest activations.
+LINES, TENANTS = 28, 4
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
@@ -97,11 +100,18 @@ def table_lines(rows: list[Row]) -> Iterator[str]:
 
 
 def memory_lines(result: Plan) -> Iterator[str]:
-    """Yield the memory of the fullest rank."""
-    memory, limit = result.estimate.memory, result.hardware.memory_gb
-    yield f"memory of the fullest rank (pipeline rank {result.estimate.pipeline_rank})"
+    """Yield the memory of the fullest rank, when that is, and the largest activations."""
+    memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
+    stages = [stage_parts(result.trace, result.layout, stage) for stage in result.layout.stages(rank)]
+    parts = max(stages, key=lambda parts: beyond_saved(parts, Practice())[0])
+    moment = beyond_saved(parts, Practice())[1]
+    kind = f"the {parts[moment].name}" if parts[moment].name in ("embed", "head") else "a block"
+    yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
     for name, value in asdict(memory).items():
         yield f"  {name:<14}{value / GB:9.2f} GB"
+        if name == "activations":
+            for producer, size in largest_activations(stages, value)[:TENANTS]:
+                yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
     if not result.estimate.fits:

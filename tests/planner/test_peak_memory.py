@@ -27,7 +27,7 @@ def planned(*settings: str) -> float:
     """Bytes in flight and the largest temporary tensors."""
     config = configured(*settings)
     parts = stage_parts(trace(config), Layout.of(config, 1), 0)
-    return sum(part.saved for part in parts) + beyond_saved(parts, Practice())
+    return sum(part.saved for part in parts) + beyond_saved(parts, Practice())[0]
 
 
 def real(*settings: str) -> float:
