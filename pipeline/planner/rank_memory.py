@@ -8,10 +8,8 @@ from pipeline.planner.exchange import FP32, Bucket
 from pipeline.planner.operations import AttentionCall, Part
 from pipeline.planner.practice import Practice
 
-#: Bytes that CUDA, NCCL and the libraries of matrix products allocate on a GPU.
-CONTEXT_BYTES = 1.6e9
 #: Share of the activations that the caching allocator loses to fragmentation.
-FRAGMENTATION = 0.06
+FRAGMENTATION = 0.04
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,10 @@ def rank_memory(held: list[Bucket], stages: list[list[Part]], flight: float, sta
     return Memory(
         weights=kept * state.weight_bytes,
         gradients=(share if zero >= 2 else whole) * practice.gradient_bytes + whole * practice.gradient_copy,
-        optimizer=(share if zero else whole) * (master + FP32 * state.state_tensors),
+        optimizer=(share if zero else whole) * (master + FP32 * (state.state_tensors + practice.scaled)),
         activations=flight,
         transient=transient,
-        overhead=CONTEXT_BYTES + FRAGMENTATION * (flight + transient),
+        overhead=practice.context_bytes + FRAGMENTATION * (flight + transient),
     )
 
 
