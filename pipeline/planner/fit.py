@@ -31,11 +31,15 @@ GENERATIONS = {
     "H100": ("gh200", "h100", "h200"),
     "B200": ("b200", "gb200"),
 }
-#: Fabric with constants of its own -> files.
-FABRICS = {"Leonardo": ("a100-64",)}
-FABRIC_KEYS = {"network_share": 0.95, "ring_us": 1000.0}
-#: Key -> largest value: no library is known to sustain more.
-SHARES = {"product_share": 0.95, "attention_share": 0.8, "memory_share": 0.93, "link_share": 0.9, "network_share": 0.95}
+#: Technology of the network -> files, and its constants with their largest values: no library is known to sustain more. Bandwidths are
+#: those of data sheets, so one share holds for all generations of InfiniBand with an adapter for every GPU or two.
+FABRICS = {
+    "InfiniBand": (("a100-40", "a100-80", "gh200", "h100", "h200", "b200", "gb200"), {"network_share": 0.95}),
+    "one EDR port": (("v100-16", "v100-32"), {"network_share": 0.95}),
+    "Leonardo": (("a100-64",), {"network_share": 0.95, "ring_us": 1000.0}),
+}
+#: Key -> largest value.
+SHARES = {"product_share": 0.95, "attention_share": 0.8, "memory_share": 0.93, "link_share": 0.9}
 #: Constant of frameworks -> its neutral and its largest value.
 FRAMEWORKS = {
     "eager_products": (0.9, 1.0),
@@ -46,6 +50,7 @@ FRAMEWORKS = {
     "host_us": (7.0, 20.0),
     "tensor_overlap": (0.5, 0.95),
     "loss_bytes": (30.0, 100.0),
+    "omni_path": (Hardware().network_share, 0.95),
     "fp8_products": (0.9, 1.0),
 }
 #: Rows of a source that are fitted, at equal distances; all of them are predicted.
@@ -91,10 +96,8 @@ class Sample:
 def constants() -> list[Constant]:
     """Return all constants that are fitted."""
     found = [Constant(f"{name} {key}", files, key, most) for name, files in GENERATIONS.items() for key, most in SHARES.items()]
-    own = {file for files in FABRICS.values() for file in files}
-    shared = [replace(c, files=tuple(f for f in c.files if f not in own)) if c.key in FABRIC_KEYS else c for c in found]
-    fabrics = [Constant(f"{name} {key}", files, key, most) for name, files in FABRICS.items() for key, most in FABRIC_KEYS.items()]
-    return shared + fabrics + [Constant(name, (), name, most) for name, (_, most) in FRAMEWORKS.items()]
+    found += [Constant(f"{name} {key}", files, key, most) for name, (files, keys) in FABRICS.items() for key, most in keys.items()]
+    return found + [Constant(name, (), name, most) for name, (_, most) in FRAMEWORKS.items()]
 
 
 class Fit:
@@ -113,7 +116,7 @@ class Fit:
             of[sample.source].append(sample)
         self.samples = [sample for found in of.values() for sample in found[:: math.ceil(len(found) / ROWS)]]
         self.start = torch.tensor([math.log(constant.start) for constant in self.constants], dtype=torch.float64)
-        self.of_fabric = torch.tensor([constant.files in FABRICS.values() for constant in self.constants])
+        self.of_fabric = torch.tensor([constant.key in ("network_share", "ring_us", "omni_path") for constant in self.constants])
         self.neutral = torch.tensor([math.log(constant.neutral) for constant in self.constants], dtype=torch.float64)
 
     def _read(self, rows: list[dict[str, str]]) -> Iterator[Sample]:

@@ -18,6 +18,9 @@ class Practice:
         logits_bytes: of each logit of a micro-batch, which are all in memory; 0 for this project's fused loss.
         gradient_copy: bytes of a 16-bit gradient that is kept beside the accumulated one.
         gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
+        scaled: loss scaling in fp16: the optimizer has fp32 gradients of its own.
+        context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
+        keeps_outputs: a pipeline stage keeps the output of every micro-batch in flight, as PyTorch's schedules do.
         optimizer_gathers: weights are gathered after the step of a sharded optimizer.
         products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
         attention: factor of the rate of the attention kernel; below 1 for kernels that were not written for the GPU.
@@ -40,6 +43,9 @@ class Practice:
     logits_bytes: int = 0
     gradient_copy: int = 0
     gradient_bytes: int = 4
+    scaled: bool = False
+    context_bytes: float = 1.6e9
+    keeps_outputs: bool = True
     optimizer_gathers: bool = True
     products: float = 1.0
     attention: float = 1.0

@@ -10,10 +10,8 @@ from pipeline.planner.memory import FP32, StateFormat, model_state
 from pipeline.planner.operations import AttentionCall, Part
 from pipeline.planner.practice import Practice
 
-#: Bytes that CUDA, NCCL and the libraries of matrix products allocate on a GPU.
-CONTEXT_BYTES = 1.6e9
 #: Share of the activations that the caching allocator loses to fragmentation.
-FRAGMENTATION = 0.06
+FRAGMENTATION = 0.04
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,8 @@ def rank_memory(held: list[Bucket], stages: list[list[Part]], flight: float, kep
     """
     zero = kept.zero_stage
     sharded = [replace(bucket, ranks=_shards(bucket, practice)) for bucket in held]
-    state = model_state(sharded, kept, gradient_bytes=practice.gradient_bytes)
+    scaled = replace(kept, state_tensors=kept.state_tensors + practice.scaled)
+    state = model_state(sharded, scaled, gradient_bytes=practice.gradient_bytes)
     largest = max((bucket.elements for bucket in held), default=0)
     transient = max(beyond_saved(parts, practice)[0] for parts in stages)
     if zero == 3:  # weights of two blocks, and the flat gradients of a block and, in this engine, of two reductions
@@ -59,7 +58,7 @@ def rank_memory(held: list[Bucket], stages: list[list[Part]], flight: float, kep
         optimizer=state.optimizer,
         activations=flight,
         transient=transient,
-        overhead=CONTEXT_BYTES + FRAGMENTATION * (flight + transient),
+        overhead=practice.context_bytes + FRAGMENTATION * (flight + transient),
     )
 
 

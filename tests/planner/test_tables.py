@@ -141,3 +141,36 @@ def test_accumulation_of_gradients_follows_the_framework():
         text: read({**RUN, "zero_or_fsdp": text}).practice.accumulation_bytes for text in ("distributed optimizer (ZeRO-1)", "ZeRO-1")
     }
     assert bytes_of == {"distributed optimizer (ZeRO-1)": 0.0, "ZeRO-1": 10.0}  # the first accumulates inside the products
+
+
+@pytest.mark.parametrize(
+    "cells, state",
+    [
+        (
+            {"precision": "fp16", "zero_or_fsdp": "ZeRO-1"},
+            2 + 2 + (4 + 4 + 8) / 4,
+        ),  # then fp32 gradients, master weights, moments
+        ({"precision": "fp16", "zero_or_fsdp": "none"}, 2 + 2 + 16),
+        ({"precision": "bf16 (fp32 grad accum)", "zero_or_fsdp": "ZeRO-1"}, 2 + 2 + 4 + 12 / 4),
+        ({"precision": "bf16", "zero_or_fsdp": "distributed optimizer", "year": "2023"}, 2 + 4 + 12 / 4),
+        ({"precision": "BF_16", "zero_or_fsdp": "FSDP2", "year": "2024", "pp": "1", "dp": "16"}, 0 + 2 / 16 + 12 / 16),
+    ],
+)
+def test_bytes_of_the_model_state_follow_engine_and_format(cells, state):
+    run = read({**RUN, "layers": "8", "interleave": "1", "year": "2022", **cells})
+    memory, layout = predict(run, {}).memory, run.layout
+    weights = 8 * (8192**2 * 2 * 1.125 + 3 * 8192 * 28672) / (layout.tensor * layout.pipeline)
+    embedding = 32256 * 8192 / layout.tensor * (1 if layout.pipeline > 1 else 2)
+    assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(state * (weights + embedding), rel=0.01)
+
+
+def test_omni_path_sustains_less_of_its_bandwidth():
+    shares = {read({**RUN, "notes": text}).hardware.network_share for text in ("", "8x HDR200")}
+    assert len(shares) == 1
+    assert read({**RUN, "notes": "4x Omni-Path 100 per 8-GPU node"}).hardware.network_share < 0.6 * shares.pop()
+
+
+def test_outputs_of_stages_are_kept_where_the_engine_keeps_them():
+    base = {**RUN, "layers": "8", "interleave": "1", "year": "2022", "sequence_parallel": "n", "recompute": "full", "precision": "fp16"}
+    kept, freed = (predict(read({**base, "zero_or_fsdp": text}), {}).memory for text in ("ZeRO-1", "none"))
+    assert kept.activations / freed.activations == pytest.approx(3 / 2, rel=0.01)  # two blocks a stage
