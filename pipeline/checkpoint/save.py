@@ -27,6 +27,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import DamagedCheckpointError, UserError, Violation
 from pipeline.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
+from pipeline.models import families
+
+#: Keys of the head of an encoder.
+_HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:
@@ -206,14 +210,22 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
     _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
 
 
-def check_same_model(checkpoint: Checkpoint | MergedWeights, config: RunConfig) -> None:
+def check_same_model(checkpoint: Checkpoint | MergedWeights, config: RunConfig, *, other_head: bool = False) -> None:
     """Refuse to load a checkpoint of another model.
+
+    Args:
+        checkpoint: to load.
+        config: of the run.
+        other_head: accept an encoder with another head.
 
     Raises:
         UserError: with one violation per difference.
     """
     new = dataclasses.asdict(config)
-    _refuse(checkpoint, new, _model_differences(new, checkpoint.config), "set it to that value, or choose another checkpoint")
+    differences = _model_differences(new, checkpoint.config)
+    if other_head:
+        differences = {key: old for key, old in differences.items() if key not in _HEAD}
+    _refuse(checkpoint, new, differences, "set it to that value, or choose another checkpoint")
 
 
 def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:
@@ -226,6 +238,7 @@ def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[st
 
 def _model_differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, str]:
     """Keys of the model whose values differ -> the old value."""
+    old = {"model": dataclasses.asdict(families.from_dict(old["model"]))}  # an older checkpoint lacks newer keys
     keys = [f"model.{name}" for name in new["model"]]
     return {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
 

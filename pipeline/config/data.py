@@ -78,13 +78,17 @@ class PairsConfig:
 
 @dataclass
 class InstructionsConfig:
-    """Prompts and chats with answers, for supervised fine-tuning."""
+    """Prompts and chats with answers, or texts with labels, for fine-tuning."""
 
     train: list[str] = knob(
-        [], 'training files: JSON lines {"messages": [...]} for the tokenizer\'s chat template, or {"prompt": TEXT, "completion": TEXT}'
+        [],
+        'training files: JSON lines {"messages": [...]} for the tokenizer\'s chat template, or {"prompt": TEXT, "completion": TEXT}; '
+        'classification: {"text": TEXT, "label": TEXT}',
     )
     validation: list[str] = knob([], "validation files: JSON lines")
     pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
+    labels: list[str] = knob([], "classification: the labels; default: those of the checkpoint, or of the training files")
+    truncate: bool = knob(False, "classification: cut texts that are longer than training.sequence_length instead of skipping their lines")
 
 
 @dataclass

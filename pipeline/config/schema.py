@@ -26,8 +26,8 @@ class TrainingConfig:
     objective: str = knob(
         "auto",
         "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions; dpo: "
-        "which of two answers is preferred",
-        choices=("auto", "supervised", "dpo"),
+        "which of two answers is preferred; classification: the label of a text (BERT, RoBERTa)",
+        choices=("auto", "supervised", "dpo", "classification"),
     )
     dpo_beta: float = knob(0.1, "dpo: strength of the penalty for leaving the reference model", above=0)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")

@@ -191,7 +191,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)"),
     "finetune": (
         StageConfig,
-        "weights and prompts or chats with answers -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)",
+        "weights, and chats, prompts or labeled texts -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)",
     ),
     "certify": (
         Certify,

@@ -12,8 +12,8 @@ from pipeline.errors import Violation
 
 
 def is_frozen(config: RunConfig, name: str) -> bool:
-    """Whether training leaves a weight as it is; with LoRA, all weights but those of adapters."""
-    if config.lora.rank and not is_adapter(name):
+    """Whether training leaves a weight as it is; with LoRA, all weights but those of adapters and of the head of a classifier."""
+    if config.lora.rank and not is_adapter(name) and not (getattr(config.model, "labels", []) and name.startswith("head.")):
         return True
     return any(fnmatchcase(name, pattern) for pattern in config.training.frozen)
 

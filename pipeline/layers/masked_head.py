@@ -7,15 +7,21 @@ from torch import Tensor, nn
 
 from pipeline.layers.embedding import OutputHead
 from pipeline.layers.linear import Linear
+from pipeline.layers.loss import IGNORE, mean_factor
 
 
 class NextSentenceHead(nn.Module):
-    """Next-sentence prediction from the hidden state of the first token: output(tanh(dense(x)))."""
+    """Next-sentence prediction from the hidden state of the first token: output(tanh(dense(x))); or another classification.
 
-    def __init__(self, hidden: int) -> None:
+    Args:
+        hidden: width of the hidden states.
+        classes: number of labels.
+    """
+
+    def __init__(self, hidden: int, classes: int = 2) -> None:
         super().__init__()
         self.dense = Linear(hidden, hidden)
-        self.output = Linear(hidden, 2)
+        self.output = Linear(hidden, classes)
 
     def forward(self, hidden: Tensor, *, labels: Tensor | None = None) -> Tensor:
         """Compute the logits, or with labels the loss.
@@ -25,10 +31,46 @@ class NextSentenceHead(nn.Module):
             labels: next_sentence of Batch.
 
         Returns:
-            Logits (batch, 2) of "follows" and "does not follow", or the mean cross-entropy as a 0-dim fp32 tensor.
+            Logits (batch, classes), in next-sentence prediction of "follows" and "does not follow"; or the mean cross-entropy as a 0-dim
+            fp32 tensor.
         """
         logits = self.output(self.dense(hidden[:, 0]).tanh())
         return logits if labels is None else F.cross_entropy(logits.float(), labels)
+
+
+class ClassificationHead(nn.Module):
+    """Head of sequence classification. Its first layer is BERT's pooler, which next-sentence prediction has trained.
+
+    Args:
+        hidden: width of the hidden states.
+        classes: number of labels.
+    """
+
+    def __init__(self, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.sentence = NextSentenceHead(hidden, classes)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None, *, accuracy: bool = False) -> Tensor:
+        """Compute the logits, or with targets the mean cross-entropy.
+
+        Args:
+            hidden: (batch, sequence, hidden).
+            targets: as in Batch; the first position of a sequence has the number of its label, the others have no target.
+            loss_scale: as in Batch.
+            accuracy: with targets, return the fraction of correct labels instead, scaled as the loss.
+
+        Returns:
+            Logits (batch, classes), or a 0-dim fp32 tensor.
+        """
+        logits: Tensor = self.sentence(hidden[:, :1])  # under sequence parallelism, that is all that has to be gathered
+        if targets is None:
+            return logits
+        labels = targets[:, 0]
+        if accuracy:
+            total = (logits.argmax(dim=1) == labels).sum().float()
+        else:
+            total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+        return total / targets.numel() * mean_factor(targets, loss_scale)
 
 
 class MaskedHead(nn.Module):

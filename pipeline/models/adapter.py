@@ -69,7 +69,7 @@ class Adapter:
         fields: key of config.json -> field (or property) of our configuration.
         constants: key of config.json -> the only value that this family supports.
         table: rows of all weights; a function of our configuration if the configuration changes the names.
-        implied: field of our configuration -> the value that every model of the class has, and that config.json has no key for.
+        implied: field or property of our configuration -> the value that every model of the class has, and that config.json has no key for.
         defaults: key of config.json -> the default of the Hugging Face class, or a function that computes it from the keys that are not
             null. Without a default, a key of `constants` may be missing and a key of `fields` may not.
         nested: keys that need functions to translate.

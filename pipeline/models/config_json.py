@@ -55,7 +55,7 @@ def read(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> ModelC
             violations.extend(error.violations)
     if violations:
         raise UserError(violations)
-    values = {**values, **adapter.implied}
+    values = {**values, **{name: value for name, value in adapter.implied.items() if name in _types(schema)}}
     config: ModelConfig = schema(**values)
     violations = [*knobs.range_violations(config, "model.")] or [*config.violations()]
     violations = violations or [*_contradictions(adapter, config, present)]

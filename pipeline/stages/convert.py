@@ -139,6 +139,9 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
         return
     checkpoint = reader.Checkpoint(path)
     model = families.from_dict(checkpoint.config["model"])
+    if getattr(model, "labels", []):
+        rule = "would leave out the head of the classifier, which is trained beside the adapter"
+        raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapter is merged into full weights")
     found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.adapter(model))
     if adapter.lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base
         found = replace(found, base=adapter.base_hash(checkpoint, model))

@@ -1,4 +1,4 @@
-"""finetune: weights, and prompts or chats with answers -> checkpoints and metrics.jsonl, on any number of ranks."""
+"""finetune: weights, and prompts or chats with answers, or texts with labels -> checkpoints and metrics.jsonl, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from pathlib import Path
 
 from pipeline.checkpoint import adapter, native
 from pipeline.config.schema import RunConfig
+from pipeline.data.load.labels import labels_of
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families
+from pipeline.models.bert.config import BertConfig
 from pipeline.stages import pretrain
 
 
@@ -27,11 +29,23 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     except UserError as error:
         raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
     config.model = families.from_dict(native.read_index(start).config["model"])
+    if config.training.objective == "classification" and isinstance(config.model, BertConfig):
+        config.model = config.model.classifier(_labels(config, config.model))
     if config.lora.adapter is not None:
         adapter.configure(config.lora, adapter.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
     if found := preflight.training_violations(config, ranks.world_size):
         raise UserError(found)
     pretrain.run(config, ranks)
+
+
+def _labels(config: RunConfig, model: BertConfig) -> list[str]:
+    """Return the labels: configured ones, else those of the checkpoint, else those of the training files.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    data = config.data.instructions
+    return data.labels or model.labels or labels_of(data.train, "data.instructions.train")
 
 
 def _start(config: RunConfig) -> Path:

@@ -169,7 +169,7 @@ def _open_template(stage: Generate) -> PromptTemplate | None:
 
 def _check(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> None:
     """Refuse a model that does not generate text, and a tokenizer of another model."""
-    if model.objective == "masked":
+    if model.objective in ("masked", "classification"):
         rule = f"is of family {model.family}, which does not predict the next token"
         raise UserError.of("stage.checkpoint", config.run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
     assert isinstance(config.stage, Generate)

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import ToBeContinued
 from pipeline.evaluation.schedule import Schedule
+from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.progress import Progress
 from pipeline.training.batches import BatchLoader
@@ -121,7 +123,8 @@ def validate(
 ) -> tuple[float, float | None]:
     """Compute mean loss and bits per byte over the first `batches` global batches of the validation split (all of it when None).
 
-    Every target of these batches counts once, so the result for a full split does not depend on the batch size.
+    Every target of these batches counts once, so the result for a full split does not depend on the batch size. The measures of
+    the objective are written to the metrics.
 
     Returns:
         (nats per target, bits per byte); the latter is None if the objective does not predict every token.
@@ -130,18 +133,22 @@ def validate(
     available = math.ceil(samples / config.training.global_batch_size)
     count = available if batches is None else min(batches, available)
     loader = BatchLoader(data, config, trainer.mesh)
+    measured = dict.fromkeys(data.measures, 0.0)
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)  # of the losses, and the number of targets
     with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
         for tokens, batch in loader.validation(count, samples):
             mean, targets = trainer.evaluate(tokens, batch)
             sums += torch.stack([mean.double() * targets, targets.double()])
+            for name in measured:
+                value, _ = trainer.evaluate(tokens, cast(Batch, {**batch, name: torch.ones(len(tokens), device=tokens.device)}))
+                measured[name] += float(value.double() * targets.double())
             bar.advance(1)
             if watchdog is not None:
                 watchdog.report(f"validation after step {step}")
     loss = float(sums[0] / sums[1])
     bits = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else None
     if metrics is not None:
-        metrics.validation(step, loss, bits)
+        metrics.validation(step, loss, bits, {name: value / float(sums[1]) for name, value in measured.items()})
     return loss, bits
 
 
@@ -156,6 +163,8 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     if path is None:
         return TrainState()
     checkpoint = Checkpoint(path)
+    if not checkpoint.train_state.samples and _has_other_head(config, checkpoint):
+        return initialize(config, trainer, checkpoint)  # an imported model
     save.check_same_run(checkpoint, config, training_data)
     if config.lora.rank and not checkpoint.train_state.samples and adapter.of_checkpoint(checkpoint) is None:
         return initialize(config, trainer, checkpoint)  # an imported model
@@ -170,15 +179,21 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
 def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
     """Load the weights of a checkpoint, without its optimizer state, and return the state of a run that begins; collective.
 
+    A classifier starts with the encoder of the checkpoint and a new head, unless the checkpoint has the same labels.
+
     The adapter that the checkpoint has is merged into its weights. The run's own adapters begin with the values of lora.adapter, if it is
     set.
 
     Raises:
         UserError: the checkpoint is of another model, or is corrupt; or lora.adapter is of another base.
     """
-    save.check_same_model(checkpoint, config)
+    has_other_head = _has_other_head(config, checkpoint)
+    save.check_same_model(checkpoint, config, other_head=has_other_head)
     fragments = trainer.engine.fragments()
     weights = [fragment for fragment in fragments if not is_adapter(fragment.piece.name)]
+    if has_other_head:  # its last layer is new, and so is the first one if the checkpoint has none
+        stored = {name for name in checkpoint.names() if not name.startswith("head.sentence.output.")}
+        weights = [fragment for fragment in weights if fragment.piece.name in stored or not fragment.piece.name.startswith("head.")]
     save.load(adapter.MergedWeights(checkpoint), [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
     if config.lora.adapter is not None:
         _load_adapter(config, config.lora.adapter, checkpoint, [f for f in fragments if is_adapter(f.piece.name)])
@@ -186,6 +201,12 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
     dist.barrier()
     log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
     return TrainState()
+
+
+def _has_other_head(config: RunConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the run trains a classifier, and the checkpoint has none for the same labels."""
+    labels = getattr(config.model, "labels", [])
+    return bool(labels) and labels != checkpoint.config["model"].get("labels")
 
 
 @torch.no_grad()

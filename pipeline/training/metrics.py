@@ -8,6 +8,7 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -111,13 +112,14 @@ class Metrics:
             )
             raise UserError.of("run_dir", self._config.run_dir, rule, fix)
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Write the line of a validation, with "validation_loss" and "bits_per_byte"."""
+    def validation(self, step: int, loss: float, bits_per_byte: float | None, more: Mapping[str, float]) -> None:
+        """Write the line of a validation, with "validation_loss", "bits_per_byte" and more measures."""
         self.flush()
         if self._rank == 0:
-            self._emit({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte})
+            self._emit({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte, **more})
             bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
-            log.info("step %d: validation loss %.4f%s", step, loss, bits)
+            measures = "".join(f", {name} {value:.4f}" for name, value in more.items())
+            log.info("step %d: validation loss %.4f%s%s", step, loss, bits, measures)
 
     @property
     def last(self) -> dict[str, Any]:

@@ -192,8 +192,10 @@ def test_the_released_deepseek(model_config):
 
 
 #: Options that add or remove weights, besides tied embeddings.
+LABELS = {"labels": ["no", "yes"], "next_sentence": False, "tie_embeddings": False}
 CHOICES: dict[str, list[dict[str, Any]]] = {
-    "roberta": [{}, {"model_type": "xlm-roberta"}, {"model_type": "camembert"}],
+    "bert": [{}, LABELS],
+    "roberta": [{}, *({"model_type": name, **more} for name in ("roberta", "xlm-roberta", "camembert") for more in ({}, LABELS))],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],

@@ -74,6 +74,8 @@ class ExampleReader:
 
     #: Examples of a line.
     per_line = 1
+    #: What an example is, and a line with one, for messages.
+    kind, example_line = "examples", '{"prompt": "2 + 2 =", "completion": " 4"}'
 
     def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
         """Return the examples of every line, or why it has none."""

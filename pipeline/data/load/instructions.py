@@ -138,7 +138,7 @@ def open_files(
         fix = f"correct them, or raise data.quarantine_limit={limit:g} to skip them"
         raise UserError.of(key, ", ".join(paths), rule, fix)
     if not examples:
-        raise UserError.of(key, ", ".join(paths), "has no usable lines", 'write lines such as {"prompt": "2 + 2 =", "completion": " 4"}')
+        raise UserError.of(key, ", ".join(paths), "has no usable lines", f"write lines such as {reader.example_line}")
     opened = Instructions(
         examples,
         length,
@@ -151,6 +151,6 @@ def open_files(
     if log_it:
         if bad:
             log.warning("%s: skipped %d unusable lines: %s", key, len(bad), shown)
-        text = "%s: %s examples in %s sequences, %.1f %% padding; %.1f %% of the tokens are answers"
-        log.info(text, key, f"{opened.examples:,}", f"{opened.counts[0]:,}", 100 * opened.padding, 100 * opened.answers)
+        text = "%s: %s %s in %s sequences, %.1f %% padding; %.1f %% of the tokens are targets"
+        log.info(text, key, f"{opened.examples:,}", reader.kind, f"{opened.counts[0]:,}", 100 * opened.padding, 100 * opened.answers)
     return opened

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pipeline.errors import Violation
 from pipeline.knobs import knob
@@ -21,6 +23,7 @@ class BertConfig:
     max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
     segments: int = knob(2, "number of segment embeddings", at_least=1)
     next_sentence: bool = knob(True, "add next-sentence prediction, trained on pairs of segments")
+    labels: list[str] = knob([], "labels of sequence classification, set by stage=finetune; empty for a masked language model")
     norm_eps: float = knob(1e-12, "added to the variance in LayerNorm", above=0, at_most=0.1)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
@@ -37,8 +40,17 @@ class BertConfig:
 
     @property
     def objective(self) -> str:
-        """Training objective: masked-token prediction."""
-        return "masked"
+        """Training objective: masked-token prediction, or sequence classification."""
+        return "classification" if self.labels else "masked"
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the head classifies sequences."""
+        return bool(self.labels)
+
+    def classifier(self, labels: Sequence[str]) -> Self:
+        """Return the configuration of the encoder with a head for these labels."""
+        return replace(self, labels=list(labels), next_sentence=False, tie_embeddings=False)
 
     @property
     def position_offset(self) -> int:
@@ -57,6 +69,10 @@ class BertConfig:
             found.append(
                 Violation("model.heads", self.heads, f"must divide model.hidden={self.hidden}", "choose a divisor of model.hidden")
             )
+        if self.labels and (self.next_sentence or self.tie_embeddings):
+            fix = "leave it empty: stage=finetune training.objective=classification sets it"
+            rule = "replaces the head of masked language modeling (model.next_sentence=false, model.tie_embeddings=false)"
+            found.append(Violation("model.labels", ", ".join(self.labels), rule, fix))
         if self.next_sentence and self.segments < 2:
             rule = "is too small for model.next_sentence, which needs two segments"
             found.append(Violation("model.segments", self.segments, rule, "set it to 2, or model.next_sentence=false"))

@@ -1,10 +1,10 @@
-"""BERT <-> transformers' BertForPreTraining, or BertForMaskedLM without next-sentence prediction."""
+"""BERT <-> transformers' BertForPreTraining, BertForMaskedLM without next-sentence prediction, or BertForSequenceClassification."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, Table, rows
+from pipeline.models.adapter import Adapter, KeyGroup, Table, refusal, rows
 from pipeline.models.bert.config import BertConfig
 
 _BOTH = ("weight", "bias")
@@ -93,7 +93,7 @@ def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
         fields={**FIELDS, "max_position_embeddings": "max_positions"},
         constants=CONSTANTS,
         table=_table,
-        implied={"next_sentence": next_sentence},
+        implied={"next_sentence": next_sentence, "is_classifier": False},
         defaults={**DEFAULTS, "max_position_embeddings": 512},
         copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         ignored_weights=("bert.embeddings.position_ids", *(() if next_sentence else ("bert.pooler.*", "cls.seq_relationship.*"))),
@@ -101,4 +101,41 @@ def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
     )
 
 
-ADAPTERS = (_adapter("BertForPreTraining", next_sentence=True), _adapter("BertForMaskedLM", next_sentence=False))
+def _write_labels(config: BertConfig) -> dict[str, Any]:
+    """Return the keys of config.json with the names of the labels."""
+    numbered = list(enumerate(config.labels))
+    return {"id2label": {str(number): label for number, label in numbered}, "label2id": {label: number for number, label in numbered}}
+
+
+def _read_labels(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the labels in the order of their numbers; LABEL_0 and LABEL_1 without names, as in transformers."""
+    names = content.get("id2label") or {str(number): f"LABEL_{number}" for number in range(content.get("num_labels") or 2)}
+    if not isinstance(names, dict) or sorted(names) != sorted(str(number) for number in range(len(names))):
+        raise refusal("id2label", names, "must map the numbers 0, 1, ... to names", "fix config.json")
+    return {"labels": [str(names[str(number)]) for number in range(len(names))]}
+
+
+#: Names of the labels of sequence classification.
+LABELS = KeyGroup(keys=("id2label", "label2id"), write=_write_labels, read=_read_labels)
+#: What a class with labels has instead of the heads of masked language modeling.
+CLASSIFIER: dict[str, Any] = {"next_sentence": False, "tie_embeddings": False, "is_classifier": True}
+
+_CLASSIFIER = Adapter(
+    architecture="BertForSequenceClassification",
+    model_type="bert",
+    fields={**{key: name for key, name in FIELDS.items() if name != "tie_embeddings"}, "max_position_embeddings": "max_positions"},
+    constants=CONSTANTS,
+    table=(
+        *encoder("bert"),
+        *rows("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
+        *rows("classifier", "head.sentence.output", leaves=_BOTH),
+    ),
+    implied=CLASSIFIER,
+    defaults={**DEFAULTS, "max_position_embeddings": 512},
+    nested=(LABELS,),
+    ignored_keys=("tie_word_embeddings",),
+    ignored_weights=("bert.embeddings.position_ids",),
+    renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+)
+
+ADAPTERS = (_CLASSIFIER, _adapter("BertForPreTraining", next_sentence=True), _adapter("BertForMaskedLM", next_sentence=False))

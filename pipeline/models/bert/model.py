@@ -7,18 +7,20 @@ from torch import Tensor, nn
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding
-from pipeline.layers.masked_head import MaskedHead
+from pipeline.layers.masked_head import ClassificationHead, MaskedHead
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.bert.config import BertConfig
 
 
 class Encoder(Stack):
-    """Stack whose head also predicts the next sentence."""
+    """Stack whose head also predicts the next sentence, or classifies the sequence."""
 
     def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
         """See Stack."""
         assert self.head is not None
+        if isinstance(self.head, ClassificationHead):
+            return self.head(x, batch.get("targets"), batch.get("loss_scale"), accuracy="accuracy" in batch)
         return self.head(x, batch.get("targets"), batch.get("loss_scale"), batch.get("next_sentence"))
 
 
@@ -48,10 +50,17 @@ def build(config: BertConfig) -> Encoder:
         ),
         blocks=[block() for _ in range(config.layers)],
         norm=None,
-        head=MaskedHead(config.vocab_size, config.hidden, config.norm_eps, sentence=config.next_sentence),
+        head=_head(config),
         causal=False,
         tie_embeddings=config.tie_embeddings,
     )
+
+
+def _head(config: BertConfig) -> MaskedHead | ClassificationHead:
+    """Build the head."""
+    if config.labels:
+        return ClassificationHead(config.hidden, len(config.labels))
+    return MaskedHead(config.vocab_size, config.hidden, config.norm_eps, sentence=config.next_sentence)
 
 
 def initial_std(config: BertConfig, name: str) -> float | None:

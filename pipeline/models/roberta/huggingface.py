@@ -1,11 +1,14 @@
-"""RoBERTa <-> transformers' RobertaForMaskedLM; by model_type, XLMRobertaForMaskedLM or CamembertForMaskedLM."""
+"""RoBERTa <-> transformers' RobertaForMaskedLM; by model_type, XLMRobertaForMaskedLM or CamembertForMaskedLM.
+
+With labels, the same names with ForSequenceClassification.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pipeline.models.adapter import Adapter, KeyGroup, refusal, rows
-from pipeline.models.bert.huggingface import CONSTANTS, DEFAULTS, FIELDS, encoder, output
+from pipeline.models.bert.huggingface import CLASSIFIER, CONSTANTS, DEFAULTS, FIELDS, LABELS, encoder, output
 from pipeline.models.roberta.config import PADDING
 
 _BOTH = ("weight", "bias")
@@ -19,10 +22,37 @@ def _positions(content: dict[str, Any]) -> dict[str, Any]:
     return {"max_positions": count - PADDING - 1}
 
 
-def _adapter(architecture: str, model_type: str, vocab_size: int) -> Adapter:
-    """Return the adapter of a class; its default vocabulary has `vocab_size` tokens."""
+_POSITIONS = KeyGroup(
+    keys=("max_position_embeddings",),
+    write=lambda config: {"max_position_embeddings": config.max_positions + config.position_offset},
+    read=_positions,
+)
+
+
+def _classifier(prefix: str, model_type: str, vocab_size: int) -> Adapter:
+    """Return the adapter of the class of sequence classification."""
     return Adapter(
-        architecture=architecture,
+        architecture=f"{prefix}ForSequenceClassification",
+        model_type=model_type,
+        fields={key: name for key, name in FIELDS.items() if name != "tie_embeddings"},
+        constants={**CONSTANTS, "pad_token_id": PADDING},
+        table=(
+            *encoder("roberta"),
+            *rows("classifier.dense", "head.sentence.dense", leaves=_BOTH),
+            *rows("classifier.out_proj", "head.sentence.output", leaves=_BOTH),
+        ),
+        implied={**CLASSIFIER, "model_type": model_type},
+        defaults={**DEFAULTS, "vocab_size": vocab_size},
+        nested=(_POSITIONS, LABELS),
+        ignored_keys=("tie_word_embeddings",),
+        ignored_weights=("roberta.embeddings.position_ids", "roberta.pooler.*"),
+    )
+
+
+def _adapter(prefix: str, model_type: str, vocab_size: int) -> Adapter:
+    """Return the adapter of the class of masked language modeling; its default vocabulary has `vocab_size` tokens."""
+    return Adapter(
+        architecture=f"{prefix}ForMaskedLM",
         model_type=model_type,
         fields=FIELDS,
         constants={**CONSTANTS, "pad_token_id": PADDING},
@@ -32,22 +62,13 @@ def _adapter(architecture: str, model_type: str, vocab_size: int) -> Adapter:
             *rows("lm_head.layer_norm", "head.norm", leaves=_BOTH),
             *output("lm_head", "lm_head.decoder", config),
         ),
-        implied={"next_sentence": False, "model_type": model_type},
+        implied={"next_sentence": False, "is_classifier": False, "model_type": model_type},
         defaults={**DEFAULTS, "vocab_size": vocab_size},
-        nested=(
-            KeyGroup(
-                keys=("max_position_embeddings",),
-                write=lambda config: {"max_position_embeddings": config.max_positions + config.position_offset},
-                read=_positions,
-            ),
-        ),
+        nested=(_POSITIONS,),
         copies={"lm_head.decoder.bias": "lm_head.bias"},
         ignored_weights=("roberta.embeddings.position_ids", "roberta.pooler.*"),
     )
 
 
-ADAPTERS = (
-    _adapter("RobertaForMaskedLM", "roberta", 50265),
-    _adapter("XLMRobertaForMaskedLM", "xlm-roberta", 30522),
-    _adapter("CamembertForMaskedLM", "camembert", 30522),
-)
+_CLASSES = (("Roberta", "roberta", 50265), ("XLMRoberta", "xlm-roberta", 30522), ("Camembert", "camembert", 30522))
+ADAPTERS = tuple(make(*names) for make in (_adapter, _classifier) for names in _CLASSES)

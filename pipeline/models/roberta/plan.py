@@ -1,9 +1,9 @@
-"""Parallel plan of RoBERTa: that of BERT without the next-sentence head."""
+"""Parallel plan of RoBERTa: that of BERT, whose next-sentence head is its head of sequence classification."""
 
 from __future__ import annotations
 
 from pipeline.models.bert import plan
 
-PLAN: dict[str, str] = {name: role for name, role in plan.PLAN.items() if not name.startswith("head.sentence")}
+PLAN: dict[str, str] = plan.PLAN
 
 ALIASES = plan.ALIASES

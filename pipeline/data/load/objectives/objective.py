@@ -32,6 +32,7 @@ class Objective(ABC):
         settings: configuration keys that determine a sample besides the training group's seed and sequence_length; a resumed run that
             differs is refused with the names of those that differ.
         data_key: the configuration key that names the data.
+        measures: keys of Batch with which the model returns a mean over the targets other than the loss; a validation reports them.
         samples: the data.
         decoder_length: tokens of the decoder's input, 0 without a decoder.
         bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None if the loss does not cover all of the text.
@@ -39,6 +40,7 @@ class Objective(ABC):
 
     settings: ClassVar[tuple[str, ...]] = ()
     data_key: ClassVar[str] = "data.tokens"
+    measures: ClassVar[tuple[str, ...]] = ()
 
     samples: Source
     decoder_length: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.causal import Causal
+from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
@@ -13,6 +14,7 @@ from pipeline.data.load.objectives.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "causal": Causal,
+    "classification": Classification,
     "dpo": Preferences,
     "masked": Masked,
     "pairs": Pairs,

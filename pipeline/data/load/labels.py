@@ -1,0 +1,125 @@
+"""Lines of sequence classification: {"text": ..., "label": ...}, with "text_pair" for pairs of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data import json_line
+from pipeline.data.json_line import BadLine
+from pipeline.data.load.examples import Example, ExampleReader
+from pipeline.errors import UserError, Violation
+
+
+class LabelReader(ExampleReader):
+    """Parses and tokenizes lines. The last token of an example is the number of its label.
+
+    Text that spells a special token is ordinary text.
+
+    Args:
+        folder: Hugging Face folder of the tokenizer.
+        end_of_document: as in ExampleReader; not used.
+        longest: maximum number of tokens of a sequence.
+        labels: names of the labels.
+        special: the token before the texts, those between two texts, and the one after them.
+        truncate: cut longer texts at the end; of a pair, the longer one.
+    """
+
+    kind = "texts"
+    example_line = '{"text": "What a film!", "label": "good"}'
+
+    def __init__(
+        self,
+        folder: Path,
+        end_of_document: int,
+        longest: int,
+        labels: Sequence[str],
+        special: tuple[int, tuple[int, ...], int],
+        *,
+        truncate: bool,
+    ) -> None:
+        super().__init__(folder, end_of_document, longest)
+        self._numbers = {label: number for number, label in enumerate(labels)}
+        self._special, self._truncate = special, truncate
+        self.template_text = repr(list(labels))  # part of the fingerprint
+
+    def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
+        """See ExampleReader."""
+        parsed = [self._texts(line) for line in lines]
+        texts = [text for line in parsed if not isinstance(line, BadLine) for text in line[0]]
+        encoded = iter([encoding.ids for encoding in self._encode(texts, special=False)])
+        return [line if isinstance(line, BadLine) else self._joined([next(encoded) for _ in line[0]], line[1]) for line in parsed]
+
+    def _texts(self, line: bytes) -> tuple[list[str], int] | BadLine:
+        """Return the texts of a line and the number of its label, or the reason why it cannot be used."""
+        try:
+            fields = json_line.parse(line)
+            name = label_of(fields)
+        except BadLine as error:
+            return error
+        if name not in self._numbers:
+            return BadLine(f'"label" is {name!r}, which is none of {", ".join(self._numbers)}')
+        texts = [fields.get("text"), *([fields["text_pair"]] if "text_pair" in fields else [])]
+        for key, text in zip(("text", "text_pair"), texts, strict=False):
+            if not isinstance(text, str) or not text:
+                return BadLine(f'"{key}" must be a text that is not empty' if key in fields else f'has no "{key}"')
+        return texts, self._numbers[name]
+
+    def _joined(self, texts: list[list[int]], label: int) -> Example | BadLine:
+        """Return the sequence of one or two tokenized texts with its label."""
+        first, between, last = self._special
+        room = self._longest - 2 - (len(texts) - 1) * len(between)
+        if (needed := sum(map(len, texts))) > room:
+            if not self._truncate:
+                rule = f"has {needed} tokens of text; training.sequence_length={self._longest} has room for {room}"
+                return BadLine(f"{rule} (data.instructions.truncate=true cuts it)")
+            for _ in range(needed - room):
+                max(reversed(texts), key=len).pop()
+        tokens = [first, *texts[0], *(token for text in texts[1:] for token in (*between, *text)), last, label]
+        is_label = np.zeros(len(tokens), dtype=bool)
+        is_label[-1] = True
+        return Example(np.array(tokens, dtype=np.int64), is_label)
+
+
+def label_of(fields: Any) -> str:
+    """Return the label of a line as text.
+
+    Raises:
+        BadLine: it has none.
+    """
+    if not isinstance(fields, dict):
+        raise BadLine('must be an object with "text" and "label"')
+    if "label" not in fields:
+        raise BadLine('has no "label"')
+    label = fields["label"]
+    if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
+        raise BadLine('"label" must be a text or an integer')
+    return str(label)
+
+
+def labels_of(paths: Sequence[str], key: str) -> list[str]:
+    """Return the labels of files, sorted; numbers by value. Lines without a label are ignored: opening the files reports them.
+
+    Args:
+        paths: JSON lines.
+        key: configuration key that lists the files, for messages.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    if problems := [Violation(key, path, "is not a file", "list files of JSON lines") for path in paths if not Path(path).is_file()]:
+        raise UserError(problems)
+    found = set()
+    for path in paths:
+        with open(path, "rb") as handle:
+            for line in handle:
+                try:
+                    found.add(label_of(json_line.parse(line)))
+                except BadLine:
+                    continue
+    if all(label.lstrip("-").isdecimal() for label in found):
+        return sorted(found, key=int)
+    return sorted(found)

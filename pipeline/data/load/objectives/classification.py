@@ -1,0 +1,96 @@
+"""Sequence classification by a bidirectional encoder: the label of a text or a pair of texts (Devlin et al. 2019, section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import xxhash
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.instructions import open_files
+from pipeline.data.load.labels import LabelReader
+from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.objectives.supervised import Supervised
+from pipeline.data.load.special_tokens import SpecialTokens
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.errors import UserError, Violation
+
+
+class Classification(Supervised):
+    """One text, or pair of texts, in each sequence. The first position has the target: the number of the label in model.labels."""
+
+    settings: ClassVar[tuple[str, ...]] = ("data.instructions.truncate", "tokenizer.path", "tokenizer.end_of_document")
+    measures: ClassVar[tuple[str, ...]] = ("accuracy",)
+
+    _between: int
+    _segments: int
+
+    @staticmethod
+    def violations(config: RunConfig) -> Iterator[Violation]:
+        """See Objective."""
+        labels: list[str] = getattr(config.model, "labels", [])
+        if config.model.objective not in ("masked", "classification"):
+            rule = f"classifies with a bidirectional encoder; model.family={config.model.family} is none"
+            yield Violation("training.objective", "classification", rule, "choose a BERT or RoBERTa")
+        elif config.stage.name != "finetune":
+            rule = f"is not supported by stage={config.stage.name}"
+            yield Violation("training.objective", "classification", rule, "use stage=finetune, whose metrics.jsonl has the accuracy")
+        elif not config.data.instructions.train:
+            fix = 'name .jsonl files with lines {"text": ..., "label": ...}'
+            yield Violation("data.instructions.train", [], "names no file", fix)
+        elif len(set(labels)) < max(2, len(labels)):
+            rule = f"are the labels {', '.join(labels) or 'of no line'}; at least two different ones are required"
+            yield Violation("data.instructions.labels", labels, rule, "add lines with other labels, or list the labels")
+        for key, value, plain in (
+            ("data.blend", ", ".join(sorted(config.data.blend)), ""),
+            ("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", "0 entries"),
+            ("parallel.context", config.parallel.context, 1),
+        ):
+            if value != plain:
+                yield Violation(key, value, "is not supported by training.objective=classification", "leave it out")
+
+    @classmethod
+    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+        folder, length = Path(config.tokenizer.path), config.training.sequence_length
+        model: Any = config.model
+        encoder = TextEncoder(folder, config.tokenizer.end_of_document)
+        special, masking = SpecialTokens(folder, encoder.fingerprint), config.data.masking
+        first, between = special.find(
+            {
+                "data.masking.first": (masking.first, ("[CLS]", "<s>")),
+                "data.masking.between": (masking.between, ("[SEP]", "</s>")),
+            }
+        )
+        if model.padding_token is not None and model.padding_token not in special.ids.values():
+            rule = f"has a text token with id {model.padding_token}, which the stock {model.family} class treats as padding"
+            raise UserError.of("tokenizer.path", folder, rule, "use the tokenizer of the pretraining")
+        # Between the texts of a pair RoBERTa has two separators (Liu et al. 2019), and BERT another segment.
+        separators = (between,) * (2 if model.family == "roberta" else 1)
+        truncate, limit = config.data.instructions.truncate, config.data.quarantine_limit
+        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), truncate=truncate)
+        log_it = share[0] == 0
+        samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, log_it=log_it)
+        found = cls(samples, length)
+        found._between, found._segments = between, model.segments
+        return found
+
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
+        """See Objective: the lines, the labels, the tokenizer, and truncation."""
+        corpus = self.samples.corpora[0]
+        content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.truncate)
+        return xxhash.xxh3_64_hexdigest(repr(content).encode())
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: tokens, targets, documents (-1 for padding), and the segments of a model that has two."""
+        shape = (len(indices), self._length)
+        tokens, targets = np.full(shape, self.samples.end_of_document, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+        documents, segments = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=np.int64)
+        for row, (example,) in enumerate(self.samples.sequences(indices)):
+            *text, label = example.tokens.tolist()
+            tokens[row, : len(text)], documents[row, : len(text)], targets[row, 0] = text, 0, label
+            segments[row, text.index(self._between) + 1 : len(text)] = 1
+        found: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
+        return found | ({"segments": segments} if self._segments > 1 else {})
