@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import adapter, native
+from pipeline.checkpoint import native, peft_format
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families
+from pipeline.models.rope import extended
 from pipeline.stages import pretrain
 
 
@@ -26,12 +27,20 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         start = _start(config)
     except UserError as error:
         raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
-    config.model = families.from_dict(native.read_index(start).config["model"])
+    index = native.read_index(start)
+    config.model = families.from_dict(index.config["model"])
+    if not (_in_run_dir(config, start) and index.train_state.samples):  # the checkpoints of the run have the longer context already
+        config.model = extended(config.model, config.training.context_factor)
     if config.lora.adapter is not None:
-        adapter.configure(config.lora, adapter.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
+        peft_format.configure(config.lora, peft_format.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
     if found := preflight.training_violations(config, ranks.world_size):
         raise UserError(found)
     pretrain.run(config, ranks)
+
+
+def _in_run_dir(config: RunConfig, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of the run directory."""
+    return checkpoint.resolve().is_relative_to(Path(config.run_dir).resolve())
 
 
 def _start(config: RunConfig) -> Path:
