@@ -28,9 +28,12 @@ from pipeline.data.load.objectives.objective import Objective
 from pipeline.errors import DamagedCheckpointError, UserError, Violation
 from pipeline.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 from pipeline.models import families
+from pipeline.models.rope import extended
 
 #: Keys of the head of an encoder.
 _HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
+#: Settings of lora that decide which weights a run has, and trains.
+_ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:
@@ -195,13 +198,15 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
     """
     new, old = dataclasses.asdict(config), checkpoint.config
     consumed = checkpoint.train_state.samples
-    differences = _model_differences(new, old)
+    differences = _model_differences(new, old, 1.0 if consumed else config.training.context_factor)
     for key in ("training.seed", "training.sequence_length") if consumed else ():
         if _value(new, key) != _value(old, key):
             differences[key] = f"{_value(old, key)}"
+    if consumed and config.training.context_factor != (factor := old["training"].get("context_factor", 1.0)):
+        differences["training.context_factor"] = f"{factor}"
     adapters = dataclasses.asdict(lora_of(old))
     has_adapters = bool(new["lora"]["rank"] or adapters["rank"])
-    for name in ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize") if consumed and has_adapters else ():
+    for name in _ADAPTER_SETTINGS if consumed and has_adapters else ():
         if new["lora"][name] != adapters[name]:
             differences[f"lora.{name}"] = f"{adapters[name]}"
     if consumed and checkpoint.data != data.fingerprint(config, consumed):
@@ -210,19 +215,22 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -
     _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
 
 
-def check_same_model(checkpoint: Checkpoint | MergedWeights, config: RunConfig, *, other_head: bool = False) -> None:
+def check_same_model(
+    checkpoint: Checkpoint | MergedWeights, config: RunConfig, *, other_head: bool = False, context_factor: float = 1.0
+) -> None:
     """Refuse to load a checkpoint of another model.
 
     Args:
         checkpoint: to load.
-        config: of the run.
+        config: its model is that of the checkpoint, with a context that is longer by the factor.
         other_head: accept an encoder with another head.
+        context_factor: training.context_factor, if the run begins with this checkpoint.
 
     Raises:
         UserError: with one violation per difference.
     """
     new = dataclasses.asdict(config)
-    differences = _model_differences(new, checkpoint.config)
+    differences = _model_differences(new, checkpoint.config, context_factor)
     if other_head:
         differences = {key: old for key, old in differences.items() if key not in _HEAD}
     _refuse(checkpoint, new, differences, "set it to that value, or choose another checkpoint")
@@ -236,9 +244,10 @@ def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[st
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _model_differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, str]:
+def _model_differences(new: dict[str, Any], old: dict[str, Any], context_factor: float) -> dict[str, str]:
     """Keys of the model whose values differ -> the old value."""
-    old = {"model": dataclasses.asdict(families.from_dict(old["model"]))}  # an older checkpoint lacks newer keys
+    model = families.from_dict(old["model"])  # an older checkpoint lacks newer keys
+    old = {"model": dataclasses.asdict(model if context_factor == 1 else extended(model, context_factor))}
     keys = [f"model.{name}" for name in new["model"]]
     return {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
 

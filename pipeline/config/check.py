@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.config import check_data, check_stages, warmup
+from pipeline.config import check_data, check_finetune, check_stages, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES, Evaluate, plans_other_layouts
@@ -25,19 +25,14 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         if config.dry_run.enabled and config.dry_run.rank >= world_size:
             rule = f"must be less than the world size {world_size}"
             found.append(Violation("dry_run.rank", config.dry_run.rank, rule, f"choose a rank from 0 to {world_size - 1}"))
-    if config.lora.rank and config.stage.name in ("certify", "plan"):
-        rule = f"is not supported by stage={config.stage.name}"
-        found.append(Violation("lora.rank", config.lora.rank, rule, "remove it, for the job that trains all weights"))
-    if config.training.fake_quantize != "none" and config.stage.name in ("certify", "plan"):
-        rule = f"is not supported by stage={config.stage.name}"
-        found.append(Violation("training.fake_quantize", config.training.fake_quantize, rule, "remove it, for the job without rounding"))
+    found += check_finetune.stage_violations(config)
     return [*found, *check_stages.violations(config, world_size), *check_data.violations(config)]
 
 
 def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Return the rules between model, layout, batches and training length that a configuration violates."""
     found = [*_tensor(config), *_expert(config), *_context(config), *_pipeline(config)]
-    found += [*_batch(config, world_size), *_training(config), *_start(config)]
+    found += [*_batch(config, world_size), *_training(config), *check_finetune.violations(config), *_start(config)]
     return found
 
 
@@ -219,15 +214,6 @@ def _training(config: RunConfig) -> Iterator[Violation]:
     if config.precision.fp8 != "none" and config.precision.dtype != "bf16":
         rule = f"requires precision.dtype=bf16, not {config.precision.dtype}"
         yield Violation("precision.fp8", config.precision.fp8, rule, "set precision=fp8")
-    if config.lora.quantize != "none" and not config.lora.rank:
-        rule = "requires adapters: weights in 4 bits are not trained"
-        yield Violation("lora.quantize", config.lora.quantize, rule, "set lora.rank, for example 16")
-    for key, value in (("precision.fp8", config.precision.fp8), ("lora.rank", config.lora.rank)):
-        if training.fake_quantize != "none" and value not in ("none", 0):
-            rule = "is not supported with training.fake_quantize"
-            yield Violation(key, value, rule, f"remove it, or set training.fake_quantize=none instead of {training.fake_quantize}")
-    if config.precision.fp8 != "none" and config.lora.rank:
-        yield Violation("precision.fp8", config.precision.fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")
     if training.sequence_length > config.model.max_positions:
         rule = f"must not exceed model.max_positions={config.model.max_positions}"
         yield Violation(

@@ -25,6 +25,9 @@ class LoraConfig:
         "weights of the linear layers of the blocks: in the dtype of the run, or in 4 bits with double quantization (nf4; QLoRA)",
         choices=("none", "nf4"),
     )
+    modules_to_save: list[str] = knob(
+        [], "patterns of names of modules whose weights are trained beside the adapters, such as embed.tokens or *norm"
+    )
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format to start from, instead of rank, alpha and targets")
 
     def rank_of(self, layer: str) -> int:
@@ -32,6 +35,10 @@ class LoraConfig:
         if self.rank == 0 or not any(fnmatchcase(layer, pattern) for pattern in self.targets):
             return 0
         return next((rank for pattern, rank in self.rank_pattern.items() if fnmatchcase(layer, pattern)), self.rank)
+
+    def saves(self, weight: str) -> bool:
+        """Whether a weight is trained beside the adapters; `weight` is its full name."""
+        return self.rank > 0 and any(fnmatchcase(weight.rpartition(".")[0], pattern) for pattern in self.modules_to_save)
 
     def alpha_of(self, layer: str) -> float:
         """Return alpha of the adapter of a linear layer."""

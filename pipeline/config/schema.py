@@ -65,6 +65,19 @@ class TrainingConfig:
         "(FlashAttention 3, cuDNN, FlashAttention 2, flex, memory-efficient) and logs the choice",
         choices=("auto", "sdpa", "flex", "plain"),
     )
+    attention_group: int = knob(
+        0,
+        "shifted sparse attention (LongLoRA): training has attention in groups of so many tokens, shifted by half a group in half of the "
+        "heads; 0: full attention. Validation has full attention",
+        unit="tokens",
+        at_least=0,
+    )
+    context_factor: float = knob(
+        1.0,
+        "finetune: the model gets a context that is longer by this factor than that of its checkpoint, by position interpolation",
+        at_least=1,
+        at_most=1024,
+    )
     compile: str = knob(
         "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
     )

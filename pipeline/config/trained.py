@@ -12,8 +12,9 @@ from pipeline.errors import Violation
 
 
 def is_frozen(config: RunConfig, name: str) -> bool:
-    """Whether training leaves a weight as it is; with LoRA, all weights but those of adapters and of the head of a classifier."""
-    if config.lora.rank and not is_adapter(name) and not (getattr(config.model, "labels", []) and name.startswith("head.")):
+    """Whether training leaves a weight as it is; with LoRA, all but adapters, lora.modules_to_save and the head of a classifier."""
+    is_head = bool(getattr(config.model, "labels", [])) and name.startswith("head.")
+    if config.lora.rank and not (is_adapter(name) or is_head or config.lora.saves(name)):
         return True
     return any(fnmatchcase(name, pattern) for pattern in config.training.frozen)
 
@@ -37,6 +38,16 @@ def violations(config: RunConfig, layout: Layout, names: Mapping[str, bool]) -> 
                         f"lora.{key}", pattern, rule, f"choose names such as {', '.join(sorted(layers)[:3]) or 'blocks.0.attention.query'}"
                     )
                 )
+    modules = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
+    for pattern in config.lora.modules_to_save:
+        matching = [module for module in sorted(modules) if fnmatchcase(module, pattern)]
+        if not matching:
+            rule = f"matches no module of model.family={config.model.family}"
+            fix = f"choose names such as {', '.join(sorted(modules - layers)[-3:])}"
+            found.append(Violation("lora.modules_to_save", pattern, rule, fix))
+        if adapted := [module for module in matching if module in layers]:
+            rule = f"matches {adapted[0]}, which has an adapter"
+            found.append(Violation("lora.modules_to_save", pattern, rule, "name other modules, or exclude it by lora.targets"))
     for pattern in config.training.frozen:
         if not any(fnmatchcase(name, pattern) for name in names):
             fix = f"choose names such as {', '.join(_examples(names))}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import WEIGHTS
+from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.config.stages import Evaluate
 from pipeline.errors import UserError
 from pipeline.evaluation import record, schedule

@@ -31,6 +31,7 @@ def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     parallel.schedule, parallel.stages_per_rank, parallel.layers_per_stage, parallel.balance = "1f1b", None, [], "layers"
     config.training.activation_checkpointing, config.training.compile = "none", "off"
     config.training.frozen, config.lora = [], LoraConfig()  # adapters are merged
+    config.training.attention_group = 0
     return config
 
 

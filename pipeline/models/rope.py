@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.errors import Violation
+from pipeline.errors import UserError, Violation
 from pipeline.knobs import knob
+from pipeline.models.config import ModelConfig
 
 #: model.rope_scaling (rope_type of config.json) -> key of config.json's rope parameters -> our field
 KEYS: dict[str, dict[str, str]] = {
@@ -57,6 +58,22 @@ def violations(config: RopeConfig) -> Iterator[Violation]:
             yield Violation(
                 f"model.{low}", getattr(config, low), f"must be below model.{high}={getattr(config, high)}", f"choose a smaller {low}"
             )
+
+
+def extended(config: ModelConfig, factor: float) -> ModelConfig:
+    """Return the configuration for sequences that are longer by a factor: positions are interpolated (rope_scaling=linear).
+
+    Raises:
+        UserError: the model has no rotary positions that can be interpolated.
+    """
+    if factor == 1:
+        return config
+    if not isinstance(config, RopeConfig) or config.rope_scaling not in ("none", "linear"):
+        rope = f"model.rope_scaling={config.rope_scaling}" if isinstance(config, RopeConfig) else "no model.rope_scaling"
+        rule = f"interpolates rotary positions, and the model (family {config.family}) has {rope}"
+        raise UserError.of("training.context_factor", factor, rule, "set it to 1, or choose a model with rope_scaling none or linear")
+    positions = int(config.max_positions * factor)
+    return replace(config, rope_scaling="linear", rope_factor=config.rope_factor * factor, max_positions=positions)  # type: ignore[call-arg]
 
 
 def scaling(config: RopeConfig) -> dict[str, Any]:

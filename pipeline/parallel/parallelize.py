@@ -22,6 +22,7 @@ from pipeline.layers.init import Constant, Init, initial_tensor
 from pipeline.layers.linear import Linear
 from pipeline.layers.lora import LoraSpec, add_adapters
 from pipeline.layers.nf4 import NF4Weight
+from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import context, expert, float8, recomputation, tensor
@@ -112,7 +113,7 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         budget, dtype = config.training.activation_budget, DTYPES[config.precision.dtype]
         kept = {} if budget is None else recomputation.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
-            layer.core = core or CORES[config.training.attention]
+            layer.core = core or attention_core(config, mesh)
         if mesh.layout.context > 1:
             context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         if async_tensor_enabled(config, mesh.device):
@@ -120,6 +121,16 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         for name, block in stage.blocks.items():
             mode, compiled = config.training.activation_checkpointing, compile_enabled(config, mesh.device)
             recomputation.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
+
+
+def attention_core(config: RunConfig, mesh: Mesh) -> Core:
+    """Return the attention core on the rank's heads, which are those after the heads of the tensor ranks before it."""
+    core, heads = CORES[config.training.attention], config.model.heads
+    if not config.training.attention_group:
+        return core
+    local = heads // mesh.layout.tensor
+    plain_heads = min(max(heads // 2 - mesh.coordinates.tensor * local, 0), local)
+    return ShiftedSparseAttention(core, config.training.attention_group, plain_heads)
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -186,7 +197,7 @@ def init_weights(
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor | NF4Weight:
         piece = model.pieces[parameter]
-        if parameter in in_4_bits:
+        if parameter in in_4_bits and not parameter.requires_grad:
             quantized = NF4Weight(initial_value(piece))
             model.quantized[quantized] = piece
             return quantized

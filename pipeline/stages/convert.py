@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline import artifact
-from pipeline.checkpoint import adapter, huggingface_export, reader
+from pipeline.checkpoint import adapter, huggingface_export, peft_format, reader
+from pipeline.checkpoint.adapter_factors import Adapter
 from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.native import INDEX
 from pipeline.config.schema import RunConfig
@@ -63,7 +64,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         **convert_quantize.settings_of(stage),
     }
     if stage.adapter is not None:
-        file = Path(stage.adapter) / adapter.WEIGHTS
+        file = Path(stage.adapter) / peft_format.WEIGHTS
         settings["stage.adapter"] = digest(file) if file.is_file() else stage.adapter
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
@@ -143,18 +144,20 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
         rule = "would leave out the head of the classifier, which is trained beside the adapter"
         raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapter is merged into full weights")
     found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.adapter(model))
+    saved = adapter.saved_weights(checkpoint)
+    found = replace(found, saved=saved)
     if adapter.lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base
-        found = replace(found, base=adapter.base_hash(checkpoint, model))
+        found = replace(found, base=adapter.base_hash(checkpoint, model, saved))
     base = checkpoint.config["checkpoint"].get("initialize_from") or ""
     with atomic_folder(output) as folder:
         dropout = adapter.lora_of(checkpoint.config).dropout
-        parameters = adapter.write_peft(folder, found, model, dropout=dropout, base_name=base)
+        parameters = peft_format.write_peft(folder, found, model, dropout=dropout, base_name=base)
         files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
         artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
     log.info("convert: wrote %s (step %d, an adapter with %s parameters)", output, checkpoint.step, f"{parameters:,}")
 
 
-def _adapter(checkpoint: reader.Checkpoint) -> adapter.Adapter:
+def _adapter(checkpoint: reader.Checkpoint) -> Adapter:
     """Return the adapter of a checkpoint; refuse a checkpoint without one."""
     if (found := adapter.of_checkpoint(checkpoint)) is None:
         rule = f"requires an adapter, and {checkpoint.path} has none"

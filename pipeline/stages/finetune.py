@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import adapter, native
+from pipeline.checkpoint import native, peft_format
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labels import labels_of
 from pipeline.data.load.objectives.registry import objective_of
@@ -13,6 +13,7 @@ from pipeline.launch import preflight
 from pipeline.launch.ranks import Ranks
 from pipeline.models import families
 from pipeline.models.bert.config import BertConfig
+from pipeline.models.rope import extended
 from pipeline.stages import pretrain
 
 
@@ -28,11 +29,14 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         start = _start(config)
     except UserError as error:
         raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
-    config.model = families.from_dict(native.read_index(start).config["model"])
+    index = native.read_index(start)
+    config.model = families.from_dict(index.config["model"])
+    if not (_in_run_dir(config, start) and index.train_state.samples):  # the checkpoints of the run have the longer context already
+        config.model = extended(config.model, config.training.context_factor)
     if config.training.objective == "classification" and isinstance(config.model, BertConfig):
         config.model = config.model.classifier(_labels(config, config.model))
     if config.lora.adapter is not None:
-        adapter.configure(config.lora, adapter.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
+        peft_format.configure(config.lora, peft_format.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
     if found := preflight.training_violations(config, ranks.world_size):
         raise UserError(found)
     pretrain.run(config, ranks)
@@ -46,6 +50,11 @@ def _labels(config: RunConfig, model: BertConfig) -> list[str]:
     """
     data = config.data.instructions
     return data.labels or model.labels or labels_of(data.train, "data.instructions.train")
+
+
+def _in_run_dir(config: RunConfig, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of the run directory."""
+    return checkpoint.resolve().is_relative_to(Path(config.run_dir).resolve())
 
 
 def _start(config: RunConfig) -> Path:

@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import WEIGHTS, MergedWeights, open_merged
+from pipeline.checkpoint.adapter import MergedWeights, open_merged
 from pipeline.checkpoint.huggingface_import import read_generation_config
 from pipeline.checkpoint.native import INDEX
+from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint import adapter, save
+from pipeline.checkpoint.adapter_factors import Adapter
 from pipeline.checkpoint.consolidate import extract_fragment
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.checkpoint.native import Index, TrainState
+from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config import warmup
 from pipeline.config.lora import PARTS, is_adapter, layer_of
@@ -188,15 +190,17 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
         UserError: the checkpoint is of another model, or is corrupt; or lora.adapter is of another base.
     """
     has_other_head = _has_other_head(config, checkpoint)
-    save.check_same_model(checkpoint, config, other_head=has_other_head)
+    save.check_same_model(checkpoint, config, other_head=has_other_head, context_factor=config.training.context_factor)
+    found = None if config.lora.adapter is None else _read_adapter(config, config.lora.adapter, checkpoint)
     fragments = trainer.engine.fragments()
     weights = [fragment for fragment in fragments if not is_adapter(fragment.piece.name)]
     if has_other_head:  # its last layer is new, and so is the first one if the checkpoint has none
         stored = {name for name in checkpoint.names() if not name.startswith("head.sentence.output.")}
         weights = [fragment for fragment in weights if fragment.piece.name in stored or not fragment.piece.name.startswith("head.")]
-    save.load(adapter.MergedWeights(checkpoint), [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
-    if config.lora.adapter is not None:
-        _load_adapter(config, config.lora.adapter, checkpoint, [f for f in fragments if is_adapter(f.piece.name)])
+    base = adapter.MergedWeights(checkpoint, None if found is None else dataclasses.replace(found, layers={}))
+    save.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
+    if found is not None:
+        _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
     trainer.engine.loaded(0)
     dist.barrier()
     log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
@@ -209,11 +213,16 @@ def _has_other_head(config: RunConfig, checkpoint: Checkpoint) -> bool:
     return bool(labels) and labels != checkpoint.config["model"].get("labels")
 
 
-@torch.no_grad()
-def _load_adapter(config: RunConfig, folder: str, checkpoint: Checkpoint, fragments: list[Fragment]) -> None:
-    """Start adapters with the values of an adapter in PEFT's format."""
-    found = adapter.read_peft(Path(folder), config.model, "lora.adapter")
+def _read_adapter(config: RunConfig, folder: str, checkpoint: Checkpoint) -> Adapter:
+    """Read the adapter that a run begins with, which must be one of the checkpoint's model."""
+    found = read_peft(Path(folder), config.model, "lora.adapter")
     on_rank_0(lambda: adapter.check_base(found, adapter.MergedWeights(checkpoint), config.model, "lora.adapter"))
+    return found
+
+
+@torch.no_grad()
+def _load_adapter(found: Adapter, fragments: list[Fragment]) -> None:
+    """Start adapters with the values of another one."""
     for fragment in fragments:
         factors = found.layers[layer_of(fragment.piece.name)]
         full = factors.a if fragment.piece.name.endswith(PARTS[0]) else factors.b

@@ -15,6 +15,7 @@ from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
+from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.schedules import Pipeline
@@ -73,10 +74,11 @@ class Trainer:
         batch = batch.copy()
         batch.pop("next_sentence", None)
         counts = self._counts(batch)
-        batch = self._with_reference(tokens, _with_scale(batch, counts))
         if self._config.lora.dropout:
             self.model.eval()
-        loss = self._pipeline(tokens, batch).evaluate(tokens, batch)
+        with full_attention(self.model):
+            batch = self._with_reference(tokens, _with_scale(batch, counts))
+            loss = self._pipeline(tokens, batch).evaluate(tokens, batch)
         if self._config.lora.dropout:
             self.model.train()
         return self._global_mean(loss)[0], counts[1]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint import adapter
-from pipeline.checkpoint.adapter import Adapter, Factors
+from pipeline.checkpoint import adapter, peft_format
+from pipeline.checkpoint.adapter_factors import Adapter, Factors
 from pipeline.config.lora import LoraConfig
 from pipeline.errors import UserError
 from pipeline.layers.lora import LoRALinear, LoraSpec, add_adapters, merged
@@ -22,6 +22,8 @@ from tests.models.small_decoders import CONFIGS
 #: GPT: three layers in a transposed tensor; BLOOM: interleaved in one; OPT: biases; DeepSeek: latent projections, without the feed-forward
 #: layers, since PEFT takes their names for those of the experts.
 NAMES = ["llama-grouped", "gpt", "bloom", "opt", "gemma3", "deepseek"]
+#: Families whose embeddings and norms are trained, too: untied, tied with position embeddings and biases, tied with other norms.
+WITH_MODULES = ("llama", "gpt", "gemma3")
 LORA = LoraConfig(
     rank=4,
     alpha=8,
@@ -37,13 +39,19 @@ def adapted(config: Any) -> tuple[torch.nn.Module, Adapter]:
     add_adapters(model, lambda name: LoraSpec(lora.rank_of(name), lora.alpha_of(name)) if lora.rank_of(name) else None)
     generator = torch.Generator().manual_seed(1)
     layers = {}
+    modules = LoraConfig(rank=1, modules_to_save=["embed*", "*norm*"] if config.family in WITH_MODULES else [])
+    saved = {}
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if modules.saves(name):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                saved[name] = parameter.detach()
         for name, module in model.named_modules():
             if isinstance(module, LoRALinear):
                 for part in (module.lora.a, module.lora.b):
                     part.copy_(torch.randn(part.shape, generator=generator) * 0.3)
                 layers[name] = Factors(module.lora.a.detach(), module.lora.b.detach(), LORA.alpha_of(name))
-    return model.eval(), Adapter(layers, adapter.base_hash(InMemory(random_model(config)), config), Path())
+    return model.eval(), Adapter(layers, adapter.base_hash(InMemory(random_model(config)), config, saved), Path(), saved)
 
 
 def tokens(config: Any) -> torch.Tensor:
@@ -54,22 +62,27 @@ def tokens(config: Any) -> torch.Tensor:
 def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fixture
     config, plain, stock = pair(name)
     model, ours = adapted(config)
-    adapter.write_peft(tmp_path, ours, config, dropout=0.1, base_name="base")
+    peft_format.write_peft(tmp_path, ours, config, dropout=0.1, base_name="base")
     batch = tokens(config)
     with torch.no_grad():
         expected = model(batch)
+        before = {name: value.clone() for name, value in stock.state_dict().items()}
         wrapped = peft.PeftModel.from_pretrained(stock, tmp_path).eval()
         try:
-            torch.testing.assert_close(wrapped(batch).logits, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(wrapped(batch).logits, expected, rtol=1e-4, atol=1e-4)
         finally:
-            wrapped.unload()
+            wrapped.unload().tie_weights()
+            stock.load_state_dict(before)
         assert (plain(batch) - expected).abs().max() > 0.01, "the adapter has an effect"
-        found = adapter.read_peft(tmp_path, config, "stage.adapter")
+        found = peft_format.read_peft(tmp_path, config, "stage.adapter")
         adapter.check_base(found, InMemory(plain), config, "stage.adapter")
+        assert found.saved.keys() == ours.saved.keys()
         weights = InMemory(plain).weights
+        for name, value in found.saved.items():
+            weights[name].copy_(value)
         for layer, factors in found.layers.items():
             weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
-        torch.testing.assert_close(plain(batch), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plain(batch), expected, rtol=1e-4, atol=1e-4)
         plain.load_state_dict(random_model(config).state_dict())
 
 
@@ -96,7 +109,7 @@ def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_pat
         wrapped.save_pretrained(tmp_path)
     finally:
         wrapped.unload()
-    found = adapter.read_peft(tmp_path, config, "stage.adapter")
+    found = peft_format.read_peft(tmp_path, config, "stage.adapter")
     assert found.base == ""
     adapter.check_base(found, InMemory(plain), config, "stage.adapter")
     model = random_model(config).eval()
@@ -107,15 +120,15 @@ def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_pat
             weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
         torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-5)
     lora = LoraConfig()
-    adapter.configure(lora, found)
+    peft_format.configure(lora, found)
     assert {layer: lora.rank_of(layer) for layer in found.layers} == {layer: factors.rank for layer, factors in found.layers.items()}
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     config = CONFIGS["llama-grouped"]
     _, ours = adapted(config)
-    adapter.write_peft(tmp_path, ours, config, dropout=0.0, base_name="")
-    found = adapter.read_peft(tmp_path, config, "stage.adapter")
+    peft_format.write_peft(tmp_path, ours, config, dropout=0.0, base_name="")
+    found = peft_format.read_peft(tmp_path, config, "stage.adapter")
 
     def refused(weights: Any, model: Any) -> str:
         with pytest.raises(UserError) as error:
@@ -123,7 +136,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         return str(error.value)
 
     other = InMemory(random_model(config))
-    other.weights["norm.weight"] = other.weights["norm.weight"] + 0.1
+    name = "blocks.0.mlp.up.weight"
+    other.weights[name] = other.weights[name] + 0.1
     assert "was trained with another base" in refused(other, config)
     assert "was trained with another base" in refused(InMemory(random_model(config)), replace(config, rope_theta=1e3))
     narrow = replace(config, ffn_hidden=64)
@@ -133,13 +147,13 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         settings = json.loads((tmp_path / "adapter_config.json").read_text())
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
         with pytest.raises(UserError, match=said):
-            adapter.read_peft(tmp_path, config, "stage.adapter")
+            peft_format.read_peft(tmp_path, config, "stage.adapter")
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
 
     unreadable("has use_dora=true, which is not supported", use_dora=True)
-    unreadable('has modules_to_save=.*"lm_head".*, which is not supported', modules_to_save=["lm_head"])
+    unreadable("trains lm_head, which is not a module of model.family=llama with its weights in the adapter", modules_to_save=["lm_head"])
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48)}, tmp_path / "adapter_model.safetensors")
     unreadable("adapts lm_head, which is not a linear layer of model.family=llama")
     with pytest.raises(UserError, match="has no readable adapter_config"):
-        adapter.read_peft(tmp_path / "none", config, "stage.adapter")
+        peft_format.read_peft(tmp_path / "none", config, "stage.adapter")

@@ -106,6 +106,36 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_gets_a_longer_context(base, tmp_path):
+    """LongLoRA: attention in groups, embeddings and norms beside the adapters, in two jobs; then the merged model."""
+    run = tmp_path / "run"
+    long = (
+        *("training.context_factor=2", "training.sequence_length=128", "training.attention_group=32", "checkpoint.every=10"),
+        *("lora.rank=4", "lora.modules_to_save=[embed.*,*norm]", "optimizer.lr=0.01", "training.global_batch_size=4"),
+    )
+    printed = pipeline(*settings(base, run, *long, "training.sequence_length=192"), expect=2)
+    assert "training.sequence_length=192: must not exceed model.max_positions=128" in printed
+    pipeline(*settings(base, run, *long))
+    found = losses(run)
+    assert found[-1] < 0.5 * found[0]
+    index = json.loads((complete(run)[-1] / "index.json").read_text())
+    assert (index["config"]["model"]["rope_factor"], index["config"]["model"]["max_positions"]) == (2.0, 128)
+    assert "nothing to do" in pipeline(*settings(base, run, *long))
+    printed = pipeline(*settings(base, run, *long, "training.context_factor=4", "training.steps=40"), expect=2)
+    assert "training.context_factor=4.0: " in printed
+    pipeline("stage=convert", "stage.format=peft", f"run_dir={run}", f"tokenizer.path={base / 'imported'}")
+    pipeline("stage=convert", f"run_dir={run}", f"tokenizer.path={base / 'imported'}")
+    merged = AutoModelForCausalLM.from_pretrained(run / "hf").eval()
+    tokens = torch.randint(300, (1, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = merged(tokens).logits
+        config = json.loads((run / "hf/config.json").read_text())
+        longer = AutoModelForCausalLM.from_pretrained(base / "stock", config=type(merged.config)(**config)).eval()
+        adapted = peft.PeftModel.from_pretrained(longer, run / "adapter").eval()
+        torch.testing.assert_close(adapted(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
     """LoRA in two jobs as in one; the adapter in PEFT's format, merged into full weights, and as the start of a run."""
     lora, run = ("lora.rank=4", "lora.alpha=16", "lora.dropout=0.05"), tmp_path / "run"

@@ -11,11 +11,13 @@ from torch import nn
 
 from pipeline.config.lora import is_adapter
 from pipeline.errors import UserError
+from pipeline.layers.attention import sdpa
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear
 from pipeline.layers.nf4 import NF4Weight
+from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.models import registry
-from pipeline.parallel.parallelize import adapter_std, build_model
+from pipeline.parallel.parallelize import adapter_std, attention_layers, build_model
 from pipeline.parallel.pieces import Piece
 from tests.training.plain_loop import Trained, plain_loop
 from tests.training.test_layouts import MODELS
@@ -41,6 +43,10 @@ LAYOUTS = {
         "zero_stage=0 tensor=2 pipeline=2 schedule=zbv",
         "zero_stage=3 context=2",
     ],
+    "llama long": [
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=3 tensor=2 training.activation_checkpointing=full",
+    ],
     "gpt": ["zero_stage=1 tensor=4", "zero_stage=0 pipeline=4"],
     "mixtral": ["zero_stage=1 expert=2 tensor=2"],
     "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=2 expert=2"],
@@ -49,11 +55,14 @@ LAYOUTS = {
 
 #: QLoRA with slices of two tensor ranks that are full blocks; the attention has no adapters.
 NF4 = ("lora.quantize=nf4", "model.hidden=128", "model.ffn_hidden=128", "lora.targets=[*.mlp.*]", "++lora.rank_pattern={}")
+#: LongLoRA; the two query heads of a rank are of both kinds, or of one.
+LONG = ("training.attention_group=4", "lora.modules_to_save=[embed.*,*norm]")
+KINDS = {"": (), "nf4": NF4, "long": LONG}
 
 
 def settings(name: str, *more: str) -> tuple[str, ...]:
     model, _, kind = name.partition(" ")
-    return tiny(*MODELS[model].overrides, *LORA, *(NF4 if kind else ()), *more)
+    return tiny(*MODELS[model].overrides, *LORA, *KINDS[kind], *more)
 
 
 def model_of(name: str) -> Any:
@@ -68,11 +77,17 @@ def initialized(config: Any) -> nn.Module:
             shape = tuple(parameter.shape)
             std = adapter_std(Piece(name, shape)) if is_adapter(name) else registry.initial_std(config.model, name)
             parameter.copy_(initial_tensor(name, shape, std, config.training.seed))
-            parameter.requires_grad_(is_adapter(name))
+            parameter.requires_grad_(is_trained(config, name))
         for module in model.modules() if config.lora.quantize == "nf4" else ():
             if isinstance(module, Linear):
                 module.weight.copy_(NF4Weight(module.weight).dequantize())
+    for layer in attention_layers(model) if config.training.attention_group else ():
+        layer.core = ShiftedSparseAttention(sdpa, config.training.attention_group, config.model.heads // 2)
     return model
+
+
+def is_trained(config: Any, name: str) -> bool:
+    return is_adapter(name) or config.lora.saves(name)
 
 
 @functools.cache
@@ -102,14 +117,16 @@ def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
 @pytest.mark.parametrize("name, layout", [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
 def test_four_ranks_equal_a_plain_loop(world, name, layout):
     expected = reference(name)
-    begun = {name: value.detach() for name, value in initialized(configured(*settings(name))).named_parameters()}
+    config = configured(*settings(name))
+    begun = {name: value.detach() for name, value in initialized(config).named_parameters()}
     ranks = world.run(train, name, layout)
     found, _, elements = ranks[0]
     for trained, _, _ in ranks:
         ours, theirs = torch.tensor(trained.numbers), torch.tensor([numbers[:2] for numbers in expected.numbers])
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     assert found.weights.keys() == expected.weights.keys()
-    adapters = {weight for weight in expected.weights if is_adapter(weight)}
+    adapters = {weight for weight in expected.weights if is_trained(config, weight)}
+    assert name != "llama long" or any("norm" in weight for weight in adapters)
     assert set().union(*(state for _, state, _ in ranks)) == adapters == found.moments.keys()
     assert elements <= sum(expected.weights[weight].numel() for weight in adapters)
     for weight, value in found.weights.items():
@@ -163,6 +180,11 @@ def test_targets_that_match_nothing_are_refused():
         check_trained(config, Layout.of(config, 1))
     assert "lora.targets=*.querry: matches no linear layer" in str(error.value)
     assert "lora.rank_pattern=*.mlp.*: matches no linear layer of model.family=llama with an adapter" in str(error.value)
+    config = configured(*settings("llama", "lora.modules_to_save=[embed,*.query]"))
+    with pytest.raises(UserError) as error:
+        check_trained(config, Layout.of(config, 1))
+    assert "lora.modules_to_save=embed: matches no module of model.family=llama" in str(error.value)
+    assert "lora.modules_to_save=*.query: matches blocks.0.attention.query, which has an adapter" in str(error.value)
     config = configured(*settings("llama", "lora.targets=[blocks.0.*]", "parallel.pipeline=2"))
     with pytest.raises(UserError, match=r"leaves nothing to train in pipeline stage 1 of 2"):
         check_trained(config, Layout.of(config, 2))

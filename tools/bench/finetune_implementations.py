@@ -12,7 +12,8 @@ from typing import Any
 import peft
 import torch
 
-from pipeline.checkpoint import adapter
+from pipeline.checkpoint import peft_format
+from pipeline.checkpoint.adapter_factors import Adapter, Factors
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.layers.lora import linear_layers
@@ -52,8 +53,8 @@ def peft_model(config: RunConfig, folder: Path) -> torch.nn.Module:
         shapes = {"a": (rank, layer.in_features), "b": (layer.out_features, rank)}
         pieces = (Piece(f"{name}.lora.{part}", shape) for part, shape in shapes.items())
         if rank:
-            layers[name] = adapter.Factors(*(init_piece(piece, adapter_std(piece), config.training.seed) for piece in pieces), alpha)
-    adapter.write_peft(folder, adapter.Adapter(layers, "", folder), config.model, dropout=config.lora.dropout, base_name="")
+            layers[name] = Factors(*(init_piece(piece, adapter_std(piece), config.training.seed) for piece in pieces), alpha)
+    peft_format.write_peft(folder, Adapter(layers, "", folder), config.model, dropout=config.lora.dropout, base_name="")
     return peft.PeftModel.from_pretrained(train.stock_model(config, DTYPES[config.precision.dtype]), folder, is_trainable=True)
 
 

@@ -24,6 +24,9 @@ class Preferences(Supervised):
         if config.lora.rank == 0:
             rule = "trains adapters only: the reference model is the model without them"
             yield Violation("training.objective", "dpo", rule, "set lora.rank=16, or another rank above 0")
+        if config.lora.modules_to_save:
+            rule = "would change the reference model, which is the model without adapters"
+            yield Violation("lora.modules_to_save", ", ".join(config.lora.modules_to_save), rule, "leave it empty")
         if config.lora.adapter is not None:
             rule = "would not be part of the reference model, which is the model without adapters"
             fix = "merge it into the weights first (stage=convert stage.adapter), and start from those"

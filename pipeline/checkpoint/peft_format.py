@@ -1,0 +1,264 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.config.lora import LoraConfig
+from pipeline.errors import UserError, Violation
+from pipeline.files import apply_umask
+from pipeline.layers.lora import linear_layers
+from pipeline.models import registry
+from pipeline.models.config import ModelConfig
+from pipeline.models.rows import Row
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: What precedes the name of a module in a PEFT file.
+_PREFIX = "base_model.model."
+#: Our embedding, and the stock output head that is tied to it.
+_EMBEDDING, _TIED_HEAD = "embed.tokens.weight", "lm_head.weight"
+#: Keys of adapter_config.json that change what an adapter computes -> the values that are supported.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}
+
+
+def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
+    """Read an adapter in PEFT's format.
+
+    Args:
+        folder: with adapter_config.json and adapter_model.safetensors.
+        config: the configuration of the base model.
+        key: the configuration key that names the folder.
+
+    Raises:
+        UserError: a file is missing or not readable, or the adapter is of another kind or adapts layers that the model does not have.
+    """
+    settings, tensors, metadata = _read_files(folder, key)
+    wrong = [(name, settings.get(name)) for name, values in _SUPPORTED.items() if name in settings and settings[name] not in values]
+    if wrong:
+        rules = (f"has {name}={json.dumps(value)}, which is not supported" for name, value in wrong)
+        raise UserError([Violation(key, folder, rule, "use a LoRA adapter of linear layers") for rule in rules])
+    rows = {_module(row): (row, outputs) for row, outputs in _linear_rows(config)}
+    layers: dict[str, Factors] = {}
+    unknown = []
+    for module in dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors if ".lora_" in name):
+        try:
+            a, b = (tensors[f"{_PREFIX}{module}.lora_{part}.weight"].float() for part in "AB")
+        except KeyError:
+            unknown.append(module)
+            continue
+        if module not in rows:
+            unknown.append(module)
+            continue
+        alpha = _matching(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha", 8))
+        alpha = alpha * math.sqrt(a.shape[0]) if settings.get("use_rslora") else alpha  # alpha / sqrt(rank) instead of alpha / rank
+        row, outputs = rows[module]
+        for name, part in zip(row.names, _split(row, b, outputs), strict=True):
+            layers[name.removesuffix(".weight")] = Factors(a, part.contiguous(), alpha)
+    if unknown:
+        rule = f"adapts {', '.join(unknown[:5])}, which is not a linear layer of model.family={config.family}"
+        raise UserError.of(key, folder, rule, "use an adapter of this model, without adapters of other tensors")
+    saved = {name.removeprefix(_PREFIX): value.float() for name, value in tensors.items() if ".lora_" not in name}
+    return Adapter(layers, metadata.get("base", ""), folder, _read_saved(saved, settings.get("modules_to_save") or [], config, folder, key))
+
+
+def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelConfig, folder: Path, key: str) -> dict[str, Tensor]:
+    """Return our weights of the modules that were trained beside an adapter.
+
+    Args:
+        tensors: by their stock names.
+        modules: the ends of the names of these modules (modules_to_save).
+        config, folder, key: as in read_peft.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(weight.shape) for name, weight in registry.build(config).state_dict().items()}
+    rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
+    if _TIED_HEAD in tensors and _is_tied(config):
+        head = tensors.pop(_TIED_HEAD)
+        if not any(rows[name].names == (_EMBEDDING,) and torch.equal(value, head) for name, value in tensors.items() if name in rows):
+            rule = "has an output head of its own, and that of the model is its embedding"
+            raise UserError.of(key, folder, rule, "use an adapter that was trained with ensure_weight_tying")
+    unknown = [name for name in tensors if name not in rows]
+    unknown += [module for module in modules if not any(name.rpartition(".")[0].endswith(module) for name in tensors)]
+    if unknown:
+        rule = f"trains {', '.join(unknown[:5])}, which is not a module of model.family={config.family} with its weights in the adapter"
+        raise UserError.of(key, folder, rule, "use an adapter of this model")
+    saved: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        try:
+            parts = rows[name].from_hf(tensor, [shapes[each] for each in rows[name].names])
+        except RuntimeError as error:
+            raise UserError.of(key, folder, f"has {name} of shape {list(tensor.shape)}: {error}", "use an adapter of this model") from error
+        saved |= {each: part.contiguous() for each, part in zip(rows[name].names, parts, strict=True)}
+    return saved
+
+
+def configure(lora: LoraConfig, adapter: Adapter) -> None:
+    """Set rank, alpha and targets of a run to those of an adapter."""
+    ranks = {layer: factors.rank for layer, factors in adapter.layers.items()}
+    alphas = {layer: factors.alpha for layer, factors in adapter.layers.items()}
+    lora.rank, lora.alpha, lora.targets = _commonest(ranks.values()), _commonest(alphas.values()), list(ranks)
+    lora.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
+    lora.alpha_pattern = {layer: alpha for layer, alpha in alphas.items() if alpha != lora.alpha}
+    lora.modules_to_save = sorted({name.rpartition(".")[0] for name in adapter.saved})
+
+
+def _commonest(values: Iterable[Any]) -> Any:
+    """The value that occurs most often."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _read_files(folder: Path, key: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
+    """Return the settings, the tensors and the metadata of an adapter."""
+    try:
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - the file is not a dict
+            return settings, tensors, opened.metadata() or {}
+    except (OSError, ValueError, SafetensorError) as error:
+        rule = f"has no readable {CONFIG} and {WEIGHTS}: {error}"
+        raise UserError.of(
+            key, folder, rule, "set it to a folder that stage=convert stage.format=peft or PEFT's save_pretrained wrote"
+        ) from error
+
+
+def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: float, base_name: str) -> int:
+    """Write an adapter in PEFT's format.
+
+    A stock module that holds several of our layers (GPT-2's c_attn) gets one adapter with the ranks of all of them: its a is their a's, one
+    below the other, and its b is block-diagonal.
+
+    Args:
+        folder: existing output folder.
+        adapter: the adapter; its `base` is recorded.
+        config: the configuration of the base model.
+        dropout: the dropout rate of its training.
+        base_name: recorded as base_model_name_or_path.
+
+    Returns:
+        Number of parameters written.
+    """
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    rows = _linear_rows(config)
+    for row, outputs in rows:
+        parts = [adapter.layers.get(name.removesuffix(".weight")) for name in row.names]
+        if (joined := _join(row, parts, outputs)) is not None:
+            module = _module(row)
+            tensors[f"{_PREFIX}{module}.lora_A.weight"], tensors[f"{_PREFIX}{module}.lora_B.weight"] = joined.a, joined.b
+            ranks[module], alphas[module] = joined.rank, joined.alpha
+    modules_to_save = _write_saved(adapter.saved, config, tensors)
+    rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
+    transposed = {row.transposed for row, _ in rows if _module(row) in ranks}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": _targets(ranks, map(_module, registry.stock_rows(config)[0])),
+        "rank_pattern": {re.escape(module): value for module, value in ranks.items() if value != rank},
+        "alpha_pattern": {re.escape(module): value for module, value in alphas.items() if value != alpha},
+        "fan_in_fan_out": transposed == {True},
+        "bias": "none",
+        "inference_mode": True,
+    }
+    if modules_to_save:
+        settings["modules_to_save"] = modules_to_save
+        settings["ensure_weight_tying"] = f"{_PREFIX}{_TIED_HEAD}" in tensors
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", "base": adapter.base})
+    apply_umask(folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _write_saved(saved: Mapping[str, Tensor], config: ModelConfig, tensors: dict[str, Tensor]) -> list[str]:
+    """Add the weights that were trained beside an adapter to the tensors of its file, and return the names of their stock modules."""
+    modules = []
+    for row in registry.stock_rows(config)[0]:
+        present = [name for name in row.names if name in saved]
+        if present and len(present) < len(row.names):
+            rule = f"trains {', '.join(present)}, which is a part of {_module(row)} of the stock class"
+            raise UserError.of("lora.modules_to_save", present, rule, "export with stage.format=huggingface")
+        if present:
+            tensors[_PREFIX + row.hf_name] = row.to_hf([saved[name] for name in row.names])
+            modules.append(row.hf_name.rpartition(".")[0])
+            if row.names == (_EMBEDDING,) and _is_tied(config):  # PEFT looks for it under both names
+                tensors[_PREFIX + _TIED_HEAD] = saved[_EMBEDDING].clone()
+    return list(dict.fromkeys(modules))
+
+
+def _is_tied(config: ModelConfig) -> bool:
+    """Whether the output head has the weight of the embedding."""
+    with torch.device("meta"):
+        names = {name for name, _ in registry.build(config).named_parameters()}
+    return _EMBEDDING in names and not any(name.startswith("head.") and name.endswith(".weight") for name in names)
+
+
+def _linear_rows(config: ModelConfig) -> list[tuple[Row, list[int]]]:
+    """The rows of the stock model's linear layers, each with the outputs of our layers in it."""
+    with torch.device("meta"):
+        outputs = {f"{name}.weight": layer.out_features for name, layer in linear_layers(registry.build(config))}
+    rows = (row for row in registry.stock_rows(config)[0] if row.names and outputs.keys() >= set(row.names))
+    return [(row, [outputs[name] for name in row.names]) for row in rows]
+
+
+def _module(row: Row) -> str:
+    """The stock module of a row."""
+    return row.hf_name.removesuffix(".weight")
+
+
+def _split(row: Row, b: Tensor, outputs: list[int]) -> list[Tensor]:
+    """The part of b of each of our layers in a row. Stock layers that store transposed weights do not transpose b."""
+    return replace(row, transposed=False).from_hf(b, [(count, b.shape[1]) for count in outputs])
+
+
+def _join(row: Row, parts: list[Factors | None], outputs: list[int]) -> Factors | None:
+    """The adapter of a row, from those of its layers, some of which may have none; None if all of them have none."""
+    present = [part for part in parts if part is not None]
+    if len(parts) == 1 or not present:
+        return parts[0]
+    rank, alpha = sum(part.rank for part in present), max(part.alpha for part in present)
+    blocks, start = [], 0
+    for part, count in zip(parts, outputs, strict=True):
+        block = torch.zeros(count, rank)
+        if part is not None:
+            block[:, start : start + part.rank] = part.b * (part.scale * rank / alpha)
+            start += part.rank
+        blocks.append(block)
+    return Factors(torch.cat([part.a for part in present]), replace(row, transposed=False).to_hf(blocks), alpha)
+
+
+def _targets(modules: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The target_modules that select these modules: their last names, or if other modules have the same ones, the full names."""
+    chosen = list(modules)
+    leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in chosen))
+    return leaves if {name for name in known if name.rpartition(".")[2] in leaves} == set(chosen) else chosen
+
+
+def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name, as PEFT matches them."""
+    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
