@@ -14,7 +14,7 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import MoE, SharedExpertMoE
 from pipeline.layers.position_bias import AlibiSlopes
-from pipeline.layers.preference import preference_loss
+from pipeline.layers.preference import log_probabilities, preference_loss
 from pipeline.layers.rotary import Rotary
 
 
@@ -92,6 +92,9 @@ class Stack(nn.Module):
         local_rotary: tables of the layers with rope="local", None for none.
         causal: whether self-attention is causal.
         tie_embeddings: whether head and embedding share one weight.
+
+    Attributes:
+        rewards: what preference_loss has returned for the batches since the caller cleared it.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = norm
         self.head: nn.Module | None = head
+        self.rewards: list[Tensor] = []
         if tie_embeddings:
             output = head if isinstance(head, OutputHead) else head.output
             output.weight = embed.tokens.weight  # type: ignore[union-attr] # a head's own output, a Parameter
@@ -154,8 +158,16 @@ class Stack(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         if "choices" in batch:
-            return preference_loss(self.head, x, batch)
+            return self._preferences(log_probabilities(self.head, x, batch), batch)
         return self.head(x, batch.get("targets"), batch.get("loss_scale"))
+
+    def _preferences(self, answers: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of preferences, and without a reference the log-probabilities of the answers, (batch, 2)."""
+        if "reference" not in batch:
+            return answers
+        loss, rewards = preference_loss(answers, batch)
+        self.rewards.append(rewards)
+        return loss
 
     def reset_buffers(self) -> None:
         """Recompute all ComputedBuffers on the device of the weights, after the model was materialized from the meta device."""

@@ -31,13 +31,15 @@ class Pipeline:
         shape: (sequences, sequence length) of the rank's share; for encoder-decoders also the decoder's sequence length. A micro-batch
             has the tokens of training.micro_batch_size samples, independent of the sequence length. Context ranks receive full
             sequences and take their shards.
+        values: number of values that the last stage returns for each sequence instead of the loss, for evaluate_each.
     """
 
-    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, ...]) -> None:
+    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, ...], values: int | None = None) -> None:
         layout, training = mesh.layout, config.training
         micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], *shape[1:])
         micro_batches = shape[0] // micro_batch[0]
         self.micro_batches, self._mesh, self._context_kind = micro_batches, mesh, config.parallel.context_kind
+        self._result = () if values is None else (micro_batch[0], values)
         self.is_first = "0" in stages
         self.is_last = str(layout.stage_count - 1) in stages
         self._moe_layers = list(moe_layers(stages))
@@ -51,7 +53,7 @@ class Pipeline:
             return mean if self._loss_scale is None else mean * self._loss_scale
 
         self._schedule = (
-            _build_schedule(stages, config, mesh, micro_batch, micro_batches, loss_fn)
+            _build_schedule(stages, config, mesh, micro_batch, micro_batches, loss_fn, self._result)
             if layout.pipeline > 1
             else SingleStageSchedule(stages["0"], micro_batches, loss_fn)
         )
@@ -82,10 +84,10 @@ class Pipeline:
             return self._run_schedule(self._schedule.eval, inputs, batch)
 
     def evaluate_each(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """As evaluate, but returns what the model returns for each micro-batch, (micro-batches,); zeros on ranks without the last stage."""
+        """As evaluate, but returns what the model returns for each sequence, (sequences, values); zeros on ranks without the last stage."""
         with torch.no_grad(), _forward_only(self._schedule):
-            losses = self._run_schedule(self._schedule.eval, inputs, batch, reduced=False)
-        return (losses * self.micro_batches).expand(self.micro_batches)
+            found = self._run_schedule(self._schedule.eval, inputs, batch, reduced=False)
+        return (found * self.micro_batches).expand(self.micro_batches, *self._result).flatten(0, 1)
 
     def _run_schedule(self, step: Any, inputs: Tensor, batch: Batch, *, reduced: bool = True) -> Tensor:
         if self._mesh.layout.context > 1:
@@ -147,21 +149,32 @@ class SingleStageSchedule:
 
 
 def _build_schedule(
-    stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...], micro_batches: int, loss_fn: Callable[..., Tensor]
+    stages: nn.ModuleDict,
+    config: RunConfig,
+    mesh: Mesh,
+    micro_batch: tuple[int, ...],
+    micro_batches: int,
+    loss_fn: Callable[..., Tensor],
+    result: tuple[int, ...],
 ) -> Any:
     """Build the PyTorch schedule that parallel.schedule selects."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
     layout = mesh.layout
-    pipeline_stages = [_build_stage(int(index), module, config, mesh, micro_batch) for index, module in stages.items()]
+    pipeline_stages = [_build_stage(int(index), module, config, mesh, micro_batch, result) for index, module in stages.items()]
     if layout.stages_per_rank == 1:
         return Schedule1F1B(pipeline_stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False)
     kind = ScheduleZBVZeroBubble if layout.schedule == "zbv" else ScheduleInterleaved1F1B
     return kind(pipeline_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
 
 
-def _build_stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...]) -> PipelineStage:
-    """Build a PipelineStage. Static input and output shapes, one hidden state per sequence length, avoid its shape inference."""
+def _build_stage(
+    index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...], result: tuple[int, ...]
+) -> PipelineStage:
+    """Build a PipelineStage. Static input and output shapes, one hidden state per sequence length, avoid its shape inference.
+
+    `result` is the shape of what the last stage returns.
+    """
     from torch.distributed.pipelining import PipelineStage
 
     layout = mesh.layout
@@ -170,7 +183,7 @@ def _build_stage(index: int, module: nn.Module, config: RunConfig, mesh: Mesh, m
     lengths = [length // layout.context for length in full_lengths]
     tokens = torch.empty(sequences, lengths[0], dtype=torch.int64, device="meta")
     sequence_shards = layout.tensor if config.parallel.sequence_parallel else 1
-    loss = torch.empty((), dtype=torch.float32, device="meta")
+    loss = torch.empty(result, dtype=torch.float32, device="meta")
     dtype = DTYPES[config.precision.dtype]
     hidden = [torch.empty(sequences, length // sequence_shards, config.model.hidden, dtype=dtype, device="meta") for length in lengths]
     states, gradients = tuple(state.clone().requires_grad_() for state in hidden), tuple(hidden)

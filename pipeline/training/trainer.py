@@ -61,8 +61,12 @@ class Trainer:
         with self.engine.accumulate(pipeline.micro_batches):
             loss = pipeline.train(tokens, batch, factor)
         result = self.engine.step()
-        mean, counted = self._global_mean(loss, requests)
+        mean, counted, rewards = self._global_mean(loss, requests, self._rewards() if "choices" in batch else None)
         more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
+        if "choices" in batch:
+            chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
+            more |= {"rewards_chosen": chosen, "rewards_rejected": rejected}
+            more |= {"rewards_margin": chosen - rejected, "rewards_accuracy": accuracy}
         return mean, replace(result, requests=counted, more=more)
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -96,16 +100,22 @@ class Trainer:
         return _with_scale(batch, self._counts(batch))
 
     def _with_reference(self, tokens: Tensor, batch: Batch) -> Batch:
-        """Add Batch.reference to a batch of preferences: the margins of the model without adapters, one row at a time."""
+        """Add Batch.reference to a batch of preferences: the log-probabilities of the answers under the model without adapters."""
         if "choices" not in batch:
             return batch
         if self._reference is None:
-            training = replace(self._config.training, micro_batch_size=1)
-            self._reference = Pipeline(self.model.stages, replace(self._config, training=training), self.mesh, tuple(tokens.shape))
+            self._reference = Pipeline(self.model.stages, self._config, self.mesh, tuple(tokens.shape), values=2)
         with without_adapters(self.model):
-            margins = self._reference.evaluate_each(tokens, batch)
-        beta = torch.full_like(margins, self._config.training.dpo_beta)
-        return {**batch, "reference": torch.stack([beta, margins], dim=1).float()}
+            answers = self._reference.evaluate_each(tokens, batch).float()
+        beta = torch.full_like(answers[:, :1], self._config.training.dpo_beta)
+        for stage in self.model.stage_modules():
+            stage.rewards.clear()
+        return {**batch, "reference": torch.cat([beta, answers], dim=1)}
+
+    def _rewards(self) -> Tensor:
+        """Return the sums of preference_loss over the micro-batches of a step, (4,); zeros on ranks without the last stage."""
+        found = [rewards for stage in self.model.stage_modules() for rewards in stage.rewards]
+        return torch.stack(found).sum(dim=0) if found else torch.zeros(4, device=self.mesh.device)
 
     def _counts(self, batch: Batch) -> Tensor:
         """The number of positions and of targets other than IGNORE in the global batch, int64 (2,); of pairs in a batch of preferences."""
@@ -123,22 +133,24 @@ class Trainer:
             self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
         return self._pipelines[shape]
 
-    def _global_mean(self, loss: Tensor, requests: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
-        """Average the losses of all shares of the batch, which the ranks of the last stage hold, and count requests, over all ranks.
+    def _global_mean(self, loss: Tensor, requests: Sequence[bool] = (), sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Average the losses of all shares of the batch, which the ranks of the last stage hold; count requests; add `sums` of all shares.
 
         The sums run over the groups of Mesh.all_ranks, in fp64: a sum over all ranks at once would need a communicator
         of the whole job, and in fp32 the groups of an axis could round the same sum differently.
         """
         flags = [loss.new_full((), float(request)) for request in requests]  # filled on the device: a copy from the host would wait
+        sums = loss.new_zeros(0) if sums is None else sums
         if self.mesh.layout.world_size == 1:
-            return loss, torch.stack(flags) if flags else loss.new_zeros(0)
-        own = loss if self.mesh.coordinates.tensor == 0 else torch.zeros_like(loss)
-        totals = torch.stack([own, *flags]).double()
+            return loss, torch.stack(flags) if flags else loss.new_zeros(0), sums
+        own = torch.cat([loss[None], sums]) * float(self.mesh.coordinates.tensor == 0)
+        totals = torch.cat([own, *(flag[None] for flag in flags)]).double()
         for group in self.mesh.all_ranks:
             if group.size() > 1:
                 dist.all_reduce(totals, group=group)
         shares = self.mesh.layout.batch_shards * self.mesh.layout.context
-        return (totals[0] / shares).to(loss.dtype), totals[1:].to(loss.dtype)
+        mean, added, counted = (part.to(loss.dtype) for part in totals.split([1, len(sums), len(flags)]))
+        return mean[0] / shares, counted, added
 
 
 def _with_scale(batch: Batch, counts: Tensor) -> Batch:

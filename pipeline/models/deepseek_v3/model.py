@@ -11,6 +11,7 @@ from pipeline.layers.mla import LatentAttention
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.moe import Experts, MoE, SharedExpertMoE
 from pipeline.layers.multi_token import MTPModule, MultiTokenHead
+from pipeline.layers.preference import log_probabilities
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import AuxLoss, Router
@@ -26,6 +27,8 @@ class DeepseekV3(Stack):
         """See Stack."""
         assert self.head is not None
         assert self.norm is not None
+        if "choices" in batch:  # without MTP modules, which this objective refuses
+            return self._preferences(log_probabilities(self.head.output, self.norm(x), batch), batch)  # type: ignore[arg-type] # an OutputHead
         return self.head(self.norm(x), context, batch.get("targets"), batch.get("loss_scale"))
 
 
