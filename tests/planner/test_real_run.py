@@ -27,8 +27,18 @@ SCALARS = 96
 #: Settings and ranks of each run. Micro-batches: two a rank.
 LAYOUTS = {
     "tensor, every family": [
-        (2, f"model={family}", "model.layers=2", "parallel.tensor=2", "parallel.zero_stage=0", "training.global_batch_size=2")
-        for family in ("gpt-tiny", "bert-tiny", "t5-tiny", "gemma3-tiny", "olmo2-tiny", "apertus-tiny", "opt-tiny")
+        (2, *f"model={family}".split(), "model.layers=2", "parallel.tensor=2", "parallel.zero_stage=0", "training.global_batch_size=2")
+        for family in (
+            *("gpt-tiny", "gpt1-tiny", "bert-tiny", "roberta-tiny", "t5-tiny", "gemma3-tiny", "olmo2-tiny", "opt-tiny"),
+            *(
+                "transformer-tiny data.pairs.train=[unread.tsv]",
+                "apertus-tiny",
+                "mistral-tiny",
+                "smollm3-tiny",
+                "qwen2.5-tiny",
+                "qwen3-tiny",
+            ),
+        )
     ],
     "ZeRO": [
         (2, "model=llama-tiny", "model.layers=3", f"parallel.zero_stage={stage}", "training.global_batch_size=4") for stage in (0, 1, 2, 3)
