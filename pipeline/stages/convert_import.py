@@ -75,10 +75,12 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     log.info("convert: wrote %s (%s); %s", path, adapter.architecture, _continue_with(run_dir, overrides))
 
 
-def _continue_with(run_dir: Path, model: str) -> str:
+def _continue_with(run_dir: Path, overrides: str) -> str:
     """The settings of the stages that follow, for the log."""
     tokenizer = f" tokenizer.path={run_dir / FOLDER}" if (run_dir / FOLDER / "tokenizer.json").is_file() else ""
-    return f"continue with stage=pretrain run_dir={run_dir}{tokenizer} {model}"
+    if "model.labels=" in overrides:
+        return f"continue with stage=finetune training.objective=classification run_dir={run_dir}{tokenizer}"
+    return f"continue with stage=pretrain run_dir={run_dir}{tokenizer} {overrides}"
 
 
 def _check_run(run_dir: Path) -> None:

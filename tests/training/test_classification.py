@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.certification.initial_weights import initialize
+from pipeline.config.trained import is_frozen
 from pipeline.data.json_line import BadLine
 from pipeline.data.load.labels import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
@@ -130,9 +131,14 @@ def write_tokenizer(folder) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def test_the_head_is_trained_beside_adapters():
+    config = configured(*tiny(*SETTINGS, "lora.rank=4"))
+    names = ("head.sentence.dense.weight", "blocks.0.mlp.up.lora.a", "blocks.0.mlp.up.weight", "embed.tokens.weight")
+    assert [is_frozen(config, name) for name in names] == [False, False, True, True]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("lora.rank=4", "lora.alpha=16")], ids=["full", "lora"])
-def test_a_run_learns_and_its_export_classifies_texts_alike(tmp_path, more):
+def test_a_run_learns_and_its_export_classifies_texts_alike(tmp_path):
     """From a masked language model with a pooler; the labels are those of the files. Lines that cannot be used are named."""
     config = BertConfig(layers=1, hidden=32, heads=2, ffn_hidden=64, vocab_size=24, max_positions=16)
     write_tokenizer(tmp_path / "tokenizer")
@@ -155,7 +161,7 @@ def test_a_run_learns_and_its_export_classifies_texts_alike(tmp_path, more):
     settings = (
         "stage=finetune", "training.objective=classification", f"checkpoint.initialize_from={tmp_path / 'base'}", *common, *files,
         "precision=fp32", "training.sequence_length=16", "training.global_batch_size=16", "training.steps=60", "optimizer.lr=0.01",
-        "optimizer.warmup_steps=3", "tracking=disabled", "parallel.zero_stage=0", "data.quarantine_limit=0.1", *more,
+        "optimizer.warmup_steps=3", "tracking=disabled", "parallel.zero_stage=0", "data.quarantine_limit=0.1",
     )  # fmt: skip
     printed = pipeline(*settings)
     assert "line 41: \"label\" is '7', which is none of -1, 0, 1" in printed

@@ -78,7 +78,7 @@ class Classification(Supervised):
         return found
 
     def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
-        """See Objective: the lines, the labels, the tokenizer, and truncation."""
+        """See Objective: the lines, the tokenizer, and truncation; the labels are those of the model."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.truncate)
         return xxhash.xxh3_64_hexdigest(repr(content).encode())
