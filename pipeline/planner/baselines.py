@@ -87,7 +87,7 @@ def textbook_bytes(run: Run) -> float:
     if training.activation_checkpointing == "full":
         layer = 2.0
     else:
-        scores = 0.0 if run.practice.flash or run.practice.recompute_scores else 5 * model.heads * training.sequence_length / model.hidden
+        scores = 0.0 if run.practice.scores != "saved" else 5 * model.heads * training.sequence_length / model.hidden
         layer = 34 / tensor + scores / tensor if sequence else 10 + 24 / tensor + scores / tensor
     stages = layout.pipeline
     interleaved = 1 + (stages - 1) / (stages * layout.stages_per_rank) if layout.stages_per_rank > 1 else 1.0

@@ -153,7 +153,7 @@ def axis_groups(layout: Layout, hardware: Hardware, practice: Practice | None = 
     return {
         "tensor": group(layout.tensor, 1, node),
         "context": group(layout.context, layout.tensor, node),
-        "expert": group(practice.expert_ranks or layout.expert, practice.expert_stride or inner, node),
+        "expert": group(*(practice.expert_group or (layout.expert, inner)), node),
         "dense": replace(dense, rails=practice.rails),
         "replicas": group(max(1, replicas // shards), layout.tensor * shards, node),
         "data": group(layout.context * layout.data, layout.tensor if layout.expert == 1 else inner * layout.expert, node),
@@ -170,8 +170,8 @@ def operation_time(operation: Operation, hardware: Hardware, groups: dict[str, G
             return "products", kernels.product_time(operation, hardware)[0] / practice.products / practice.fp8_products
         return "products", kernels.product_time(operation, hardware)[0] / practice.products
     if isinstance(operation, AttentionCall):
-        time = kernels.attention_time(operation, hardware, fused=practice.flash) / practice.attention
-        if not practice.flash and practice.recompute_scores and operation.phase == "backward":
+        time = kernels.attention_time(operation, hardware, fused=practice.scores == "fused") / practice.attention
+        if practice.scores == "recomputed" and operation.phase == "backward":
             time += kernels.attention_time(replace(operation, phase="recompute"), hardware, fused=False)
         if operation.ring > 1:  # keys and values are sent while the previous ones are used
             time = max(time, collective_time("send", operation.sent, groups["context"], hardware))
@@ -244,10 +244,8 @@ def _exposed(held: list[Bucket], stages: list[StageTime], job: Job, zero_stage: 
     last = max((_seconds([e], job.hardware, job.groups) for e in each), default=0.0)  # nothing runs beside the last bucket's
     backward = rounds * sum(stage.backward for stage in stages)
     exposed = max(last, reduce - practice.overlap_data * backward) if practice.overlap_data else reduce
-    if practice.optimizer_gathers:
-        gather = _seconds(gathers(held, job.layout, zero_stage, 2), job.hardware, job.groups)
-        exposed += max(0.0, gather - practice.overlap_data * sum(stage.forward for stage in stages))
-    return exposed
+    gather = _seconds(gathers(held, job.layout, zero_stage, 2), job.hardware, job.groups)
+    return exposed + max(0.0, gather - practice.overlap_data * sum(stage.forward for stage in stages))
 
 
 def _optimizer(held: list[Bucket], hardware: Hardware, zero_stage: int) -> float:

@@ -42,8 +42,8 @@ FABRICS = {
 SHARES = {"product_share": 0.95, "attention_share": 0.8, "memory_share": 0.93, "link_share": 0.9}
 #: Constant of frameworks -> its neutral and its largest value.
 FRAMEWORKS = {
-    "eager_products": (0.9, 1.0),
-    "eager_products_new": (0.9, 1.0),
+    "sharded_products": (0.9, 1.0),
+    "old_products": (0.9, 1.0),
     "eager_attention": (0.9, 1.0),
     "eager_attention_new": (0.57, 1.0),  # FlashAttention 3 is 1.5 to 2 times as fast as 2 (Shah et al. 2024)
     "hand_fused": (1.5, 4.0),

@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.planner.estimate import Estimate, axis_groups, estimate, operation_time
 from pipeline.planner.exchange import stage_parts
+from pipeline.planner.frameworks import engine_practice
 from pipeline.planner.kernels import product_time
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise
 from pipeline.planner.practice import Practice
@@ -86,7 +87,7 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         hardware,
         state_format(config),
         hidden_bytes=hidden_bytes(config) * hidden_states(config),
-        practice=practice,
+        practice=practice or engine_practice(config.parallel.zero_stage),
     )
     return Plan(config, layout, hardware, traced, predicted)
 
@@ -106,7 +107,7 @@ def hidden_states(config: RunConfig) -> int:
 
 def table(plan: Plan) -> list[Row]:
     """Return the operations of a step on the ranks of one pipeline (all its stages), longest first."""
-    groups, practice = axis_groups(plan.layout, plan.hardware), Practice()
+    groups, practice = axis_groups(plan.layout, plan.hardware), engine_practice(plan.config.parallel.zero_stage)
     parts = [part for stage in range(plan.layout.stage_count) for part in stage_parts(plan.trace, plan.layout, stage)]
     counts: dict[str, int] = {}
     for part in parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -10,8 +11,8 @@ class Practice:
     """What an engine does; the defaults are this project's on GPUs.
 
     Attributes:
-        flash: fused attention; otherwise the scores are in memory.
-        recompute_scores: with unfused attention, recompute the scores in the backward pass (Korthikanti et al. 2022).
+        scores: of attention: `fused` never writes them, `saved` keeps them for the backward pass, `recomputed` computes them again there
+            (Korthikanti et al. 2022).
         overlap_data: share of the compute during which collectives of data parallelism run beside it.
         overlap_tensor: share of the collectives of tensor parallelism that is hidden behind products.
         fp8_products: factor of the rate of the products of the blocks in 8 bits; 0 where they are in 16 bits.
@@ -21,7 +22,6 @@ class Practice:
         scaled: loss scaling in fp16: the optimizer has fp32 gradients of its own.
         context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
         keeps_outputs: a pipeline stage keeps the output of every micro-batch in flight, as PyTorch's schedules do.
-        optimizer_gathers: weights are gathered after the step of a sharded optimizer.
         products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
         attention: factor of the rate of the attention kernel; below 1 for kernels that were not written for the GPU.
         elementwise: factor of the bytes of memory-bound kernels; above 1 where fewer of them are fused than in the trace.
@@ -32,11 +32,10 @@ class Practice:
             products, or where only partitions are accumulated.
         all_reduces: ZeRO 1 reduces gradients in the time of an all-reduce.
         rails: network adapters of a node that a collective of data parallelism uses; 0 for all.
-        expert_ranks, expert_stride: group of the experts if it is not this project's; 0 for this project's.
+        expert_group: ranks over which experts are spread, and their distance; None for this project's.
     """
 
-    flash: bool = True
-    recompute_scores: bool = False
+    scores: Literal["fused", "saved", "recomputed"] = "fused"
     overlap_data: float = 0.9
     overlap_tensor: float = 0.0
     fp8_products: float = 0.0
@@ -46,7 +45,6 @@ class Practice:
     scaled: bool = False
     context_bytes: float = 1.6e9
     keeps_outputs: bool = True
-    optimizer_gathers: bool = True
     products: float = 1.0
     attention: float = 1.0
     elementwise: float = 1.0
@@ -56,5 +54,4 @@ class Practice:
     accumulation_bytes: float = 10.0
     all_reduces: bool = False
     rails: int = 0
-    expert_ranks: int = 0
-    expert_stride: int = 0
+    expert_group: tuple[int, int] | None = None

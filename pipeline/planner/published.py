@@ -100,10 +100,13 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
     if sharding.ranks and data % sharding.ranks:
         assumed.append(f"sharded over all ranks, since {sharding.ranks} do not divide dp={data}")
         sharding = replace(sharding, ranks=0)
+    if sharding.stage == 2 and pipeline > 1:
+        assumed.append("zero_or_fsdp=ZeRO-1, since a pipeline reduces gradients once a step")
+        sharding = replace(sharding, stage=1)
     recompute = _recompute(row, sharding.engine, assumed)
     practice = practice_of(row, year, sharding, constants)
     if expert > 1:
-        practice = replace(practice, expert_ranks=expert_ranks, expert_stride=expert_tensor)
+        practice = replace(practice, expert_group=(expert_ranks, expert_tensor))
     sequence_parallel = tensor > 1 and flag(row, "sequence_parallel", year >= 2023, assumed)
     config = RunConfig(
         model=model,

@@ -71,7 +71,7 @@ def saved_bytes(part: Part, practice: Practice) -> float:
     """Return the bytes that a part keeps for its backward pass; with unfused attention also scores, probabilities and a mask."""
     extra = 0.0
     recomputes = any(operation.phase == "recompute" for operation in part.operations if isinstance(operation, AttentionCall))
-    if not practice.flash and not practice.recompute_scores and not recomputes:
+    if practice.scores == "saved" and not recomputes:
         extra = scores_bytes(part)
     if practice.logits_bytes and part.name == "head":  # without this project's fused loss, which saves the gradient of its weight
         return sum(2.0 * p.m * p.k for p in part.products if p.phase == "forward" and p.name)
@@ -111,7 +111,7 @@ def _transient(part: Part, practice: Practice) -> float:
     """Bytes that a part allocates at most besides what it saves."""
     if practice.logits_bytes and part.name == "head":
         return logits_of(part) * practice.logits_bytes
-    return part.peak + (0.0 if practice.flash else scores_bytes(part))
+    return part.peak + (0.0 if practice.scores == "fused" else scores_bytes(part))
 
 
 def scores_bytes(part: Part) -> float:

@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.planner.cells import Contradiction, measured_step_time
+from pipeline.planner.cells import Contradiction, measured_step_time, number
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Score:
         error: predicted / measured step time - 1; None without a measured time.
         fits_right: whether the fits/does-not-fit label is right; None without a label.
         fits: the label.
+        memory_error: predicted / measured memory - 1, where the row prints it (GiB).
         row: all cells.
     """
 
@@ -30,6 +31,7 @@ class Score:
     measured: float | None = None
     group: tuple[str, ...] = ()
     fits: bool | None = None
+    memory_error: float | None = None
     row: dict[str, str] = field(default_factory=dict)
 
 
@@ -83,7 +85,16 @@ def score(predictions: Path) -> tuple[list[Score], int]:
                 measured,
                 tuple(row.get(name, "") for name in GROUP),
                 fits,
+                _memory_error(row),
                 row,
             )
         )
     return scores, refused
+
+
+def _memory_error(row: dict[str, str]) -> float | None:
+    try:
+        measured = number(row, "memory_gb_per_gpu")
+    except Contradiction:
+        return None
+    return float(row["predicted_memory_gb"]) / measured - 1 if measured else None

@@ -14,8 +14,8 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.planner.estimate import axis_groups, part_time
+from pipeline.planner.frameworks import engine_practice
 from pipeline.planner.plan import Plan, plan
-from pipeline.planner.practice import Practice
 from pipeline.planner.trace import Trace, trace
 
 #: Micro-batches, recomputation and stages per rank that are tried.
@@ -109,10 +109,11 @@ class Traces:
     def block_and_ends(self, config: RunConfig, layout: Layout, hardware: Hardware) -> tuple[float, float]:
         """Seconds of a micro-batch in all blocks, and in embedding and head."""
         node = hardware.gpus_per_node
-        key = f"{self.key(config)} {hardware.name} {node}"
+        key = f"{self.key(config)} {hardware.name} {node} {config.parallel.zero_stage == 3}"
         if key not in self.sums:
             found, groups = self.get(config), axis_groups(layout, hardware)
-            times = {name: part_time(part, hardware, groups, Practice()).total for name, part in found.parts.items()}
+            practice = engine_practice(config.parallel.zero_stage)
+            times = {name: part_time(part, hardware, groups, practice).total for name, part in found.parts.items()}
             self.sums[key] = sum(times[kind] for kind in found.kinds), times["embed"] + times["head"]
         return self.sums[key]
 

@@ -86,7 +86,7 @@ def test_empty_cells_are_assumed_and_named():
 
 
 def test_a_table_is_predicted_row_by_row_and_scored(tmp_path):
-    small = {**RUN, "layers": "8", "step_time_s": "", "tokens_per_s_per_gpu": "4000"}
+    small = {**RUN, "layers": "8", "step_time_s": "", "tokens_per_s_per_gpu": "4000", "memory_gb_per_gpu": "40"}
     rows = [small, {**small, "dp": "5"}, {**small, "gpus": "16", "pp": "1", "interleave": "1", "status": "oom"}]
     with open(tmp_path / "rows.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(small))
@@ -103,6 +103,7 @@ def test_a_table_is_predicted_row_by_row_and_scored(tmp_path):
     measured = 128 * 4096 / (4000 * 64)
     assert scores[0].error == pytest.approx(float(out[0]["predicted_step_time_s"]) / measured - 1)
     assert scores[1].error is None
+    assert scores[0].memory_error == pytest.approx(float(out[0]["predicted_memory_gb"]) / 40 - 1)
     assert scores[1].fits_right == (out[2]["fits"] == "no")
 
 
@@ -174,3 +175,11 @@ def test_outputs_of_stages_are_kept_where_the_engine_keeps_them():
     base = {**RUN, "layers": "8", "interleave": "1", "year": "2022", "sequence_parallel": "n", "recompute": "full", "precision": "fp16"}
     kept, freed = (predict(read({**base, "zero_or_fsdp": text}), {}).memory for text in ("ZeRO-1", "none"))
     assert kept.activations / freed.activations == pytest.approx(3 / 2, rel=0.01)  # two blocks a stage
+
+
+def test_a_compiler_changes_memory_bound_kernels_only():
+    sharded = {**RUN, "zero_or_fsdp": "FSDP2", "tp": "1", "pp": "1", "dp": "64", "gpu": "H100"}
+    eager, compiled, jax = (read({**sharded, "notes": text}).practice for text in ("not compiled", "torch.compile", "JAX"))
+    assert eager.host_us > compiled.host_us == jax.host_us == 0
+    assert (compiled.products, compiled.attention) == (eager.products, eager.attention)
+    assert eager.products < jax.products == 1.0
