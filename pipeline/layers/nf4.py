@@ -78,6 +78,12 @@ class NF4Weight(nn.Module):
             buffer.copy_(value)
 
 
+def stored_bytes(outputs: int, inputs: int) -> int:
+    """Return NF4Weight.nbytes of a matrix of this shape."""
+    blocks = -(-inputs // BLOCK)
+    return outputs * blocks * (BLOCK // 2 + 1) + -(-outputs // BLOCK) * blocks * 4
+
+
 class _Product(torch.autograd.Function):
     """x @ weight.T. Autograd would save the dequantized weight."""
 

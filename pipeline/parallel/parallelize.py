@@ -186,8 +186,7 @@ def init_weights(
     """
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
-    linears = [layer for stage in model.stage_modules() for layer in stage.blocks.modules() if isinstance(layer, Linear)]
-    in_4_bits = {layer.weight for layer in linears} if config.lora.quantize == "nf4" else set()
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config, model)}
 
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
         if value is not None:
@@ -197,7 +196,7 @@ def init_weights(
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor | NF4Weight:
         piece = model.pieces[parameter]
-        if parameter in in_4_bits and not parameter.requires_grad:
+        if parameter in in_4_bits:
             quantized = NF4Weight(initial_value(piece))
             model.quantized[quantized] = piece
             return quantized
@@ -221,6 +220,14 @@ def init_weights(
     if model.quantized:
         stored, before = sum(each.nbytes for each in model.quantized), sum(each.numel() for each in model.quantized) * dtype.itemsize
         log.info("nf4: %d weights of this rank in %.1f MB instead of %.1f MB", len(model.quantized), stored / 1e6, before / 1e6)
+
+
+def layers_in_4_bits(config: RunConfig, model: LocalModel) -> list[Linear]:
+    """Return the layers whose weights QLoRA quantizes: the linear layers of the blocks, without those that are trained."""
+    if config.lora.quantize == "none":
+        return []
+    layers = [layer for stage in model.stage_modules() for layer in stage.blocks.modules() if isinstance(layer, Linear)]
+    return [layer for layer in layers if layer.weight in model.frozen]
 
 
 def adapter_std(piece: Piece) -> Init:

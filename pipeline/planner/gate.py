@@ -9,8 +9,8 @@ from pipeline.planner.search import Choice, search, settings_of
 
 
 def planned(config: RunConfig, world_size: int) -> Plan | None:
-    """Return the plan of a job; None if the cluster does not name its GPU (cluster.hardware)."""
-    return None if config.cluster.hardware is None else plan(config, world_size, hardware_of(config))
+    """Return the plan of a job; None if the cluster does not name its GPU (cluster.hardware), or adapters are trained: it has no plan."""
+    return None if config.cluster.hardware is None or config.lora.rank else plan(config, world_size, hardware_of(config))
 
 
 def violation(config: RunConfig, world_size: int, result: Plan | None) -> Violation | None:

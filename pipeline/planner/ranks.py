@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers.nf4 import stored_bytes
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import DTYPES, LocalModel
+from pipeline.parallel.parallelize import DTYPES, LocalModel, layers_in_4_bits
 from pipeline.planner.exchange import buckets, rank_weights
 from pipeline.planner.memory import FP32, ModelState, StateFormat, model_state
 from pipeline.planner.trace import Trace
@@ -34,15 +36,24 @@ class Held:
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
-    """Return the bytes of a rank's state from its buckets, as training/ shards them. The model may be on the meta device."""
-    buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
-    return model_state(buckets, state_format(config))
+    """Return the bytes of a rank's state from its buckets, as training/ shards them. The model is on the meta device."""
+    trained = copy(model)
+    trained.pieces = {parameter: piece for parameter, piece in model.pieces.items() if parameter not in model.frozen}
+    state = model_state(build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel), state_format(config))
+    return replace(state, weights=state.weights + frozen_bytes(config, model))
 
 
 def state_format(config: RunConfig) -> StateFormat:
     """Return how the ranks of a job keep their weights."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
     return StateFormat(config.parallel.zero_stage, weight_bytes, len(OPTIMIZERS[config.optimizer.name].state))
+
+
+def frozen_bytes(config: RunConfig, model: LocalModel) -> int:
+    """Return the bytes of the weights that are not trained, on the meta device. They are not sharded over data ranks."""
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config, model)}
+    itemsize = DTYPES[config.precision.dtype].itemsize
+    return sum(stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize for p in model.frozen)
 
 
 def fullest_rank(traced: Trace, layout: Layout) -> tuple[int, Held]:

@@ -1,4 +1,4 @@
-"""dry_run=true: model state and batch arithmetic of one rank of a pretraining job. Requires neither GPU nor Slurm."""
+"""dry_run=true: model state and batch arithmetic of one rank of a training job. Requires neither GPU nor Slurm."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import TRAINING_STAGES
 from pipeline.data.load.blend import phases
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.errors import UserError
@@ -22,7 +23,8 @@ from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.planner import gate
 from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.planner.plan import Plan
-from pipeline.planner.ranks import rank_state
+from pipeline.planner.ranks import frozen_bytes, rank_state
+from pipeline.stages import finetune
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
@@ -32,10 +34,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage is not pretrain, the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
     """
-    if config.stage.name != "pretrain":
-        raise UserError.of("dry_run.enabled", True, "requires stage=pretrain", "remove it: other stages have no parallel layout to inspect")
+    if config.stage.name not in TRAINING_STAGES:
+        rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
+        raise UserError.of("dry_run.enabled", True, rule, fix)
+    if config.stage.name == "finetune":
+        finetune.prepare(config, job_size(config, ranks.world_size))
     if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(problems)
     if ranks.rank > 0:
@@ -89,7 +94,8 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
         yield f"  {f'stage {index}':<16}{', '.join([blocks, *held])}"
     primary, total = count_primary_parameters(model, local), count_model_parameters(config.model)
     yield f"  {'parameters':<16}{count_local_parameters(model):,}"
-    yield f"  {'primary copies':<16}{primary:,} of {total:,} (each replicated parameter is counted on one rank only)"
+    of_model = "with adapters" if config.lora.rank else f"of {total:,}"
+    yield f"  {'primary copies':<16}{primary:,} {of_model} (each replicated parameter is counted on one rank only)"
 
 
 def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
@@ -102,6 +108,9 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
         over += f" (experts: {local.data.size()})"
     yield f"model state under ZeRO {zero} (without activations and buffers)"
     yield f"  {'weights':<16}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
+    if model.frozen:
+        kind = "" if config.lora.quantize == "none" else f", linear layers of the blocks in {config.lora.quantize}"
+        yield f"  {'  frozen':<16}{frozen_bytes(config, model) / GIB:9.3f} GiB  of these, not sharded over data ranks{kind}"
     yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
     yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{' and '.join(tensors)}{over if zero else ''}"
     yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"

@@ -23,6 +23,16 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     Raises:
         UserError: there is no checkpoint to start from, the data is missing, or a setting does not fit the model; else as pretrain.
     """
+    prepare(config, ranks.world_size)
+    pretrain.run(config, ranks)
+
+
+def prepare(config: RunConfig, world_size: int) -> None:
+    """Complete the configuration: the objective, the model of the checkpoint, and the layers of lora.adapter.
+
+    Raises:
+        UserError: as run.
+    """
     if config.training.objective == "auto":
         config.training.objective = "supervised"
     try:
@@ -37,9 +47,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         config.model = config.model.classifier(_labels(config, config.model))
     if config.lora.adapter is not None:
         peft_format.configure(config.lora, peft_format.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
-    if found := preflight.training_violations(config, ranks.world_size):
+    if found := preflight.training_violations(config, world_size):
         raise UserError(found)
-    pretrain.run(config, ranks)
 
 
 def _labels(config: RunConfig, model: BertConfig) -> list[str]:

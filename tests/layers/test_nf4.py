@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.layers.nf4 import BLOCK, LEVELS, NF4Weight
+from pipeline.layers.nf4 import BLOCK, LEVELS, NF4Weight, stored_bytes
 
 
 def random(outputs: int, inputs: int) -> torch.Tensor:
@@ -37,6 +37,7 @@ def test_dequantized_weights_are_quantized_to_themselves(dtype):
 def test_memory_is_an_eighth_of_fp32():
     weight = random(512, 512)
     assert NF4Weight(weight).nbytes == weight.numel() * (4 + 8 / 64 + 32 / 4096) / 8
+    assert NF4Weight(random(70, 100)).nbytes == stored_bytes(70, 100)
 
 
 @pytest.mark.parametrize("rows, columns", [(slice(64, 128), slice(None)), (slice(None), slice(128, 192))])

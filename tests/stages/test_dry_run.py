@@ -4,15 +4,19 @@ import re
 from itertools import product
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from pipeline.config.compose import register, to_run_config
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.launch.preflight import check
+from pipeline.parallel.parallelize import init_weights, partition_model
 from pipeline.planner.parameters import count_local_parameters, count_primary_parameters
+from pipeline.planner.ranks import frozen_bytes, rank_state
 from pipeline.stages.dry_run import init_fake
 from tests.helpers import pipeline
+from tests.world import configured
 
 LARGE = (
     "stage=pretrain",
@@ -46,6 +50,23 @@ def test_one_rank_of_a_large_job():
     assert "--nodes=1024" in command
     assert " model=gpt3-175b " in command
     assert "dry_run" not in command
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_frozen_weights_have_no_gradient_and_their_own_size(quantize):
+    """The bytes of the weights that a run allocates; slices of tensor ranks that are no full blocks."""
+    words = ("model=llama-tiny", "lora.rank=4", f"lora.quantize={quantize}", "parallel.tensor=4", "lora.modules_to_save=[embed.*]")
+    config = configured("stage=pretrain", "precision=bf16", *words)
+    local, planned = init_fake(config, 4)
+    state = rank_state(config, planned, local)
+    real = partition_model(config, local.layout, 0)
+    init_weights(real, config, torch.device("cpu"))
+    frozen = sum(weight.nbytes for weight in (*real.fixed, *real.quantized))
+    assert bool(real.quantized) == (quantize == "nf4")
+    assert frozen_bytes(config, planned) == frozen
+    trained = sum(parameter.numel() for parameter in real.pieces)
+    assert state.weights == frozen + 2 * trained
+    assert (state.gradients, state.optimizer) == (4 * trained, 12 * trained)
 
 
 def test_the_default_world_size_is_that_of_the_cluster():
