@@ -63,8 +63,8 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
     for name in REQUIRED:
         if not row.get(name, "").strip():
             raise Contradiction(f"{name} is empty")
-    if not_16_bit := re.search(r"^(tf32|fp32|float32|fp64)\b", row.get("precision", "").strip().lower()):
-        raise Contradiction(f"precision={not_16_bit[0]} is not supported: products are in 16 or 8 bits")
+    if not_16_bit := re.search(r"^(tf32|fp32|float32|fp64)(?!.*(16|8))", row.get("precision", "").strip().lower()):
+        raise Contradiction(f"precision={not_16_bit[1]} is not supported: products are in 16 or 8 bits")
     gpus, tensor, pipeline, context = (integer(row, name, 1, assumed) for name in ("gpus", "tp", "pp", "cp"))
     model_ranks = tensor * pipeline * context
     if gpus % model_ranks:

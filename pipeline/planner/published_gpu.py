@@ -47,7 +47,6 @@ SYSTEMS = {
     r"alps": (100.0, 4),
     r"isambard": (100.0, 4),
     r"mare ?nostrum ?5?": (100.0, 4),
-    r"eos": (400.0, 8),
 }
 #: Fabric -> Gbit/s of a port.
 PORTS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "slingshot": 200, "omni-?path": 100, "opa": 100}

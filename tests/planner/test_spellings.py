@@ -131,6 +131,7 @@ def test_networks_that_a_row_names(cells, gb_s, node):
         {"year": "2024", "tp": "2", "pp": "2", "zero_or_fsdp": "distributed optimizer", "precision": "mxfp8"},
         {"precision": "float8", "zero_or_fsdp": "FSDP2", "notes": "torchtitan, torch.compile", "source": "somebody"},
         {"precision": "fp8", "gpu": "A100"},
+        {"precision": "fp32 master weights, bf16 products"},
         {"zero_or_fsdp": "HSDP", "gpus": "12", "global_batch": "24"},
         {"gpu": "MI250X", "zero_or_fsdp": "ZeRO++", "recompute": "yes"},
         {"gpu": "GH200", "gpus_per_node": "1"},
