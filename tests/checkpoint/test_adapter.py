@@ -49,7 +49,7 @@ def adapted(config: Any) -> tuple[torch.nn.Module, Adapter]:
         for name, module in model.named_modules():
             if isinstance(module, LoRALinear):
                 for part in (module.lora.a, module.lora.b):
-                    part.copy_(torch.randn(part.shape, generator=generator) * 0.3)
+                    part.copy_(torch.randn(part.shape, generator=generator) * 0.2)
                 layers[name] = Factors(module.lora.a.detach(), module.lora.b.detach(), LORA.alpha_of(name))
     return model.eval(), Adapter(layers, adapter.base_hash(InMemory(random_model(config)), config, saved), Path(), saved)
 
@@ -69,7 +69,7 @@ def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fix
         before = {name: value.clone() for name, value in stock.state_dict().items()}
         wrapped = peft.PeftModel.from_pretrained(stock, tmp_path).eval()
         try:
-            torch.testing.assert_close(wrapped(batch).logits, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(wrapped(batch).logits, expected, rtol=1e-4, atol=1e-5)
         finally:
             wrapped.unload().tie_weights()
             stock.load_state_dict(before)
@@ -82,7 +82,7 @@ def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fix
             weights[name].copy_(value)
         for layer, factors in found.layers.items():
             weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
-        torch.testing.assert_close(plain(batch), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plain(batch), expected, rtol=1e-4, atol=1e-5)
         plain.load_state_dict(random_model(config).state_dict())
 
 
