@@ -193,6 +193,8 @@ def test_lines(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"label": 10}\n{"label": "9"}\nx\n{"label": true}\n')
     assert labels_of([str(path)], "key") == ["9", "10"]
+    (tmp_path / "dashes.jsonl").write_text('{"label": "--1"}\n{"label": 10}\n{"label": 9}\n')
+    assert labels_of([str(tmp_path / "dashes.jsonl")], "key") == ["--1", "10", "9"]
     write_tokenizer(tmp_path / "tokenizer")
     special = (2, (3, 3), 3)
     reader = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, truncate=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,6 @@ def labels_of(paths: Sequence[str], key: str) -> list[str]:
                     found.add(label_of(json_line.parse(line)))
                 except BadLine:
                     continue
-    if all(label.lstrip("-").isdecimal() for label in found):
+    if all(re.fullmatch("-?[0-9]+", label) for label in found):
         return sorted(found, key=int)
     return sorted(found)
