@@ -5,11 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from pipeline.config.compose import register, to_run_config
 from pipeline.config.layout import Layout
-from pipeline.config.paths import CONF_DIR
 from pipeline.launch.preflight import check
 from pipeline.parallel.parallelize import init_weights, partition_model
 from pipeline.planner.parameters import count_local_parameters, count_primary_parameters
@@ -100,13 +97,6 @@ def test_errors_are_reported_together():
     assert "stage=pretrain" in pipeline("stage=convert", "dry_run=true", expect=2)
 
 
-@pytest.fixture(scope="module")
-def composed():
-    register()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        yield lambda *overrides: to_run_config(compose("config", ["training.micro_batch_size=1", *overrides]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "published"),
@@ -118,9 +108,9 @@ def composed():
         (("model=llama3-405b", "parallel.tensor=8", "parallel.pipeline=4"), 405_853_388_800),
     ],
 )
-def test_the_parameters_of_all_ranks_add_up_to_the_model(composed, overrides, published):
+def test_the_parameters_of_all_ranks_add_up_to_the_model(overrides, published):
     """All ranks with data index 1, in a job with data-parallel size 2."""
-    config = composed(*overrides)
+    config = configured("training.micro_batch_size=1", *overrides)
     world_size = 2 * config.parallel.tensor * config.parallel.pipeline
     check(config, world_size)
     layout = Layout.of(config, world_size)
