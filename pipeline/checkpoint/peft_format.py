@@ -91,6 +91,8 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
         modules: the ends of the names of these modules (modules_to_save).
         config, folder, key: as in read_peft.
     """
+    if not tensors and not modules:
+        return {}
     with torch.device("meta"):
         shapes = {name: tuple(weight.shape) for name, weight in registry.build(config).state_dict().items()}
     rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}

@@ -11,15 +11,13 @@ from pipeline.errors import Violation
 
 def stage_violations(config: RunConfig) -> Iterator[Violation]:
     """Stages that do not read these settings."""
-    if config.lora.rank and config.stage.name in ("certify", "plan"):
-        rule = f"is not supported by stage={config.stage.name}"
-        yield Violation("lora.rank", config.lora.rank, rule, "remove it, for the job that trains all weights")
-    if config.training.fake_quantize != "none" and config.stage.name in ("certify", "plan"):
-        rule = f"is not supported by stage={config.stage.name}"
-        yield Violation("training.fake_quantize", config.training.fake_quantize, rule, "remove it, for the job without rounding")
-    if config.training.attention_group and config.stage.name in ("certify", "plan"):
-        rule = f"is not supported by stage={config.stage.name}"
-        yield Violation("training.attention_group", config.training.attention_group, rule, "remove it, for full attention")
+    for key, value, plain, job in (
+        ("lora.rank", config.lora.rank, 0, "the job that trains all weights"),
+        ("training.fake_quantize", config.training.fake_quantize, "none", "the job without rounding"),
+        ("training.attention_group", config.training.attention_group, 0, "full attention"),
+    ):
+        if value != plain and config.stage.name in ("certify", "plan"):
+            yield Violation(key, value, f"is not supported by stage={config.stage.name}", f"remove it, for {job}")
     if config.training.context_factor != 1 and config.stage.name != "finetune":
         rule = f"is read by stage=finetune only, not by {config.stage.name}"
         fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"

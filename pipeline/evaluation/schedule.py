@@ -65,7 +65,11 @@ class Schedule:
     def waits(self, checkpoint: Path) -> bool:
         """Whether a checkpoint waits for an evaluation."""
         step = native.step_of(checkpoint)
-        return self.is_due(step) and any(not record.path_of(self._run_dir, step, kind).is_file() for kind in self._jobs)
+        return any(self._lacks(step, kind) for kind in self._jobs)
+
+    def _lacks(self, step: int, kind: str) -> bool:
+        """Whether the checkpoint of a step waits for one kind of evaluation."""
+        return self.is_due(step) and not record.path_of(self._run_dir, step, kind).is_file()
 
     def submit(self) -> None:
         """Submit the jobs that the checkpoints need, unless one that has not started waits in the queue.
@@ -73,8 +77,7 @@ class Schedule:
         An error of Slurm is logged and does not end the run: the next submission covers the same checkpoints.
         """
         for kind, each in self._jobs.items():
-            steps = [native.step_of(path) for path in native.complete(self._run_dir) if self.waits(path)]
-            steps = [step for step in steps if not record.path_of(self._run_dir, step, kind).is_file()]
+            steps = [step for path in native.complete(self._run_dir) if self._lacks(step := native.step_of(path), kind)]
             if not steps:
                 continue
             shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"

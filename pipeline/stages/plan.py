@@ -103,9 +103,9 @@ def memory_lines(result: Plan) -> Iterator[str]:
     """Yield the memory of the fullest rank, when that is, and the largest activations."""
     memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
     stages = [stage_parts(result.trace, result.layout, stage) for stage in result.layout.stages(rank)]
-    parts = max(stages, key=lambda parts: beyond_saved(parts, Practice())[0])
-    moment = beyond_saved(parts, Practice())[1]
-    kind = f"the {parts[moment].name}" if parts[moment].name in ("embed", "head") else "a block"
+    moments = [(*beyond_saved(parts, Practice()), parts) for parts in stages]
+    _, index, parts = max(moments, key=lambda moment: moment[0])
+    kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
     yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
     for name, value in asdict(memory).items():
         yield f"  {name:<14}{value / GB:9.2f} GB"

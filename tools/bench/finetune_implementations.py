@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ import torch
 from pipeline.checkpoint import peft_format
 from pipeline.checkpoint.adapter_factors import Adapter, Factors
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
 from pipeline.layers.lora import linear_layers
 from pipeline.parallel.parallelize import DTYPES, adapter_std, init_piece
 from pipeline.parallel.pieces import Piece
-from pipeline.progress import set_up_logging
 from tools.bench import train_implementations as train
 
 
@@ -76,9 +73,4 @@ def run(options: Options) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    set_up_logging(rank=1, world_size=1)  # warnings only
-    try:
-        print(json.dumps(run(Options(**json.loads(sys.argv[1])))))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(train.main(Options, run))

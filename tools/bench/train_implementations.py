@@ -370,10 +370,16 @@ def run(options: Options) -> dict[str, Any]:
         return {**timer.result, "loss": loss}
 
 
-if __name__ == "__main__":
+def main(options: type[Options], run: Callable[[Any], dict[str, Any]]) -> int:
+    """Measure the implementation that the first argument describes as JSON, print JSON, and return the exit code."""
     set_up_logging(rank=1, world_size=1)  # warnings only
     try:
-        print(json.dumps(run(Options(**json.loads(sys.argv[1])))))
+        print(json.dumps(run(options(**json.loads(sys.argv[1])))))
     except UserError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Options, run))
