@@ -11,10 +11,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from pipeline import signals
+from pipeline.common import signals
 
 if TYPE_CHECKING:
-    from pipeline.errors import UserError
+    from pipeline.common.errors import UserError
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C, as that of a shell."""
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         run()
     except KeyboardInterrupt:
-        from pipeline.launch import ranks
+        from pipeline.common import ranks
 
         if ranks.error_report_delay() == 0:  # only one rank reports it
             print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
@@ -55,9 +55,9 @@ def run_hydra(arguments: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
+    from pipeline.common.errors import UserError
     from pipeline.config import compose
     from pipeline.config.paths import CONF_DIR
-    from pipeline.errors import UserError
     from pipeline.launch import hydra_launcher
 
     compose.register()
@@ -99,9 +99,10 @@ def report_composition_error(error: Exception, arguments: list[str]) -> None:
     Raises:
         Exception: `error`, if no argument explains it.
     """
+    from pipeline.common import ranks
+    from pipeline.common.errors import UserError
     from pipeline.config import compose, layout
-    from pipeline.errors import UserError
-    from pipeline.launch import preflight, ranks
+    from pipeline.launch import preflight
 
     overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
     violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
@@ -119,10 +120,11 @@ def run_one(composed: object) -> None:
     """Validate a composed configuration and run its stage."""
     from omegaconf import DictConfig
 
+    from pipeline.common import ranks
+    from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
+    from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
-    from pipeline.errors import CheckFailed, ToBeContinued, UserError
-    from pipeline.launch import preflight, ranks
-    from pipeline.progress import set_up_logging
+    from pipeline.launch import preflight
 
     assert isinstance(composed, DictConfig)
     try:
@@ -149,8 +151,8 @@ def run_one(composed: object) -> None:
 
 def report(error: UserError) -> None:
     """Print an error of the user, on one rank, and exit with code 2."""
+    from pipeline.common import ranks
     from pipeline.config import compose
-    from pipeline.launch import ranks
 
     ranks.record_exit_code(2)
     compose.exit_with_error(error, after=ranks.error_report_delay())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from pipeline import knobs
+from pipeline.common import knobs
 from pipeline.config import layout
 from pipeline.config.compose import normalize_overrides, register, to_run_config
 from pipeline.config.paths import CONF_DIR

@@ -13,19 +13,26 @@ import pytest
 
 from tests.helpers import ROOT
 
-#: From the top down: a room imports from its own line or from lines below it.
-LEVELS = [
-    {"__main__"},
-    {"stages"},
-    {"certification"},
-    {"training", "generation", "evaluation", "planner", "quantization", "checkpoint", "data", "launch"},
-    {"parallel"},
-    {"config"},
-    {"models"},
-    {"layers"},
-    {"artifact", "errors", "files", "knobs", "progress", "signals"},
-]
-LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+#: From the top down, one package a line: a package imports only from packages below it.
+ORDER = (
+    "__main__",
+    "stages",
+    "certification",
+    "launch",
+    "planner",
+    "evaluation",
+    "quantization",
+    "training",
+    "generation",
+    "checkpoint",
+    "data",
+    "parallel",
+    "config",
+    "models",
+    "layers",
+    "common",
+)
+LEVEL = {package: level for level, package in enumerate(ORDER)}
 
 
 def module_name(path: Path) -> str:
@@ -61,26 +68,30 @@ def imports(module: str, *, run: bool = False) -> Iterator[str]:
                 yield whole if whole in SOURCES else node.module or ""
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-def test_every_room_has_its_level() -> None:
-    assert {room(module) for module in SOURCES} - {"__init__"} <= LEVEL.keys()
+def test_every_package_has_its_place_in_the_order() -> None:
+    assert {package(module) for module in SOURCES} - {"__init__"} == set(ORDER)
 
 
-def test_imports_run_one_way() -> None:
+def test_packages_import_only_from_packages_below_them() -> None:
     upward = [
         f"{module} imports {other}"
         for module in SOURCES
-        if room(module) in LEVEL
         for other in imports(module)
-        if other in SOURCES and room(other) in LEVEL and LEVEL[room(other)] < LEVEL[room(module)]
+        if other in SOURCES and package(other) != package(module) and LEVEL[package(other)] < LEVEL.get(package(module), -1)
     ]
     assert not upward
 
 
-def test_no_import_cycle() -> None:
+def test_no_stage_imports_another() -> None:
+    found = [(module, other) for module in SOURCES for other in imports(module) if package(module) == "stages" and other in SOURCES]
+    assert not [pair for pair in found if package(pair[1]) == "stages"]
+
+
+def test_no_import_cycle_of_modules() -> None:
     graph = {module: {other for other in imports(module, run=True) if other in SOURCES and other != module} for module in SOURCES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
@@ -98,7 +109,7 @@ def test_process_groups_are_made_in_parallel_alone() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute | ast.Name) and (node.attr if isinstance(node, ast.Attribute) else node.id) in makers
     }
-    assert {room(module) for module in found} == {"parallel"}
+    assert {package(module) for module in found} == {"parallel"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import knobs
+from pipeline.common import knobs
 from pipeline.config.data import WarmupConfig
 from pipeline.config.layout import Layout, stages_per_rank
 from pipeline.config.schema import RunConfig, StageConfig

@@ -16,8 +16,8 @@ from pipeline.checkpoint.adapter_factors import Adapter, Factors
 from pipeline.checkpoint.huggingface_export import Weights
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.lora import PARTS, LoraConfig, is_adapter, layer_of
-from pipeline.errors import UserError, Violation
 from pipeline.layers.lora import merged
 from pipeline.models import families
 from pipeline.models.config import ModelConfig

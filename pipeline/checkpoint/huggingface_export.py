@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE, read_config, read_generation_config
-from pipeline.errors import UserError, Violation
-from pipeline.files import apply_umask
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.files import apply_umask
+from pipeline.common.progress import Progress
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row, Shape
-from pipeline.progress import Progress
 
 #: Files of a tokenizer folder; only tokenizer.json is required. The vocabularies are those of tokenizers without it.
 VOCABULARIES = (

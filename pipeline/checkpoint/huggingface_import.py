@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.checkpoint.fragment import Fragment
-from pipeline.errors import UserError, Violation
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.progress import Progress
 from pipeline.models import registry
 from pipeline.models.adapter import Adapter
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
 from pipeline.parallel.pieces import Piece
-from pipeline.progress import Progress
 
 #: Buffers that older releases of transformers saved and that are recomputed.
 UNUSED = ("*.rotary_emb.inv_freq",)

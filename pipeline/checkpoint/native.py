@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
+from pipeline.common.errors import DamagedCheckpointError, UserError
+from pipeline.common.files import atomic_file
 from pipeline.config import renamed
-from pipeline.errors import DamagedCheckpointError, UserError
-from pipeline.files import atomic_file
 from pipeline.parallel.pieces import Piece, Slice
 
 INDEX = "index.json"

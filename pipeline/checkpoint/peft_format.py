@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.files import apply_umask
 from pipeline.config.lora import LoraConfig
-from pipeline.errors import UserError, Violation
-from pipeline.files import apply_umask
 from pipeline.layers.lora import linear_layers
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig

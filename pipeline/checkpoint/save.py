@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,22 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import MergedWeights, lora_of
+from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.checkpoint.consolidate import extract_fragment
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.objectives.objective import Objective
-from pipeline.errors import DamagedCheckpointError, UserError, Violation
-from pipeline.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
-from pipeline.models import families
-from pipeline.models.rope import extended
-
-#: Keys of the head of an encoder.
-_HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
-#: Settings of lora that decide which weights a run has, and trains.
-_ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
+from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
+from pipeline.common.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:
@@ -181,87 +171,3 @@ def _groups(fragments: Iterable[Fragment], file_bytes: int) -> Iterator[list[Fra
             group, size = [], 0
     if group:
         yield group
-
-
-def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective) -> None:
-    """Refuse to resume with another model or other samples. Layout, batch size, learning rate and all other settings may change.
-
-    A checkpoint that has consumed no sample (an imported model) may continue with any data.
-
-    Args:
-        checkpoint: to resume from.
-        config: of the run that resumes.
-        data: its training data.
-
-    Raises:
-        UserError: with one violation per difference.
-    """
-    new, old = dataclasses.asdict(config), checkpoint.config
-    consumed = checkpoint.train_state.samples
-    differences = _model_differences(new, old, 1.0 if consumed else config.training.context_factor)
-    for key in ("training.seed", "training.sequence_length") if consumed else ():
-        if _value(new, key) != _value(old, key):
-            differences[key] = f"{_value(old, key)}"
-    if consumed and config.training.context_factor != (factor := old["training"].get("context_factor", 1.0)):
-        differences["training.context_factor"] = f"{factor}"
-    adapters = dataclasses.asdict(lora_of(old))
-    has_adapters = bool(new["lora"]["rank"] or adapters["rank"])
-    for name in _ADAPTER_SETTINGS if consumed and has_adapters else ():
-        if new["lora"][name] != adapters[name]:
-            differences[f"lora.{name}"] = f"{adapters[name]}"
-    if consumed and checkpoint.data != data.fingerprint(config, consumed):
-        settings = {key: f"{_value(old, key)}" for key in data.settings if _value(new, key) != _value(old, key)}
-        differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
-    _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
-
-
-def check_same_model(
-    checkpoint: Checkpoint | MergedWeights, config: RunConfig, *, other_head: bool = False, context_factor: float = 1.0
-) -> None:
-    """Refuse to load a checkpoint of another model.
-
-    Args:
-        checkpoint: to load.
-        config: its model is that of the checkpoint, with a context that is longer by the factor.
-        other_head: accept an encoder with another head.
-        context_factor: training.context_factor, if the run begins with this checkpoint.
-
-    Raises:
-        UserError: with one violation per difference.
-    """
-    new = dataclasses.asdict(config)
-    differences = _model_differences(new, checkpoint.config, context_factor)
-    if other_head:
-        differences = {key: old for key, old in differences.items() if key not in _HEAD}
-    _refuse(checkpoint, new, differences, "set it to that value, or choose another checkpoint")
-
-
-def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """The settings of the run that resumes which differ from the checkpoint's and affect training: (key, old, new)."""
-    new, old = dataclasses.asdict(config), checkpoint.config
-    keys = [f"{group}.{name}" for group in ("data", "training", "optimizer", "parallel", "precision") for name in new[group]]
-    pairs = [(key, _value(old, key), _value(new, key)) for key in keys]
-    return [pair for pair in pairs if pair[1] != pair[2]]
-
-
-def _model_differences(new: dict[str, Any], old: dict[str, Any], context_factor: float) -> dict[str, str]:
-    """Keys of the model whose values differ -> the old value."""
-    model = families.from_dict(old["model"])  # an older checkpoint lacks newer keys
-    old = {"model": dataclasses.asdict(model if context_factor == 1 else extended(model, context_factor))}
-    keys = [f"model.{name}" for name in new["model"]]
-    return {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}
-
-
-def _refuse(checkpoint: Checkpoint | MergedWeights, new: dict[str, Any], differences: dict[str, str], fix: str) -> None:
-    """Raise a UserError if there are differences (key -> what the checkpoint was made with)."""
-    if differences:
-        raise UserError(
-            [Violation(key, _value(new, key), f"{checkpoint.path} was made with {old}", fix) for key, old in differences.items()]
-        )
-
-
-def _value(config: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key in nested dictionaries; None if it is not there."""
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None  # type: ignore[assignment]
-    return config

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pipeline.common.errors import Violation
 from pipeline.config import check_data, check_finetune, check_stages, warmup
 from pipeline.config.layout import stages_per_rank
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES, Evaluate, plans_other_layouts
-from pipeline.errors import Violation
 
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
 

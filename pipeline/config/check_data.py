@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pipeline.common.errors import Violation
 from pipeline.config.cleaning import PERSONAL_KINDS, STEPS
 from pipeline.config.data import WarmupConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES
-from pipeline.errors import Violation
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:

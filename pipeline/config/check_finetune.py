@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.common.errors import Violation
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.errors import Violation
 
 
 def stage_violations(config: RunConfig) -> Iterator[Violation]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.common.errors import Violation
 from pipeline.config import quantize
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES, Convert, Evaluate, Generate, Plan
-from pipeline.errors import Violation
 
 #: What is planned instead of the configured job.
 PLANS = ("search", "scaling", "table", "run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.knobs import knob
+from pipeline.common.knobs import knob
 
 #: Step name -> short description.
 STEPS = {

@@ -19,12 +19,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline import knobs
+from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.errors import UserError, Violation
 from pipeline.models.families import FAMILIES
 
 
@@ -208,7 +208,7 @@ def exit_with_error(error: UserError, *, after: float | None = 0) -> None:
 
     Args:
         error: the error to print.
-        after: delay in seconds, so that only one rank prints the error; None prints nothing (launch.ranks.error_report_delay).
+        after: delay in seconds, so that only one rank prints the error; None prints nothing (common.ranks.error_report_delay).
     """
     if after is not None:
         time.sleep(after)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from pipeline.knobs import knob
+from pipeline.common.knobs import knob
 
 #: Tokenizer models that train_tokenizer can train.
 TOKENIZER_KINDS = ("bpe", "unigram", "wordpiece")

@@ -9,10 +9,10 @@ from functools import cache
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline import knobs
+from pipeline.common import knobs
+from pipeline.common.errors import UserError
+from pipeline.common.knobs import knob
 from pipeline.config.paths import CONF_DIR
-from pipeline.errors import UserError
-from pipeline.knobs import knob
 
 
 @dataclass(frozen=True)

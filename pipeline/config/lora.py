@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from pipeline.knobs import knob
+from pipeline.common.knobs import knob
 
 
 @dataclass

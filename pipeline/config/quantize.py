@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.common.errors import Violation
 from pipeline.config.stages import Convert
-from pipeline.errors import Violation
 
 #: The types of stage.format=gguf.
 _GGUF = ("q8_0", "q4_0", "q4_k")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
+from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig, WarmupConfig
 from pipeline.config.lora import LoraConfig
-from pipeline.knobs import knob
 
 if TYPE_CHECKING:
     from pipeline.models.config import ModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.common.knobs import knob
 from pipeline.config.schema import StageConfig
-from pipeline.knobs import knob
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from pipeline.common.errors import Violation
 from pipeline.config.layout import Layout
 from pipeline.config.lora import is_adapter, layer_of
 from pipeline.config.schema import RunConfig
-from pipeline.errors import Violation
 
 
 def is_frozen(config: RunConfig, name: str) -> bool:

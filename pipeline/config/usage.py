@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline import knobs
+from pipeline.common import knobs
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES

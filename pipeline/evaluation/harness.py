@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pipeline.common.errors import UserError
 from pipeline.config.stages import Evaluate
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
-from pipeline.errors import UserError
 from pipeline.evaluation.likelihood import Question, Scored
 from pipeline.generation.generator import Stopping
 from pipeline.generation.sampling import Sampling

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.generation.generator import Generator, Stopping
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling

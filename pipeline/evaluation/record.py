@@ -10,14 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.data import page
-from pipeline.files import atomic_file
+from pipeline.common import page
+from pipeline.common.files import atomic_file
 
 #: Folder of the records in the run directory.
 FOLDER = "evaluations"
 TABLE, REPORT = "table.csv", "report.html"
 #: Size of a plot, pixels: width, height, and the margin around its axes.
 _WIDTH, _HEIGHT, _MARGIN = 340, 190, 34
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether the checkpoint of a step is evaluated: that of every `every` steps, and the last one."""
+    return step % every == 0 or step == steps
 
 
 def path_of(run_dir: Path, step: int, kind: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.errors import UserError, Violation
+from pipeline.common.errors import UserError, Violation
 from pipeline.parallel.mesh import Mesh
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.peft_format import WEIGHTS
+from pipeline.common.errors import UserError
+from pipeline.common.files import digest
+from pipeline.common.ranks import array_task
 from pipeline.config.stages import Evaluate
-from pipeline.errors import UserError
-from pipeline.evaluation import record, schedule
-from pipeline.files import digest
-from pipeline.launch.ranks import array_task
+from pipeline.evaluation import record
 
 log = logging.getLogger("pipeline")
 
@@ -46,7 +46,7 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
     found = native.complete(run_dir)
     if not found:
         raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
-    found = [path for path in found if schedule.is_due(native.step_of(path), stage.every, steps)]
+    found = [path for path in found if record.is_due(native.step_of(path), stage.every, steps)]
     task = array_task()
     mine = found if task is None else found[task.index :: task.size]
     missing = [path for path in mine if not record.is_recorded(run_dir, native.step_of(path), kind, settings_of(path, stage, settings))]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
 from pipeline.config.stages import Generate
-from pipeline.errors import UserError
 from pipeline.evaluation import record
 from pipeline.generation.completions import COMPLETIONS
 

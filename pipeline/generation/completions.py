@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
-from pipeline.data.json_line import BadLine
-from pipeline.data.unfinished import Unfinished
-from pipeline.files import atomic_file
+from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
+from pipeline.common.files import atomic_file
+from pipeline.common.json_lines import BadLine
+from pipeline.common.unfinished import Unfinished
 from pipeline.generation.generator import Completion, Stopping
 from pipeline.generation.prompts import Prompt, PromptFile, PromptReader
 

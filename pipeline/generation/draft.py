@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.stages import Generate
 from pipeline.data.tokenize.tokenizer import load
-from pipeline.errors import UserError, Violation
 from pipeline.generation.weights import model_of
 from pipeline.models.config import ModelConfig
 

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.data import json_line
-from pipeline.data.json_line import BadLine
+from pipeline.common import json_lines
+from pipeline.common.errors import UserError
+from pipeline.common.json_lines import BadLine
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatError, ChatTemplate
 from pipeline.data.tokenize.tokenizer import load
-from pipeline.errors import UserError
 from pipeline.generation.template import PromptTemplate
 
 #: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
@@ -110,7 +110,7 @@ class PromptReader:
         Raises:
             BadLine: it is no prompt, or the model cannot continue it.
         """
-        fields = json_line.parse(line)
+        fields = json_lines.parse(line)
         text = None
         if self.template is not None:
             if not isinstance(fields, dict):

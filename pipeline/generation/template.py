@@ -10,9 +10,9 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline.data import json_line
-from pipeline.data.json_line import BadLine
-from pipeline.errors import UserError
+from pipeline.common import json_lines
+from pipeline.common.errors import UserError
+from pipeline.common.json_lines import BadLine
 
 #: The variable of a template with the examples.
 EXAMPLES = "examples"
@@ -97,7 +97,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            fields = json_line.parse(line.encode())
+            fields = json_lines.parse(line.encode())
             if not isinstance(fields, dict):
                 raise BadLine("is not an object")
         except BadLine as error:

@@ -25,13 +25,14 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from pipeline.artifact import MANIFEST
+from pipeline.common import ranks
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.files import atomic_file, atomic_folder
 from pipeline.config import compose, layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError, Violation
-from pipeline.files import atomic_file, atomic_folder
-from pipeline.launch import job, preflight, ranks
+from pipeline.launch import job, preflight
 
 #: Record of the submitted jobs in the sweep folder, one entry per run.
 RECORD = "sweep.json"

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import ClusterConfig
 from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
-from pipeline.errors import UserError, Violation
 
 #: Timeout of sbatch and scancel, seconds.
 TIMEOUT = 60

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from pipeline import knobs
+from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.ranks import Ranks
 from pipeline.config import check as rules
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import GPU_STAGES, PARALLEL_STAGES
-from pipeline.errors import UserError, Violation
-from pipeline.launch.ranks import Ranks
 
 log = logging.getLogger("pipeline")
 

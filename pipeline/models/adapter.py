@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import BlockRows, Row, expand, rows
 

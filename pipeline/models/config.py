@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 
-from pipeline.errors import Violation
+from pipeline.common.errors import Violation
 
 
 class ModelConfig(Protocol):

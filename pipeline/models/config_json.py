@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import knobs
-from pipeline.errors import UserError, Violation
+from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
 from pipeline.models import stock_keys
 from pipeline.models.adapter import Adapter, refusal
 from pipeline.models.config import ModelConfig

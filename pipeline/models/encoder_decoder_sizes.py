@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.errors import Violation
+from pipeline.common.errors import Violation
 
 
 class EncoderDecoderSizes:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.errors import UserError, Violation
+from pipeline.common.errors import UserError, Violation
 from pipeline.layers.init import Init
 from pipeline.layers.stack import Stack
 from pipeline.models.adapter import Adapter, Row, refusal

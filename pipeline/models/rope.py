@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.errors import UserError, Violation
-from pipeline.knobs import knob
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.knobs import knob
 from pipeline.models.config import ModelConfig
 
 #: model.rope_scaling (rope_type of config.json) -> key of config.json's rope parameters -> our field

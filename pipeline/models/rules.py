@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.errors import Violation
+from pipeline.common.errors import Violation
 
 
 class MultiHead:

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError, Violation
 from pipeline.layers.stack import Stack
 
 log = logging.getLogger("pipeline")

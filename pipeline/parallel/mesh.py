@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
+from pipeline.common.errors import UserError
 from pipeline.config.layout import Coordinates, Layout
-from pipeline.errors import UserError
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
 INPUT_OUTPUT = 6.0

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.errors import UserError
 from pipeline.config import lora, trained
 from pipeline.config.check import may_compile
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers

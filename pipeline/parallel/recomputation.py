@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.moe import moe_layers

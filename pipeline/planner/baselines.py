@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.planner.cells import Contradiction
 from pipeline.planner.fit import GENERATIONS
 from pipeline.planner.published import Run, read

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
-from pipeline.errors import Violation
 from pipeline.planner.plan import Plan, hardware_of, plan
 from pipeline.planner.search import Choice, search, settings_of
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.errors import UserError
 from pipeline.models import families
 
 #: Steps at the beginning of a run that are not measured: kernels are compiled and memory is allocated.

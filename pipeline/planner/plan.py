@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.common.errors import UserError
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.planner.estimate import Estimate, axis_groups, estimate, operation_time
 from pipeline.planner.exchange import stage_parts

@@ -6,8 +6,8 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
+from pipeline.common.errors import UserError
+from pipeline.common.files import atomic_file
 from pipeline.planner.cells import Contradiction
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.memory import StateFormat

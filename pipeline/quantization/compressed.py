@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig

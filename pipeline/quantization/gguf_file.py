@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.huggingface_export import Weights
-from pipeline.errors import UserError, Violation
-from pipeline.files import apply_umask
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.files import apply_umask
+from pipeline.common.progress import Progress
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row
-from pipeline.progress import Progress
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

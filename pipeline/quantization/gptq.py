@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.progress import Progress
 from pipeline.layers.stack import Stack
 from pipeline.layers.uniform_quantization import Quantized, Scheme, range_parameters, round_to_codes
 from pipeline.models.config import ModelConfig
-from pipeline.progress import Progress
 from pipeline.quantization.weights import layers_of
 
 #: Added to the diagonal of the Hessian, relative to its mean, as in the paper.

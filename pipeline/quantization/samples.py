@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipeline.common.errors import UserError
 from pipeline.config.data import DataConfig
 from pipeline.data.read import reader, sources
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
 from pipeline.data.read.suffixes import SEARCHED
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError
 
 log = logging.getLogger("pipeline")
 

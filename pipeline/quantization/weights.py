@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint.huggingface_export import Weights
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.layers.lora import linear_layers
 from pipeline.layers.stack import Stack
 from pipeline.layers.uniform_quantization import Quantized, Scheme, quantize

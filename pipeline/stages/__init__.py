@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
-from pipeline.launch.ranks import Ranks
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:

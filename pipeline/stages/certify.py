@@ -18,12 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 
 from pipeline.certification.certificate import Certificate, certify, table
 from pipeline.certification.comparison import Difference
+from pipeline.common.errors import CheckFailed, UserError, Violation
+from pipeline.common.files import atomic_file, make_folder, report_disk_full
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Certify
-from pipeline.errors import CheckFailed, UserError, Violation
-from pipeline.files import atomic_file, make_folder, report_disk_full
-from pipeline.launch.ranks import Ranks
 from pipeline.stages.pretrain import commit
 
 log = logging.getLogger("pipeline")

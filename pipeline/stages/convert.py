@@ -6,18 +6,18 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline import artifact
 from pipeline.checkpoint import adapter, huggingface_export, peft_format, reader
 from pipeline.checkpoint.adapter_factors import Adapter
 from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.native import INDEX
+from pipeline.common import artifact
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.files import atomic_folder, digest
+from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
-from pipeline.errors import UserError, collect_errors
-from pipeline.files import atomic_folder, digest
-from pipeline.launch.ranks import Ranks
 from pipeline.models import families, registry
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.common.errors import collect_errors
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import collect_errors
 from pipeline.models.config import ModelConfig
 from pipeline.quantization import gguf_file
 from pipeline.quantization.report import ErrorSum, Report

@@ -8,15 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifact
 from pipeline.checkpoint import huggingface_import, native, save
 from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES, VOCABULARIES
 from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, ImportedWeights, StockWeights
+from pipeline.common import artifact
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.files import atomic_folder, digest
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenize import tokenizer_import
-from pipeline.errors import UserError, collect_errors
-from pipeline.files import atomic_folder, digest
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 

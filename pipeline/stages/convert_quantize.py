@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.common.errors import collect_errors
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import collect_errors
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
+from pipeline.common import artifact, mpi
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.files import digest
+from pipeline.common.mpi import Comm
+from pipeline.common.progress import Progress
+from pipeline.common.ranks import Ranks
+from pipeline.common.unfinished import work
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ConvertTokens
-from pipeline.data import mpi
-from pipeline.data.mpi import Comm
 from pipeline.data.tokenize import megatron, parquet_tokens, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import work
-from pipeline.errors import UserError, collect_errors
-from pipeline.files import digest
-from pipeline.launch.ranks import Ranks
-from pipeline.progress import Progress
 
 log = logging.getLogger("pipeline")
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
 from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.data.load.blend import phases
 from pipeline.data.load.blend_schedule import BlendSchedule
-from pipeline.errors import UserError
 from pipeline.launch import job
-from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize

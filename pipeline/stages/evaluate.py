@@ -8,8 +8,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import save
+from pipeline.checkpoint import compatibility
 from pipeline.checkpoint.adapter import open_merged
+from pipeline.common.errors import UserError
+from pipeline.common.files import atomic_file
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
@@ -18,14 +21,11 @@ from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pseudo_likelihood import PseudoLikelihood
 from pipeline.data.load.objectives.sliding import Sliding
-from pipeline.errors import UserError
 from pipeline.evaluation import record, selection
-from pipeline.files import atomic_file
-from pipeline.launch.ranks import Ranks
 from pipeline.parallel import mesh as meshes
 from pipeline.stages import evaluate_tasks
 from pipeline.stages.pretrain import check_vocabulary
-from pipeline.training import loop, verification
+from pipeline.training import loop, start, verification
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -70,9 +70,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         trainer: Trainer | None = None
         for path in paths:
             checkpoint = open_merged(path, stage.adapter)
-            save.check_same_model(checkpoint, config)
+            compatibility.check_same_model(checkpoint, config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
-            state = loop.load(trainer, checkpoint)
+            state = start.load(trainer, checkpoint)
             scores = {
                 name: _scores(*loop.validate(config, trainer, part, state.step, None, stage.batches)) if part is not None else {}
                 for name, part in parts.items()

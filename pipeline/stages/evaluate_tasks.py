@@ -9,17 +9,17 @@ from typing import Any
 import xxhash
 
 from pipeline.checkpoint.adapter import open_merged
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
 from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
-from pipeline.errors import UserError
 from pipeline.evaluation import harness, record, selection
 from pipeline.evaluation.likelihood import completions, log_likelihoods
 from pipeline.evaluation.replicas import Replicas
 from pipeline.generation import weights
 from pipeline.generation.runner import Runner
-from pipeline.launch.ranks import Ranks
 from pipeline.models.config import ModelConfig
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh

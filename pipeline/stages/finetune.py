@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.checkpoint import native, peft_format
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labels import labels_of
 from pipeline.data.load.objectives.registry import objective_of
-from pipeline.errors import UserError
 from pipeline.launch import preflight
-from pipeline.launch.ranks import Ranks
 from pipeline.models import families
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended

@@ -14,6 +14,11 @@ from pipeline.checkpoint.adapter import MergedWeights, open_merged
 from pipeline.checkpoint.huggingface_import import read_generation_config
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.files import digest
+from pipeline.common.progress import Progress
+from pipeline.common.ranks import Ranks
+from pipeline.common.unfinished import work
 from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -21,10 +26,7 @@ from pipeline.config.stages import Generate
 from pipeline.data.load.objectives.encoder_decoder import decoder_start
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import work
-from pipeline.errors import UserError, collect_errors
 from pipeline.evaluation import translation
-from pipeline.files import digest
 from pipeline.generation import draft, weights
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.completions import REJECTED, Parts, missing, publish, wait_for_parts
@@ -35,14 +37,12 @@ from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from pipeline.generation.template import PromptTemplate
-from pipeline.launch.ranks import Ranks
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
 from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.relay import Relay
-from pipeline.progress import Progress
 from pipeline.stages.convert import open_tokenizer
 from pipeline.stages.convert_import import FOLDER
 
@@ -50,7 +50,7 @@ log = logging.getLogger("pipeline")
 
 
 class _Ranks:
-    """The ranks of torch.distributed with the interface that data/unfinished.py needs."""
+    """The ranks of torch.distributed with the interface that common/unfinished.py needs."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size = ranks.rank, ranks.world_size

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
+from pipeline.common.files import atomic_file
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
-from pipeline.files import atomic_file
 from pipeline.launch import job
-from pipeline.launch.ranks import Ranks
 from pipeline.planner import roofline
 from pipeline.planner.exchange import stage_parts
 from pipeline.planner.plan import Plan, Row, hardware_of, plan, table

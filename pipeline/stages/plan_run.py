@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
-from pipeline.files import atomic_file
 from pipeline.planner import measured
 from pipeline.planner.plan import Plan, hardware_of, plan
 

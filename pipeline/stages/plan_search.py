@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
+from pipeline.common.errors import UserError
+from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
 from pipeline.launch import job
 from pipeline.planner.curves import Point, draw_scaling, draw_search
 from pipeline.planner.plan import hardware_of

@@ -19,24 +19,25 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from pipeline import artifact, signals
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common import artifact, signals
+from pipeline.common.errors import DamagedCheckpointError, ToBeContinued, UserError
+from pipeline.common.files import atomic_file, remove_leftovers, report_disk_full
+from pipeline.common.locks import claimed
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.data.unfinished import claimed
-from pipeline.errors import DamagedCheckpointError, ToBeContinued, UserError
-from pipeline.evaluation.schedule import Schedule
-from pipeline.files import atomic_file, remove_leftovers, report_disk_full
-from pipeline.launch.ranks import Ranks
+from pipeline.launch.evaluation_jobs import Schedule
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner.flops import flops_per_token, peak_flops
 from pipeline.planner.parameters import count_model_parameters
-from pipeline.training import loop, verification
+from pipeline.training import loop, start, verification
+from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics, last_loss
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
@@ -66,15 +67,16 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         check_device(config, device)
         with ExitStack() as run_dir, Watchdog(minutes) as watchdog:
-            start = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
+            begin = meshes.on_rank_0(lambda: _open_run_dir(config, run_dir))
             if evaluations is not None and ranks.rank == 0:
                 evaluations.submit()  # of checkpoints whose evaluation failed, or was not submitted
+            hooks = CheckpointHooks(evaluations.is_due, evaluations.waits, evaluations.submit) if evaluations else CheckpointHooks()
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)
             mesh = meshes.build_mesh(layout, device, minutes)
             trainer = Trainer(config, mesh)
-            state = _resume(config, trainer, start, training_data)
+            state = _resume(config, trainer, begin, training_data)
             hosts = _hosts()
             if state.step >= config.training.steps:
                 if ranks.rank == 0 and _finish(config, state, hosts):
@@ -87,7 +89,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             all_peaks = None if peak is None else peak * ranks.world_size
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank)
-                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, evaluations)
+                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks)
             unverified = verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 _finish(config, state, hosts, unverified)
@@ -126,26 +128,26 @@ def _open_run_dir(config: RunConfig, opened: ExitStack) -> Path | None:
     return start
 
 
-def _resume(config: RunConfig, trainer: Trainer, start: Path | None, data: Objective) -> native.TrainState:
+def _resume(config: RunConfig, trainer: Trainer, begin: Path | None, data: Objective) -> native.TrainState:
     """Load the checkpoint to start from; with checkpoint.skip_damaged, an older one if it is damaged.
 
     Raises:
-        UserError: as loop.resume and loop.initialize.
+        UserError: as start.resume and start.initialize.
     """
-    if start is None and config.checkpoint.initialize_from is not None:
+    if begin is None and config.checkpoint.initialize_from is not None:
         weights = meshes.on_rank_0(lambda: initial_checkpoint(config.checkpoint.initialize_from or ""))
-        return loop.initialize(config, trainer, Checkpoint(weights))
+        return start.initialize(config, trainer, Checkpoint(weights))
     while True:
         try:
-            return loop.resume(config, trainer, start, data)
+            return start.resume(config, trainer, begin, data)
         except DamagedCheckpointError as error:
-            if not config.checkpoint.skip_damaged or config.checkpoint.resume != "auto" or start is None:
+            if not config.checkpoint.skip_damaged or config.checkpoint.resume != "auto" or begin is None:
                 raise
-            aside = meshes.on_rank_0(partial(native.set_aside, start))
-            start = meshes.on_rank_0(lambda: starting_checkpoint(config))
-            if start is None:
+            aside = meshes.on_rank_0(partial(native.set_aside, begin))
+            begin = meshes.on_rank_0(lambda: starting_checkpoint(config))
+            if begin is None:
                 raise
-            log.warning("renamed a damaged checkpoint to %s (%s), continuing from %s", aside, error.violations[0], start)
+            log.warning("renamed a damaged checkpoint to %s (%s), continuing from %s", aside, error.violations[0], begin)
 
 
 def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:

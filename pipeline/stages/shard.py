@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifact, knobs
+from pipeline.common import artifact, knobs, mpi
+from pipeline.common.errors import UserError
+from pipeline.common.files import digest
+from pipeline.common.locks import claimed
+from pipeline.common.mpi import Comm
+from pipeline.common.ranks import ArrayTask, Ranks, array_task
+from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
-from pipeline.data import mpi
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.mpi import Comm
 from pipeline.data.read import fingerprint, sources
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
 from pipeline.data.read.sources import Source
 from pipeline.data.shard import shards
 from pipeline.data.shard.job import Job
-from pipeline.data.unfinished import Unfinished, claimed, work
-from pipeline.errors import UserError
-from pipeline.files import digest
-from pipeline.launch.ranks import ArrayTask, Ranks, array_task
 
 log = logging.getLogger("pipeline")
 

@@ -8,16 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
+from pipeline.common import artifact, mpi
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.ranks import Ranks
+from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
-from pipeline.data import mpi
-from pipeline.data.shared_progress import SharedProgress
 from pipeline.data.tokenize import engines, tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.data.unfinished import Unfinished, work
-from pipeline.errors import UserError, collect_errors
-from pipeline.launch.ranks import Ranks
 
 log = logging.getLogger("pipeline")
 

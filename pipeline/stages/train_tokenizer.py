@@ -10,17 +10,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
+from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.files import atomic_folder, digest, make_folder, report_disk_full
+from pipeline.common.progress import Progress
+from pipeline.common.ranks import Ranks
 from pipeline.config.data import TokenizerConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenize import tokenizer_import, tokenizer_report, tokenizer_training
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
-from pipeline.errors import UserError, collect_errors
-from pipeline.files import atomic_folder, digest, make_folder, report_disk_full
-from pipeline.launch.ranks import Ranks
-from pipeline.progress import Progress
 
 log = logging.getLogger("pipeline")
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
+from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ToBeContinued, UserError
-from pipeline.files import atomic_file
 from pipeline.training.engine import StepResult
 from pipeline.training.step_control import HostCopy
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline import signals
+from pipeline.common import signals
+from pipeline.common.errors import CONTINUE, TERMINATED, UserError
 from pipeline.config.schema import RunConfig
-from pipeline.errors import CONTINUE, TERMINATED, UserError
 from pipeline.training.engine import StepResult
 
 log = logging.getLogger("pipeline")

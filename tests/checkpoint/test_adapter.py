@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint import adapter, peft_format
 from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
-from pipeline.errors import UserError
 from pipeline.layers.lora import LoRALinear, LoraSpec, add_adapters, merged
 from tests.checkpoint.test_huggingface_export import InMemory, random_model
 from tests.generation.conftest import pair  # noqa: F401 - a fixture

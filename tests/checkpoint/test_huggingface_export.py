@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MarianMTModel
 from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint import huggingface_export
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
+from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig

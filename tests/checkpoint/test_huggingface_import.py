@@ -29,7 +29,7 @@ from transformers import (
 from pipeline.checkpoint import native, save
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config, read_generation_config, weight_files
 from pipeline.checkpoint.reader import Checkpoint, find
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 from pipeline.stages import convert, convert_import

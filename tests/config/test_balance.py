@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.config import layout
 from pipeline.config.balance import balanced
-from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.models.costs import costs_per_token
 from tests.world import configured

@@ -7,7 +7,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import pipeline.stages
-from pipeline import __main__, knobs
+from pipeline import __main__
+from pipeline.common import knobs
 from pipeline.config.schema import RunConfig
 
 KEYS = [key for key, _, _ in knobs.walk(RunConfig())] + ["model.layers", "model.hidden", "model.norm_eps"]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
-from pipeline.data import mpi
 from pipeline.data.dedup import duplicates, exact, minhash, paragraphs, signatures
 from pipeline.data.dedup.clusters import Clusters, Kind
 from pipeline.data.words import Words

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import artifact
-from pipeline.artifact import MANIFEST
+from pipeline.common import artifact
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.errors import UserError
 from pipeline.config import check, warmup
 from pipeline.config.layout import Layout
 from pipeline.data.load import blend
@@ -25,7 +26,6 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
-from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batches import BatchLoader

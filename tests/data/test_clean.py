@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean.batch import BATCH_CHARACTERS, Batch, batches
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import minhash
 from pipeline.data.language import identify
 from pipeline.data.read.documents import Document
-from pipeline.errors import UserError
 from tests.data import planted
 from tests.helpers import pipeline
 

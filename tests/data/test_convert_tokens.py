@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import artifact
-from pipeline.artifact import MANIFEST
+from pipeline.common import artifact
+from pipeline.common.artifact import MANIFEST
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import megatron
 from pipeline.data.tokenize.tokens import ids, lengths

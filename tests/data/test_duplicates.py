@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
+from pipeline.common.mpi import SingleProcessComm
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import clusters, duplicates, exact, minhash, signatures
 from pipeline.data.dedup.exact import EDGE
-from pipeline.data.mpi import SingleProcessComm
 from pipeline.data.words import Words
-from pipeline.errors import UserError
 from tests.helpers import ROOT, pipeline, python
 
 VOCABULARY = [f"wort{number}" for number in range(3000)]

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from pipeline.common.errors import UserError
 from pipeline.config.data import SpansConfig
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.pairs import Pairs, TokenizedPairs
 from pipeline.data.load.objectives.spans import SpanCorruption, lengths, longest, partitions
 from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError
 from tests.helpers import pipeline
 
 RATES = st.builds(SpansConfig, rate=st.floats(0.01, 0.5), mean_length=st.floats(2, 20))

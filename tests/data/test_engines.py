@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize import engines, tokenizer_training
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError
 from tests.helpers import pipeline, words
 
 EOD = "<|endoftext|>"

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import artifact
-from pipeline.artifact import MANIFEST
+from pipeline.common import artifact
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.errors import UserError
 from pipeline.data.load import stream as streams
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard
-from pipeline.errors import UserError
 from tools.bench.token_dataset import TokenDataset
 
 

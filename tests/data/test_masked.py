@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
 from pipeline.data.load.objectives import registry, sentences
 from pipeline.data.load.objectives.masked import Vocabulary, mask
 from pipeline.data.load.objectives.objective import IGNORE
-from pipeline.errors import UserError
 from pipeline.layers import loss
 from tests.helpers import pipeline
 from tests.world import configured

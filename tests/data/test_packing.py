@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import artifact
+from pipeline.common import artifact
 from pipeline.data.load.boundaries import cumulative_lengths, document_ids, positions
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill

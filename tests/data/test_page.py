@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeline.common import page
 from pipeline.config.data import DedupConfig
-from pipeline.data import page
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import NOTHING
 from pipeline.data.shard import report

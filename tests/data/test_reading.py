@@ -5,9 +5,9 @@ import tarfile
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.data.read import reader, sources, suffixes
 from pipeline.data.read.documents import ReadOptions
-from pipeline.errors import UserError
 from tests.data.raw_files import FORMATS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, json_line, page, read, tar_of, texts, warc_record
 from tests.helpers import pipeline, words
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.data.json_line import BadLine
+from pipeline.common.errors import UserError
+from pipeline.common.json_lines import BadLine
 from pipeline.data.load.examples import ExampleReader, PairReader
 from pipeline.data.load.instructions import open_files
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError
 from pipeline.generation.prompts import PromptReader
 from tests.checkpoint.test_huggingface_export import random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from pipeline.artifact import MANIFEST
+from pipeline.common.artifact import MANIFEST
 from pipeline.data.tokenize.tokens import share
 from tests.helpers import RAW, pipeline, same_files
 

@@ -14,13 +14,13 @@ from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeline import artifact
-from pipeline.artifact import MANIFEST
+from pipeline.common import artifact
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize import tokenizer_report, tokenizer_training
 from pipeline.data.tokenize.tokenizer import TextEncoder, encode, load
 from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
-from pipeline.errors import UserError
 from tests.helpers import RAW, pipeline, same_files, words
 
 EOD = "<|endoftext|>"

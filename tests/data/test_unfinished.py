@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import artifact
-from pipeline.data.mpi import SingleProcessComm
-from pipeline.data.unfinished import Unfinished, claimed, work
-from pipeline.errors import UserError
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
+from pipeline.common.locks import claimed
+from pipeline.common.mpi import SingleProcessComm
+from pipeline.common.unfinished import Unfinished, work
 
 
 def test_tasks_of_an_array_can_lock_while_others_release(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.common import ranks
+from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError
 from pipeline.evaluation import harness, likelihood
 from pipeline.evaluation.likelihood import Question, completions, log_likelihoods
 from pipeline.evaluation.replicas import Replicas
 from pipeline.generation.runner import Runner
-from pipeline.launch import ranks
 from pipeline.stages import evaluate
 from tests.checkpoint.test_huggingface_export import InMemory, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
 from pipeline.config.stages import Generate
-from pipeline.errors import UserError
 from pipeline.evaluation import record, translation
 
 GOOD = "The fir tree stands in the forest."

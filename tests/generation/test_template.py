@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.data.json_line import BadLine
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
+from pipeline.common.json_lines import BadLine
 from pipeline.generation.template import PromptTemplate
 
 TEMPLATE = """\

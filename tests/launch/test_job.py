@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from pipeline.common.errors import UserError
 from pipeline.config.schema import ClusterConfig
-from pipeline.errors import UserError
 from pipeline.launch import job
 from tests.helpers import ROOT
 

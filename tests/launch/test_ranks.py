@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import UserError
-from pipeline.launch.ranks import Ranks, detect, expand_hosts, expand_tasks
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks, detect, expand_hosts, expand_tasks
 
 SRUN = {
     "SLURM_JOB_ID": "1207",

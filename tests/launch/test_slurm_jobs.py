@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import transformers
 
+from pipeline.common.errors import UserError
 from pipeline.config.schema import ClusterConfig
-from pipeline.errors import UserError
 from pipeline.launch import job
 from tests.helpers import ROOT, SHARDS, pipeline, same_files
 
@@ -90,7 +90,7 @@ def training_steps(run: Path) -> list[dict[str, Any]]:
 
 SAY_RANK = """
 import socket
-from pipeline.launch.ranks import detect
+from pipeline.common.ranks import detect
 here = detect()
 print(socket.gethostname(), here.rank, here.world_size, here.local_rank, here.local_size, here.master_host, here.master_port)
 """

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig as StockConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.layers.rope_scaling import RopeScaling, frequencies
 from pipeline.layers.rotary import Rotary
 from pipeline.models import rope

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
+from pipeline.common.errors import UserError
 from pipeline.config import model_option
-from pipeline.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.adapter import Adapter
 from pipeline.models.families import FAMILIES

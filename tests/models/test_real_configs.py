@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.layers.positions import SinusoidalPositions
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.families import FAMILIES

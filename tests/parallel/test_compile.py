@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.launch import preflight
 from tests.world import causal, configured, share, tiny, trainer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.launch.preflight import violations
 from tests.world import causal, configured, share, tiny, trainer
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.planner import measured
 from pipeline.stages import plan_run
 from tests.world import configured

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.planner.cells import Contradiction, measured_step_time
 from pipeline.planner.operations import Elementwise
 from pipeline.planner.published import read

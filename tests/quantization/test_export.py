@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import huggingface_export
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.t5.config import T5Config
 from pipeline.quantization import compressed

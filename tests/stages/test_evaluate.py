@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifact import MANIFEST
+from pipeline.common.artifact import MANIFEST
 from tests.helpers import pipeline
 from tests.training.test_blend import TINY
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from pipeline.data.unfinished import Unfinished
+from pipeline.common.unfinished import Unfinished
 from pipeline.generation.prompts import PromptFile
 from pipeline.models.t5.config import T5Config
 from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.artifact import MANIFEST
+from pipeline.common.artifact import MANIFEST
 from tests.helpers import pipeline
 from tests.world import causal, share, trainer
 

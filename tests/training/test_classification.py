@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.certification.initial_weights import initialize
+from pipeline.common.json_lines import BadLine
 from pipeline.config.trained import is_frozen
-from pipeline.data.json_line import BadLine
 from pipeline.data.load.labels import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.common.errors import UserError
 from pipeline.config.lora import is_adapter
-from pipeline.errors import UserError
 from pipeline.layers.attention import sdpa
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from pipeline import artifact
+from pipeline.common import artifact
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard

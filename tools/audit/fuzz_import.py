@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.adapter import Adapter
 from pipeline.models.families import FAMILIES

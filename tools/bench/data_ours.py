@@ -28,7 +28,7 @@ TOKENIZER_TOTALS = {"vocab_size": 1 << 15, "end_of_document": 0, "tokenizer": ""
 
 def ids(job: Job) -> Job:
     """Return checksum and number of the ids that stage=tokenize wrote to `output`."""
-    from pipeline import artifact
+    from pipeline.common import artifact
 
     folder = Path(job["output"])
     entries = [
@@ -47,7 +47,7 @@ def ids(job: Job) -> Job:
 
 def store(job: Job) -> Job:
     """Write the data of the loaders: random tokens in documents, as arrays in `input` for the peers and as token shards in `output`."""
-    from pipeline import artifact
+    from pipeline.common import artifact
     from pipeline.data.tokenize import tokens as token_shards
 
     random = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def loader(job: Job) -> Job:
 
 def trillion(job: Job) -> Job:
     """Write two token folders with TRILLION tokens in total to `input`, as sparse files that occupy no disk space."""
-    from pipeline import artifact
+    from pipeline.common import artifact
 
     each = TRILLION // SHARDS
     for name, count in (("web", SHARDS * 4 // 5), ("books", SHARDS // 5)):

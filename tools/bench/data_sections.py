@@ -193,7 +193,7 @@ def per_core(source: Text, seconds: float, documents: int) -> Result:
 
 def kept(shards: Path) -> int:
     """Return the number of training documents in text shards."""
-    from pipeline import artifact
+    from pipeline.common import artifact
 
     return artifact.read(shards, key="data.shards", stage="shard").totals["train"]["documents"]
 

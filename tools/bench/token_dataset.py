@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline import artifact
+from pipeline.common import artifact
 from pipeline.data.load.boundaries import cumulative_lengths
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.loader import Samples, too_short

@@ -24,23 +24,23 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers import Trainer as StockTrainer
 
-from pipeline import artifact
 from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint.native import TrainState
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
+from pipeline.common.progress import set_up_logging
 from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.objectives.causal import Causal
-from pipeline.errors import UserError
 from pipeline.launch import preflight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
-from pipeline.progress import set_up_logging
 from pipeline.training import gradient_clipping, loop
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import adamw

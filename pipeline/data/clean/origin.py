@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.config.cleaning import AllowStep, ContaminationStep
 from pipeline.data.clean.batch import Batch, Step, Verdict, drop
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.reader import read
 from pipeline.data.read.sources import Source, Span
 from pipeline.data.words import Lookup, Words, ngrams
-from pipeline.errors import UserError
 
 
 def allow(knobs: AllowStep) -> Step:

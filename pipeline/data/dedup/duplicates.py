@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipeline.common.mpi import Comm, broadcast, exchange
+from pipeline.common.progress import Progress
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import clusters, exact, minhash
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.dedup.exact import EDGE, repeated_rows
 from pipeline.data.dedup.signatures import Known
-from pipeline.data.mpi import Comm, broadcast, exchange
-from pipeline.progress import Progress
 
 Read = Callable[[Sequence[int]], list[str]]
 """Returns the texts of documents of the corpus by their numbers, regardless of the rank that holds them."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import xxhash
 
-from pipeline.data.mpi import Comm, exchange
+from pipeline.common.mpi import Comm, exchange
 
 EDGE = np.dtype([("left", "<i8"), ("right", "<i8"), ("jaccard", "<f8"), ("exact", "?")])
 """Two duplicate documents, by number; `exact` distinguishes exact from near duplicates."""

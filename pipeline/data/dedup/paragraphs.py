@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import xxhash
 
+from pipeline.common.mpi import Comm, exchange
 from pipeline.data.dedup.exact import repeated_rows
-from pipeline.data.mpi import Comm, exchange
 
 SLICE_ROWS = 1 << 22
 """Approximate number of paragraphs that a rank sends at a time: 28 bytes each."""

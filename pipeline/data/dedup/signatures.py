@@ -11,13 +11,13 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
+from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError
+from pipeline.common.files import atomic_file
+from pipeline.common.mpi import Comm
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import minhash
-from pipeline.data.mpi import Comm
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
 
 PREFIX = "signatures-"
 """Prefix of the file names; the suffix is .safetensors."""

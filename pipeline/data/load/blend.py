@@ -12,7 +12,8 @@ from typing import Any
 
 import xxhash
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig
 from pipeline.config.schema import RunConfig
@@ -24,7 +25,6 @@ from pipeline.data.load.packing import BestFit
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
-from pipeline.errors import UserError, Violation
 
 log = logging.getLogger("pipeline")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import xxhash
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
+from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError
 from pipeline.data.load.token_shards import Shard
-from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data import json_line
-from pipeline.data.json_line import BadLine
+from pipeline.common import json_lines
+from pipeline.common.json_lines import BadLine
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatError, Span
 from pipeline.data.tokenize.tokenizer import load
@@ -107,7 +107,7 @@ class ExampleReader:
 
     def _parse(self, line: bytes) -> _Chat | _Pair:
         """Return the content of a line."""
-        fields = json_line.parse(line)
+        fields = json_lines.parse(line)
         if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
             raise BadLine('must be an object with either "messages", or "prompt" and "completion"')
         if "messages" in fields:
@@ -155,7 +155,7 @@ class PairReader(ExampleReader):
     def _try_to_split(self, line: bytes) -> tuple[bytes, bytes] | BadLine:
         """Return the lines of the two examples, or the reason why the line cannot be used."""
         try:
-            fields = json_line.parse(line)
+            fields = json_lines.parse(line)
         except BadLine as error:
             return error
         if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):

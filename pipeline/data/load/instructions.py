@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from pipeline.data.json_line import BadLine
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.json_lines import BadLine
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.examples import Example, ExampleReader
 from pipeline.data.load.loader import Source
 from pipeline.data.load.packing import best_fit
 from pipeline.data.load.permutation import permute
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError, Violation
 
 log = logging.getLogger("pipeline")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data import json_line
-from pipeline.data.json_line import BadLine
+from pipeline.common import json_lines
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.json_lines import BadLine
 from pipeline.data.load.examples import Example, ExampleReader
-from pipeline.errors import UserError, Violation
 
 
 class LabelReader(ExampleReader):
@@ -57,7 +57,7 @@ class LabelReader(ExampleReader):
     def _texts(self, line: bytes) -> tuple[list[str], int] | BadLine:
         """Return the texts of a line and the number of its label, or the reason why it cannot be used."""
         try:
-            fields = json_line.parse(line)
+            fields = json_lines.parse(line)
             name = label_of(fields)
         except BadLine as error:
             return error
@@ -118,7 +118,7 @@ def labels_of(paths: Sequence[str], key: str) -> list[str]:
         with open(path, "rb") as handle:
             for line in handle:
                 try:
-                    found.add(label_of(json_line.parse(line)))
+                    found.add(label_of(json_lines.parse(line)))
                 except BadLine:
                     continue
     if all(re.fullmatch("-?[0-9]+", label) for label in found):

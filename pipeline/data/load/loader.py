@@ -18,12 +18,12 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.stream import TokenStream
-from pipeline.errors import UserError
 
 
 class Source(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 _CHUNK_BYTES = 1 << 24
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from pipeline.errors import UserError, Violation
-from pipeline.files import verify
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.files import verify
 
 
 @dataclass(frozen=True)

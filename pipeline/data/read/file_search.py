@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import files
+from pipeline.common import files
 from pipeline.data.read.streams import is_remote
 
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "modified")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from pipeline.data.mpi import Comm
+from pipeline.common.mpi import Comm
 from pipeline.data.read.sources import Source
 from pipeline.data.read.streams import is_remote
 

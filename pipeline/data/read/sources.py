@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.common.errors import UserError, Violation
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
-from pipeline.errors import UserError, Violation
 
 _SPLITTABLE = ("lines", "parquet")
 _OPENING_BYTES = 4096  # opening a file costs about as much as reading this

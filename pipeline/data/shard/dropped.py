@@ -16,10 +16,10 @@ import numpy as np
 import orjson
 import zstandard
 
+from pipeline.common.files import atomic_file
+from pipeline.common.mpi import Comm, exchange
 from pipeline.data.dedup.clusters import ORIGIN, Clusters, Kind
-from pipeline.data.mpi import Comm, exchange
 from pipeline.data.shard.pool import Pool
-from pipeline.files import atomic_file
 
 NAME = "dropped.jsonl.zst"
 

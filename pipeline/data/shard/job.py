@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common.errors import UserError
+from pipeline.common.files import atomic_file
+from pipeline.common.mpi import Comm
+from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.unfinished import Unfinished
 from pipeline.config.schema import RunConfig
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import clusters, duplicates, signatures
 from pipeline.data.dedup.clusters import Clusters
-from pipeline.data.mpi import Comm
 from pipeline.data.read import sources
 from pipeline.data.read.documents import Bad, ReadOptions
 from pipeline.data.read.sources import Part
@@ -20,10 +24,6 @@ from pipeline.data.shard import dropped, shards
 from pipeline.data.shard.part import PartCounts, listed, process
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
-from pipeline.data.shared_progress import SharedProgress
-from pipeline.data.unfinished import Unfinished
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
 
 
 class Job:

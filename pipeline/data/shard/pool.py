@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.common.mpi import Comm
 from pipeline.data.dedup import paragraphs
-from pipeline.data.mpi import Comm
 from pipeline.data.shard.shuffle import KEY_BITS, Order, ShardPlan, Tally
 from pipeline.data.shard.spill import Spilled
 

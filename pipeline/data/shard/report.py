@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
+from pipeline.common.page import Raw, bar, details, difference, settings, share, table, whole_page
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
-from pipeline.data.page import Raw, bar, details, difference, settings, share, table, whole_page
 from pipeline.data.shard.part import PartCounts
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import SPLITS

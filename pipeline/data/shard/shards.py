@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
@@ -18,7 +19,6 @@ from pipeline.data.shard import dropped, report, text_shards
 from pipeline.data.shard.part import PartCounts
 from pipeline.data.shard.pool import Pool
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
-from pipeline.files import atomic_file
 
 Entries = dict[str, dict[str, Any]]
 

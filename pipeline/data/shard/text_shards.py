@@ -13,8 +13,8 @@ from typing import IO, Any
 
 import orjson
 
-from pipeline import artifact
-from pipeline.artifact import Manifest
+from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
 from pipeline.data import tar
 
 

@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 #: Characters [first, last) of a rendered chat.
 Span = tuple[int, int]

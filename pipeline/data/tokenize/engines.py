@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import Encoded, TextEncoder
-from pipeline.errors import UserError
 
 log = logging.getLogger("pipeline")
 

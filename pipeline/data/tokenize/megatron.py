@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.errors import UserError
+from pipeline.common.files import atomic_file
 from pipeline.data.tokenize import tokens
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
-from pipeline.errors import UserError
-from pipeline.files import atomic_file
 
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")

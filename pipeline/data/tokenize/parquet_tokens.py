@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.files import atomic_file
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import tokens
-from pipeline.files import atomic_file
 
 GROUP_TOKENS = 1 << 22
 """Approximate number of tokens per row group; a document is not split over row groups."""

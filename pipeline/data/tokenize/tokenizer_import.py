@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize.engines import HARD_TEXTS
 from pipeline.data.tokenize.tokenizer import encode
 from pipeline.data.tokenize.tokenizer_training import split_pattern
-from pipeline.errors import UserError
 
 VERIFIED_TEXTS = [
     *HARD_TEXTS,

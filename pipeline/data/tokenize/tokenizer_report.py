@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.data import page
+from pipeline.common import page
 from pipeline.data.tokenize.tokenizer import encode
 
 Row = dict[str, Any]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.artifact import Manifest
+from pipeline.common.artifact import Manifest
 from pipeline.data.shard import text_shards
 
 SCAN_FACTOR = 4

@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
-from pipeline.errors import UserError
 
 Texts = Callable[[], Iterable[str]]
 """Returns an iterable over the training texts."""

@@ -18,12 +18,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from pipeline import artifact
+from pipeline.common import artifact
+from pipeline.common.files import atomic_file
 from pipeline.data import tar
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize.engines import EXCERPT, Engine
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.files import atomic_file
 
 BATCH_BYTES = 1 << 20
 """Bytes of text per call of the tokenizer; the ids of this much text fit into the cache of a core."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.knobs import knob
+from pipeline.common.knobs import knob
 from pipeline.models import rope
 from pipeline.models.decoder_sizes import RotaryDecoderConfig
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pipeline.errors import Violation
-from pipeline.knobs import knob
+from pipeline.common.errors import Violation
+from pipeline.common.knobs import knob
 
 
 @dataclass

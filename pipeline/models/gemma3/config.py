@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.errors import Violation
-from pipeline.knobs import knob
+from pipeline.common.errors import Violation
+from pipeline.common.knobs import knob
 from pipeline.models.decoder_sizes import RotaryDecoderConfig
 from pipeline.models.rules import heads_violations, window_violations
 

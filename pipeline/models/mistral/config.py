@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.errors import Violation
-from pipeline.knobs import knob
+from pipeline.common.errors import Violation
+from pipeline.common.knobs import knob
 from pipeline.models.rules import rotary_heads_violations, window_violations
 
 

@@ -7,11 +7,11 @@ from typing import Self
 
 import numpy as np
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
-from pipeline.errors import Violation
 
 
 class Causal(TokenShardObjective):

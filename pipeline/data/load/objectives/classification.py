@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import xxhash
 
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.instructions import open_files
 from pipeline.data.load.labels import LabelReader
@@ -16,7 +17,6 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import UserError, Violation
 
 
 class Classification(Supervised):

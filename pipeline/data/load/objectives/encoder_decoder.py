@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import whole_sequence_violations
 from pipeline.data.load.special_tokens import SpecialTokens
-from pipeline.errors import Violation
 
 #: The default of data.decoder_start: the first of these that the tokenizer has.
 DECODER_STARTS = ("<pad>", "[PAD]")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.data import MaskingConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
@@ -15,7 +16,6 @@ from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import sentences
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens, whole_sequence_violations
 from pipeline.data.load.permutation import random_words
-from pipeline.errors import UserError, Violation
 from pipeline.models.config import MaskedModelConfig
 
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.loader import Samples, Source
 from pipeline.data.load.special_tokens import SpecialTokens
-from pipeline.errors import Violation
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
 IGNORE = -100

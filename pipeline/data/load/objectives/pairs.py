@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 import numpy as np
 import xxhash
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.loader import Source
@@ -18,7 +19,6 @@ from pipeline.data.load.objectives.objective import IGNORE, Objective, special_t
 from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.load.permutation import permute
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import Violation
 
 log = logging.getLogger("pipeline")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.examples import ExampleReader, PairReader
 from pipeline.data.load.objectives.supervised import Supervised
-from pipeline.errors import Violation
 
 
 class Preferences(Supervised):

@@ -9,12 +9,12 @@ from typing import ClassVar, Self
 import numpy as np
 import xxhash
 
+from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.examples import ExampleReader
 from pipeline.data.load.instructions import Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.errors import Violation
 
 
 class Supervised(Objective):

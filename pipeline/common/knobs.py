@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import Violation
+from pipeline.common.errors import Violation
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.files import report_disk_full
-from pipeline.launch.ranks import Ranks
+from pipeline.common.errors import UserError
+from pipeline.common.files import report_disk_full
+from pipeline.common.ranks import Ranks
 
 MESSAGE_BYTES = 64 << 20
 """Bytes that a rank sends in one round of an exchange: MPI before version 4 counts in 31 bits, and a round is in memory twice."""

@@ -17,19 +17,14 @@ from pathlib import Path
 import xxhash
 
 from pipeline.checkpoint import native
+from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose
 from pipeline.config.schema import ClusterConfig, RunConfig
-from pipeline.errors import UserError, Violation
 from pipeline.evaluation import record
 from pipeline.launch import job, preflight
 from pipeline.launch.hydra_launcher import quote
 
 log = logging.getLogger("pipeline")
-
-
-def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether the checkpoint of a step is evaluated: that of every `every` steps, and the last one."""
-    return step % every == 0 or step == steps
 
 
 class Schedule:
@@ -60,7 +55,7 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Whether the run writes and submits the checkpoint of a step; that of step 0 is an imported model."""
-        return step > 0 and is_due(step, self._every, self._steps)
+        return step > 0 and record.is_due(step, self._every, self._steps)
 
     def waits(self, checkpoint: Path) -> bool:
         """Whether a checkpoint waits for an evaluation."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from pipeline.data.mpi import Comm
-from pipeline.progress import Progress
+from pipeline.common.mpi import Comm
+from pipeline.common.progress import Progress
 
 _TAG = 77
 _INTERVAL = 1.0

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import xxhash
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 
 def kind(info: os.stat_result) -> str:

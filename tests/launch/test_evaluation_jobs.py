@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import native
+from pipeline.common.errors import UserError
 from pipeline.config import compose
-from pipeline.errors import UserError
 from pipeline.evaluation import record
-from pipeline.evaluation.schedule import Schedule
 from pipeline.launch import job
+from pipeline.launch.evaluation_jobs import Schedule
 from tests.helpers import ROOT
 
 SBATCH = """#!/bin/bash

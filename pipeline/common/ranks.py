@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import UserError, Violation
+from pipeline.common.errors import UserError, Violation
 
 DEFAULT_PORT = 29500
 TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -134,7 +134,7 @@ def error_report_delay() -> float | None:
     """Return the delay in seconds before this process reports an error, None if it must not report it.
 
     Rank 0 reports immediately. The other ranks of torchrun and srun wait: if rank 0 finds the same error, the launcher terminates them
-    when rank 0 exits. mpirun does not terminate other ranks, but its ranks exchange their errors (data/mpi.py).
+    when rank 0 exits. mpirun does not terminate other ranks, but its ranks exchange their errors (common/mpi.py).
     """
     try:
         here = detect()

@@ -1,0 +1,115 @@
+"""What a run starts from: the checkpoint that it continues, the weights of another run, or an adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.checkpoint import adapter, compatibility, save
+from pipeline.checkpoint.adapter_factors import Adapter
+from pipeline.checkpoint.consolidate import extract_fragment
+from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.peft_format import read_peft
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.lora import PARTS, is_adapter, layer_of
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.objective import Objective
+from pipeline.parallel.mesh import on_rank_0
+from pipeline.training.trainer import Trainer
+
+log = logging.getLogger("pipeline")
+
+
+def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> TrainState:
+    """Load a checkpoint into the trainer, and return its state; the initial state when `path` is None.
+
+    The samples that the checkpoint has consumed must be those of the current data configuration.
+
+    Raises:
+        UserError: the checkpoint is of another model or other data, or is corrupt.
+    """
+    if path is None:
+        return TrainState()
+    checkpoint = Checkpoint(path)
+    if not checkpoint.train_state.samples and _has_other_head(config, checkpoint):
+        return initialize(config, trainer, checkpoint)  # an imported model
+    compatibility.check_same_run(checkpoint, config, training_data)
+    if config.lora.rank and not checkpoint.train_state.samples and adapter.of_checkpoint(checkpoint) is None:
+        return initialize(config, trainer, checkpoint)  # an imported model
+    state = load(trainer, checkpoint)
+    log.info("continuing from %s: step %d, %d samples", path, state.step, state.samples)
+    if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
+        for key, old, new in compatibility.changed_settings(checkpoint, config):
+            log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
+    return state
+
+
+def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
+    """Load the weights of a checkpoint, without its optimizer state, and return the state of a run that begins; collective.
+
+    A classifier starts with the encoder of the checkpoint and a new head, unless the checkpoint has the same labels.
+
+    The adapter that the checkpoint has is merged into its weights. The run's own adapters begin with the values of lora.adapter, if it is
+    set.
+
+    Raises:
+        UserError: the checkpoint is of another model, or is corrupt; or lora.adapter is of another base.
+    """
+    has_other_head = _has_other_head(config, checkpoint)
+    compatibility.check_same_model(checkpoint, config, other_head=has_other_head, context_factor=config.training.context_factor)
+    found = None if config.lora.adapter is None else _read_adapter(config, config.lora.adapter, checkpoint)
+    fragments = trainer.engine.fragments()
+    weights = [fragment for fragment in fragments if not is_adapter(fragment.piece.name)]
+    if has_other_head:  # its last layer is new, and so is the first one if the checkpoint has none
+        stored = {name for name in checkpoint.names() if not name.startswith("head.sentence.output.")}
+        weights = [fragment for fragment in weights if fragment.piece.name in stored or not fragment.piece.name.startswith("head.")]
+    base = adapter.MergedWeights(checkpoint, None if found is None else dataclasses.replace(found, layers={}))
+    save.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
+    if found is not None:
+        _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
+    trainer.engine.loaded(0)
+    dist.barrier()
+    log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
+    return TrainState()
+
+
+def _has_other_head(config: RunConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the run trains a classifier, and the checkpoint has none for the same labels."""
+    labels = getattr(config.model, "labels", [])
+    return bool(labels) and labels != checkpoint.config["model"].get("labels")
+
+
+def _read_adapter(config: RunConfig, folder: str, checkpoint: Checkpoint) -> Adapter:
+    """Read the adapter that a run begins with, which must be one of the checkpoint's model."""
+    found = read_peft(Path(folder), config.model, "lora.adapter")
+    on_rank_0(lambda: adapter.check_base(found, adapter.MergedWeights(checkpoint), config.model, "lora.adapter"))
+    return found
+
+
+@torch.no_grad()
+def _load_adapter(found: Adapter, fragments: list[Fragment]) -> None:
+    """Start adapters with the values of another one."""
+    for fragment in fragments:
+        factors = found.layers[layer_of(fragment.piece.name)]
+        full = factors.a if fragment.piece.name.endswith(PARTS[0]) else factors.b
+        weight = fragment.tensors["weight"]
+        weight.copy_(extract_fragment(full, fragment.piece, fragment.start, weight.numel()))
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint | adapter.MergedWeights) -> TrainState:
+    """Load a checkpoint into the trainer, and return its state; collective.
+
+    Raises:
+        UserError: the checkpoint is corrupt, or its weights have other shapes.
+    """
+    save.load(checkpoint, trainer.engine.fragments())
+    state = checkpoint.train_state
+    trainer.engine.loaded(state.updates)
+    trainer.engine.loss_scale.load(state.loss_scale, state.finite_steps)
+    dist.barrier()
+    return state
