@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,15 +24,17 @@ def model_of(checkpoint: MergedWeights) -> ModelConfig:
 
 def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     """Return the configuration with a checkpoint's model, and without what serves training only."""
-    config = copy.deepcopy(config)
-    config.model = model
-    parallel = config.parallel
-    parallel.zero_stage, parallel.sequence_parallel = 0, False
-    parallel.schedule, parallel.stages_per_rank, parallel.layers_per_stage, parallel.balance = "1f1b", None, [], "layers"
-    config.training.activation_checkpointing, config.training.compile = "none", "off"
-    config.training.frozen, config.lora = [], LoraConfig()  # adapters are merged
-    config.training.attention_group = 0
-    return config
+    parallel = replace(
+        config.parallel,
+        zero_stage=0,
+        sequence_parallel=False,
+        schedule="1f1b",
+        stages_per_rank=None,
+        layers_per_stage=[],
+        balance="layers",
+    )
+    training = replace(config.training, activation_checkpointing="none", compile="off", frozen=[], attention_group=0)
+    return replace(config, model=model, parallel=parallel, training=training, lora=LoraConfig())  # adapters are merged
 
 
 def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel:

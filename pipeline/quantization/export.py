@@ -1,4 +1,4 @@
-"""Quantized export by stage=convert: integer weights for the format compressed-tensors, and a report."""
+"""Quantized weights of an export (stage=convert stage.quantize): integers for the format compressed-tensors, and a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.checkpoint.huggingface_export import Weights
 from pipeline.common.errors import collect_errors
-from pipeline.config.schema import RunConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.layers.uniform_quantization import Scheme
@@ -63,8 +63,15 @@ def settings_of(stage: Convert) -> dict[str, Any]:
     return {f"stage.{name}": getattr(stage, name) for name in names}
 
 
-def prepare(config: RunConfig, stage: Convert, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
+def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
     """Quantize the weights of a model.
+
+    Args:
+        stage: the settings of the export.
+        data: options of reading stage.calibration and stage.held_out.
+        weights: of the checkpoint.
+        model: its configuration.
+        tokenizer: the tokenizer.
 
     Raises:
         UserError: the model cannot be quantized with these settings, a package is missing, or documents cannot be read.
@@ -74,8 +81,8 @@ def prepare(config: RunConfig, stage: Convert, weights: MergedWeights, model: Mo
     *_, calibration, held_out = collect_errors(
         lambda: compressed.check_installed(stage.quantize),
         lambda: check_model(model, scheme, stage.quantize),
-        lambda: _sequences("calibration", config, stage, weights, tokenizer),
-        lambda: read_held_out(config, stage, weights, tokenizer),
+        lambda: _sequences("calibration", stage, data, weights, tokenizer),
+        lambda: read_held_out(stage, data, weights, tokenizer),
     )
     solved = {}
     if calibration is not None:
@@ -96,13 +103,13 @@ def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quanti
     count = sum(outputs * inputs for outputs, inputs in layers.values())
     before, after = parameters * DTYPES[stage.dtype].itemsize, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     bits = 8 * quantization.packing.stored_bytes / count
-    found = scores(quantization.held_out, model, weights, quantization.weights, dynamic=stage.quantize == "int8_dynamic")
-    write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **found))
+    measured = scores(quantization.held_out, model, weights, quantization.weights, dynamic=stage.quantize == "int8_dynamic")
+    write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **measured))
 
 
-def read_held_out(config: RunConfig, stage: Convert, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
+def read_held_out(stage: Convert, data: DataConfig, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
     """Return the token sequences of stage.held_out, None without it."""
-    return _sequences("held_out", config, stage, checkpoint, tokenizer)
+    return _sequences("held_out", stage, data, checkpoint, tokenizer)
 
 
 def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: Weights, *, dynamic: bool = False) -> dict[str, Any]:
@@ -134,11 +141,11 @@ def write_report(folder: Path, report: Report) -> None:
     log.info("convert: %s", report.text())
 
 
-def _sequences(key: str, config: RunConfig, stage: Convert, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
+def _sequences(key: str, stage: Convert, data: DataConfig, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
     """Return the token sequences of stage.calibration or stage.held_out, None without documents. They are as long as those of training."""
     if not (inputs := getattr(stage, key)):
         return None
     length: int = checkpoint.config["model"]["max_positions"]
     if checkpoint.step:  # else it is an imported model, and the settings are not those of its training
         length = min(length, checkpoint.config["training"]["sequence_length"])
-    return read_sequences(inputs, f"stage.{key}", config.data, tokenizer, tokens=stage.sample_tokens, longest=length)
+    return read_sequences(inputs, f"stage.{key}", data, tokenizer, tokens=stage.sample_tokens, longest=length)

@@ -1,13 +1,11 @@
-"""stage=plan with stage.run: the plan of a job that has run, beside its measured step time and memory."""
+"""The plan of a job that has run beside its measured step time and memory (stage=plan stage.run)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
 from pipeline.planner import measured
 from pipeline.planner.plan import Plan, hardware_of, plan
@@ -15,29 +13,23 @@ from pipeline.planner.plan import Plan, hardware_of, plan
 GB = 1e9
 
 
-def run(config: RunConfig, run_dir: Path, out: str | None = None) -> Plan:
-    """Print the comparison, and return the plan.
+def compare(config: RunConfig, run_dir: Path) -> tuple[measured.Run, Plan]:
+    """Return a job as it was measured, and its plan.
 
     Args:
         config: of this command: its cluster.hardware replaces that of the run.
         run_dir: of the job.
-        out: a JSON file for the same.
 
     Raises:
         UserError: run_dir has no configuration or too few steps, or no hardware is named.
     """
     job = measured.read(run_dir)
     cluster = config.cluster if config.cluster.hardware else job.config.cluster
-    planned = plan(job.config, job.world_size, hardware_of(replace(job.config, cluster=cluster)))
-    print("\n".join(lines(run_dir, job, planned)))
-    if out:
-        with atomic_file(Path(out), "w") as file:
-            file.write(json.dumps(content(job, planned), indent=1) + "\n")
-    return planned
+    return job, plan(job.config, job.world_size, hardware_of(replace(job.config, cluster=cluster)))
 
 
 def content(job: measured.Run, planned: Plan) -> dict[str, object]:
-    """The table as JSON."""
+    """Return the table as JSON."""
     return {
         "hardware": planned.hardware.name,
         "ranks": job.world_size,

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from pathlib import Path
-from typing import Any
 
 from pipeline.checkpoint import huggingface_import, native, save
-from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES, VOCABULARIES
-from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, ImportedWeights, StockWeights
+from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
+from pipeline.checkpoint.imported import FOLDER, copy_originals
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.common.files import atomic_folder, digest
+from pipeline.common.files import digest
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
-from pipeline.data.tokenize import tokenizer_import
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
 
 log = logging.getLogger("pipeline")
-
-#: Folder in run_dir with config.json and tokenizer of the imported model, and the manifest that marks the import as complete.
-FOLDER = "imported"
 
 
 def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
@@ -85,31 +79,6 @@ def _continue_with(run_dir: Path, overrides: str) -> str:
 
 def _check_run(run_dir: Path) -> None:
     """Refuse a run_dir with checkpoints, except a checkpoint of step 0, which an interrupted import may have written."""
-    found = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, 0)]
-    if found:
-        raise UserError.of("run_dir", run_dir, f"already contains a run: {found[-1].name}", "choose another run_dir")
-
-
-def copy_originals(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
-    """Copy config.json, generation_config.json and the tokenizer of the imported model, which pretraining and a later export read."""
-    with atomic_folder(folder) as new:
-        for name in ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, new / name)
-        if not (new / "tokenizer.json").is_file():
-            _convert_tokenizer(source, new)
-        files = {file.name: artifact.entry(file) for file in sorted(new.iterdir())}
-        artifact.write(new, artifact.Manifest("convert", settings, files, totals))
-
-
-def _convert_tokenizer(source: Path, folder: Path) -> None:
-    """Write tokenizer.json from a vocabulary in another format, if transformers can; its files are in the folder in any case."""
-    found = ", ".join(name for name in VOCABULARIES if (source / name).is_file())
-    if not found:
-        log.warning("convert: %s has no tokenizer; set tokenizer.path to one with the same ids", source)
-        return
-    try:
-        tokenizer_import.from_folder(source).save(str(folder / "tokenizer.json"))
-        log.info("convert: wrote %s/tokenizer.json from %s", FOLDER, found)
-    except UserError as error:
-        log.warning("convert: copied %s, but not as tokenizer.json, which the other stages need; %s", found, error)
+    trained = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, 0)]
+    if trained:
+        raise UserError.of("run_dir", run_dir, f"already contains a run: {trained[-1].name}", "choose another run_dir")
