@@ -39,7 +39,7 @@ class BroadcastRanks:
         return box[0]
 
 
-class Parts:
+class PromptParts:
     """The parts of the prompts that this rank processes.
 
     Args:

@@ -20,11 +20,11 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.quantization import compressed, gptq
+from pipeline.quantization import compressed_tensors, gptq
+from pipeline.quantization.calibration_text import read_sequences
 from pipeline.quantization.perplexity import perplexity
+from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of, quantized_layers
 from pipeline.quantization.report import ErrorSum, Report
-from pipeline.quantization.samples import read_sequences
-from pipeline.quantization.weights import QuantizedWeights, build, check_model, layers_of, quantized_layers
 
 log = logging.getLogger("pipeline")
 
@@ -43,7 +43,7 @@ class Quantization:
     """
 
     weights: QuantizedWeights
-    packing: compressed.Packing
+    packing: compressed_tensors.Packing
     config_json: dict[str, Any]
     held_out: Tensor | None
 
@@ -79,7 +79,7 @@ def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: Mod
     scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
 
     *_, calibration, held_out = collect_errors(
-        lambda: compressed.check_installed(stage.quantize),
+        lambda: compressed_tensors.check_installed(stage.quantize),
         lambda: check_model(model, scheme, stage.quantize),
         lambda: _sequences("calibration", stage, data, weights, tokenizer),
         lambda: read_held_out(stage, data, weights, tokenizer),
@@ -90,8 +90,8 @@ def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: Mod
         solved = gptq.solve(build(weights, model), model, calibration[:, :-1], scheme, dtype)
     quantized = QuantizedWeights(weights, model, scheme, dtype, solved)
     dynamic = stage.quantize == "int8_dynamic"
-    packing = compressed.Packing(quantized, model, dynamic=dynamic, dtype=dtype)
-    return Quantization(quantized, packing, compressed.quantization_config(model, scheme, dynamic=dynamic), held_out)
+    packing = compressed_tensors.Packing(quantized, model, dynamic=dynamic, dtype=dtype)
+    return Quantization(quantized, packing, compressed_tensors.quantization_config(model, scheme, dynamic=dynamic), held_out)
 
 
 def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quantization, model: ModelConfig, parameters: int) -> None:
@@ -127,7 +127,7 @@ def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: 
     original = perplexity(build(before, model), held_out)
     quantized = build(after, model)
     if dynamic:
-        compressed.quantize_inputs(layers_of(quantized, model).values())
+        compressed_tensors.quantize_inputs(layers_of(quantized, model).values())
     return {
         "perplexity_before": original,
         "perplexity_after": perplexity(quantized, held_out),

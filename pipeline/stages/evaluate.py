@@ -16,7 +16,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import harness, record, selection, tasks, validation
+from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
-        paths = meshes.on_rank_0(lambda: selection.checkpoints(run_dir, stage, "validation", settings, config.training.steps))
+        paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "validation", settings, config.training.steps))
         config = dataclasses.replace(config, lora=LoraConfig())  # adapters are merged
         trainer: Trainer | None = None
         for path in paths:
@@ -60,7 +60,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             step = start.load(trainer, checkpoint).step
             scores = validation.evaluate(config, stage, trainer, data, step)
             if ranks.rank == 0:
-                validation.write(run_dir, path, step, scores, selection.settings_of(path, stage, settings))
+                validation.write(run_dir, path, step, scores, checkpoint_selection.settings_of(path, stage, settings))
         verification.finish(data.objectives())
     finally:
         meshes.destroy_process_group()
@@ -75,7 +75,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
-        paths = meshes.on_rank_0(lambda: selection.checkpoints(run_dir, stage, "tasks", settings, steps))
+        paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
         for path in paths:
             checkpoint = open_merged(path, stage.adapter)
@@ -87,7 +87,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
             mesh = mesh or meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
             scores = tasks.evaluate(stage, mesh, weights.load(checkpoint, config, mesh), model, text)
             if ranks.rank == 0:
-                record.write(run_dir, checkpoint.step, "tasks", scores, selection.settings_of(path, stage, settings))
+                record.write(run_dir, checkpoint.step, "tasks", scores, checkpoint_selection.settings_of(path, stage, settings))
                 log.info("step %d, %s:\n%s", checkpoint.step, path, tasks.text_table(scores))
     finally:
         meshes.destroy_process_group()

@@ -24,7 +24,7 @@ from pipeline.config.stages import Generate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import translation
 from pipeline.generation import decoding, draft, weights
-from pipeline.generation.completions import REJECTED, BroadcastRanks, Parts, missing, publish, wait_for_parts
+from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptParts, missing, publish, wait_for_parts
 from pipeline.generation.prompts import PromptReader, open_prompts
 from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.generation.template import open_template
@@ -83,7 +83,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 # Rank 0 decides for all: the ranks that share a model must process the same parts.
                 mine = comm.bcast(missing(unfinished, prompts.parts))[mesh.layout.batch_shard(where) :: mesh.layout.batch_shards]
                 leader = where.tensor == where.pipeline == 0
-                parts = Parts(prompts, reader, stops, unfinished, mine, logprobs=stage.logprobs, write=leader)
+                parts = PromptParts(prompts, reader, stops, unfinished, mine, logprobs=stage.logprobs, write=leader)
                 runner = decoding.load_runner(configs[0], stage, checkpoint, mesh, decoder_token)
                 small = None if drafts is None else decoding.load_runner(configs[1], stage, drafts, mesh, decoder_token)
                 generator = decoding.generator_of(stage, runner, small, stops)

@@ -7,7 +7,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import NOTHING
 from pipeline.data.shard import report
-from pipeline.data.shard.part import PartCounts
+from pipeline.data.shard.process_part import PartCounts
 
 DIFFERENCES = {
     "removed": ("one two three", "one three", "one <del>two </del>three"),

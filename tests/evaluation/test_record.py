@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from pipeline.checkpoint import native
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import record, selection
+from pipeline.evaluation import checkpoint_selection, record
 
 
 def test_table_and_plots_have_all_scores(tmp_path):
@@ -39,10 +39,10 @@ def test_tasks_of_an_array_share_the_checkpoints(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / native.INDEX).write_text(str(step))
     stage = Evaluate(name="evaluate", checkpoint="all")
-    assert len(selection.checkpoints(tmp_path, stage, "tasks", {})) == 5
+    assert len(checkpoint_selection.checkpoints(tmp_path, stage, "tasks", {})) == 5
     shares = []
     for task in ("3", "5"):
         for name, value in {"JOB_ID": "7", "TASK_ID": task, "TASK_MIN": "3", "TASK_MAX": "5", "TASK_STEP": "2", "TASK_COUNT": "2"}.items():
             monkeypatch.setenv(f"SLURM_ARRAY_{name}", value)
-        shares.append([native.step_of(path) for path in selection.checkpoints(tmp_path, stage, "tasks", {})])
+        shares.append([native.step_of(path) for path in checkpoint_selection.checkpoints(tmp_path, stage, "tasks", {})])
     assert shares == [[1, 3, 5], [2, 4]]

@@ -20,10 +20,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill
-from pipeline.data.load.loader import Samples, Sequences, Source, too_short
 from pipeline.data.load.packing import BestFit
+from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.windows import Windows
 
 log = logging.getLogger("pipeline")
@@ -57,7 +57,7 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
     return Samples(corpora, stream, sequences, config.training.seed, schedule, _infill(config, corpora[0]))
 
 
-def check_epochs(config: RunConfig, samples: Source) -> None:
+def check_epochs(config: RunConfig, samples: Dataset) -> None:
     """Log how often a run reads each corpus of its blend.
 
     Raises:
@@ -114,7 +114,7 @@ def _in_order(config: RunConfig, corpus: Corpus, share: tuple[int, int], length:
     return Samples([corpus], stream, windows, None) if windows.counts[0] > 0 else None
 
 
-def fingerprint(config: RunConfig, samples: Source, consumed: int, settings: dict[str, Any]) -> str:
+def fingerprint(config: RunConfig, samples: Dataset, consumed: int, settings: dict[str, Any]) -> str:
     """A short text that is equal for two runs if their first `consumed` samples are equal.
 
     Phases that begin later do not count, nor do corpora without weight until then: they may still be changed or added.

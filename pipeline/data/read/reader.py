@@ -7,7 +7,7 @@ from importlib import import_module
 
 from pipeline.data.read import suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 from pipeline.data.read.streams import DamageError
 
 

@@ -15,9 +15,9 @@ import orjson
 from pipeline.common.page import Raw, bar, details, difference, settings, share, table, whole_page
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
-from pipeline.data.shard.part import PartCounts
-from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS
+from pipeline.data.shard.spilled_documents import Pool
 
 EXCERPT = 300
 WARN_SHARE = 0.5
@@ -270,3 +270,26 @@ def _bars(name: str, rows: list[tuple[str, int, int]], what: str) -> str:
     """A table with one bar per row: (name, documents, weight)."""
     total = sum(weight for _, _, weight in rows)
     return table([name, "documents", what], [[label, documents, bar(weight, total)] for label, documents, weight in rows])
+
+
+def summary(totals: dict[str, Any]) -> str:
+    """Format the totals for the log."""
+    return "; ".join(_summary_parts(totals))
+
+
+def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
+    """Yield the non-empty counts of the summary."""
+    for split in ("train", "validation"):
+        count = totals[split]
+        yield f"{split} {count['documents']:,} documents, {count['bytes'] / 1e6:,.1f} MB, {count['shards']} shards"
+    for what, words in (
+        ("empty", "empty documents dropped"),
+        ("bad", "unreadable documents"),
+        ("cleaned", "documents dropped by cleaning"),
+    ):
+        if totals[f"{what}_documents"]:
+            yield f"{totals[f'{what}_documents']:,} {words}"
+    if totals["exact_duplicates"] or totals["near_duplicates"]:
+        yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped"
+    if totals["repeated_documents"]:
+        yield f"{totals['repeated_documents']:,} documents dropped because all of their lines are repeated"

@@ -16,9 +16,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.shard import dropped, report, text_shards
-from pipeline.data.shard.part import PartCounts
-from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
+from pipeline.data.shard.spilled_documents import Pool
 
 Entries = dict[str, dict[str, Any]]
 

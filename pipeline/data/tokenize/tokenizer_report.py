@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from pipeline.common import page
 from pipeline.data.tokenize.tokenizer import encode
 
-Row = dict[str, Any]
+Measurement = dict[str, Any]
 
 SAMPLE_CHARACTERS = 240
 """Characters of a text per language whose division into tokens is shown."""
@@ -34,7 +34,7 @@ COLUMNS = {
 }
 
 
-def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_per_token: Callable[[int], float]) -> Row:
+def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_per_token: Callable[[int], float]) -> Measurement:
     """Compute the metrics of one tokenizer.
 
     Args:
@@ -49,7 +49,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     unknown = _unknown(tokenizer)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     used = np.zeros(vocab_size, dtype=bool)
-    languages: dict[str, Row] = {}
+    languages: dict[str, Measurement] = {}
     for language, documents in texts.items():
         ids = encode(tokenizer, documents)[0]
         used[ids] = True
@@ -69,7 +69,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     return {"name": name, "vocab_size": vocab_size, **total, **cost, "languages": languages}
 
 
-def _metrics(size: int, words: int, tokens: int, unknown: int) -> Row:
+def _metrics(size: int, words: int, tokens: int, unknown: int) -> Measurement:
     """The counts and their ratios."""
     ratios = {"fertility": tokens / max(words, 1), "bytes_per_token": size / max(tokens, 1)}
     return {"bytes": size, "words": words, "tokens": tokens, "unknown": unknown, **ratios}
@@ -93,7 +93,7 @@ def _unknown(tokenizer: Tokenizer) -> int | None:
     return tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
 
-def text_table(rows: list[Row]) -> str:
+def text_table(rows: list[Measurement]) -> str:
     """The rows as a text table for the log, with one line per tokenizer."""
     languages = list(rows[0]["languages"])
     width = max(len("tokenizer"), *(len(row["name"]) for row in rows))
@@ -110,7 +110,7 @@ def _width(language: str) -> int:
     return len(f"parity {language}")
 
 
-def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> list[Path]:
+def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[Path]:
     """Write report.json and report.html.
 
     Args:
@@ -131,7 +131,7 @@ _TOTALS = ("vocab_size", "tokens", "bytes_per_token", "fertility", "unknown", "c
 _BY_LANGUAGE = ("bytes_per_token", "fertility", "parity", "unknown")
 
 
-def _page(rows: list[Row], about: dict[str, Any]) -> str:
+def _page(rows: list[Measurement], about: dict[str, Any]) -> str:
     """The report as one HTML page."""
     languages = rows[0]["languages"]
     parts = [*_verdict(rows[0], about), "<h2>Samples</h2>", "<p class=soft>How the tokenizers divide held-out text. "]
@@ -147,7 +147,7 @@ def _page(rows: list[Row], about: dict[str, Any]) -> str:
     return page.whole_page("Tokenizer report", [*parts, f"<h2>Columns</h2><ul>{notes}</ul>"])
 
 
-def _verdict(row: Row, about: dict[str, Any]) -> Iterator[str]:
+def _verdict(row: Measurement, about: dict[str, Any]) -> Iterator[str]:
     """The size and the compression of the folder's tokenizer, the settings, and warnings."""
     name, languages = html.escape(row["name"]), row["languages"]
     yield f"<div class=verdict><b>{name}: {row['bytes_per_token']:.2f} bytes per token, {row['vocab_size']:,} entries</b>"
@@ -162,7 +162,7 @@ def _verdict(row: Row, about: dict[str, Any]) -> Iterator[str]:
             yield f"<div class=warning>{what}.</div>"
 
 
-def _samples(language: str, rows: list[Row]) -> str:
+def _samples(language: str, rows: list[Measurement]) -> str:
     """The beginning of a text of a language, as every tokenizer divides it."""
     shown = []
     for row in rows:

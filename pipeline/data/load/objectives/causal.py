@@ -9,9 +9,9 @@ import numpy as np
 
 from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.boundaries import document_ids
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.samples import Samples
 
 
 class Causal(TokenShardObjective):

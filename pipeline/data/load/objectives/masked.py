@@ -11,11 +11,11 @@ import numpy as np
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.data import MaskingConfig
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.boundaries import document_ids
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives import sentences
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens, whole_sequence_violations
-from pipeline.data.load.permutation import random_words
+from pipeline.data.load.sample_order import random_words
+from pipeline.data.load.samples import Samples
 from pipeline.models.config import MaskedModelConfig
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
-from pipeline.data.load.loader import Samples, Source
+from pipeline.data.load.samples import Dataset, Samples
 from pipeline.data.load.special_tokens import SpecialTokens
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
@@ -42,7 +42,7 @@ class Objective(ABC):
     data_key: ClassVar[str] = "data.tokens"
     measures: ClassVar[tuple[str, ...]] = ()
 
-    samples: Source
+    samples: Dataset
     decoder_length: int = 0
     bytes_per_token: float | None = None
 
@@ -139,7 +139,7 @@ class TokenShardObjective(Objective):
         return blend.fingerprint(config, self.samples, consumed, self.sample_settings(config))
 
 
-def special_tokens(config: RunConfig, samples: Source) -> SpecialTokens:
+def special_tokens(config: RunConfig, samples: Dataset) -> SpecialTokens:
     """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
     return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])
 

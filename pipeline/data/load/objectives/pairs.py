@@ -13,17 +13,17 @@ import xxhash
 from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.loader import Source
 from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, Objective, special_tokens
 from pipeline.data.load.pair_files import PairFiles
-from pipeline.data.load.permutation import permute
+from pipeline.data.load.sample_order import permute
+from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 log = logging.getLogger("pipeline")
 
 
-class TokenizedPairs(Source):
+class TokenizedPairs(Dataset):
     """Pairs in the order of a run, tokenized when they are read.
 
     Training visits the pairs of an epoch in the order of a permutation that depends on (seed, epoch); validation reads them in file order.

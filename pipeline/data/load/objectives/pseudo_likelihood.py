@@ -7,9 +7,9 @@ import copy
 import numpy as np
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.masked import Masked, Vocabulary
 from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.samples import Samples
 
 
 class PseudoLikelihood(Masked):

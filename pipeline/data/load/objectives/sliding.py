@@ -9,9 +9,9 @@ import numpy as np
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load import blend
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.samples import Samples
 
 
 class Sliding(Causal):

@@ -18,10 +18,10 @@ import numpy as np
 from pipeline.common.errors import Violation
 from pipeline.config.data import SpansConfig
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
-from pipeline.data.load.permutation import random_words
+from pipeline.data.load.sample_order import random_words
+from pipeline.data.load.samples import Samples
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import orjson
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small_fields, text_of, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _SKIPPED_BYTES = 1 << 20
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, within_limit
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _BATCH_ROWS = 64
 

@@ -14,7 +14,7 @@ from pipeline.data.read.file_search import printable
 from pipeline.data.read.formats import html, lines
 from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, too_large
 from pipeline.data.read.formats.text import plain
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _SAMPLE_SUFFIXES = ("txt", "html", "htm", "json")
 

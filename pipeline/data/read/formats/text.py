@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:

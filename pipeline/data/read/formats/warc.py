@@ -11,7 +11,7 @@ from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import html
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 from pipeline.data.read.suffixes import split_compression
 
 _RECORD_TYPES = WarcRecordType.response | WarcRecordType.conversion

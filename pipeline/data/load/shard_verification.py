@@ -14,7 +14,7 @@ from pipeline.common.files import verify
 
 @dataclass(frozen=True)
 class Shard:
-    """A token shard: its path, and its entry in the manifest. The file format is documented in pipeline/data/tokenize/tokens.py."""
+    """A token shard: its path, and its entry in the manifest. The file format is documented in pipeline/data/tokenize/token_shards.py."""
 
     path: Path
     entry: dict[str, Any]

@@ -13,7 +13,7 @@ SCAN_FACTOR = 4
 """Text that is scanned to balance languages, as a multiple of the sample's size."""
 
 
-class Sample:
+class TrainingText:
     """Texts of as few training shards of each corpus as contain its share of the sample. Shards are shuffled, so this is a uniform sample.
 
     The shards that are read are read in full, to verify their checksums.

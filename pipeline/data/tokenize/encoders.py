@@ -42,7 +42,7 @@ HARD_TEXTS = [
 """Texts that are likely to reveal errors in the split into words or bytes."""
 
 
-class Engine(Protocol):
+class Encoder(Protocol):
     """Interface of tokenization engines: text to token ids."""
 
     name: str
@@ -76,10 +76,10 @@ class Fastokens:
         return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
 
 
-class VerifiedEngine:
+class VerifiedEncoder:
     """An engine whose ids are compared with the reference's on an excerpt after every CHECK_EVERY characters."""
 
-    def __init__(self, engine: Engine, reference: TextEncoder) -> None:
+    def __init__(self, engine: Encoder, reference: TextEncoder) -> None:
         self.name = engine.name
         self._engine, self._reference, self._unchecked = engine, reference, 0
 
@@ -98,7 +98,7 @@ class VerifiedEngine:
         return self._engine.encode(texts)
 
 
-def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]]) -> Engine:
+def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]]) -> Encoder:
     """Choose the engine.
 
     Args:
@@ -121,7 +121,7 @@ def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]])
         return reference
     mismatch = first_mismatch(engine, reference, [*HARD_TEXTS, *_special_token_texts(reference.special_tokens), *sample()])
     if mismatch is None:
-        return VerifiedEngine(engine, reference)
+        return VerifiedEncoder(engine, reference)
     if wanted == "fastokens":
         raise _mismatch_error(wanted, mismatch)
     log.warning(
@@ -131,7 +131,7 @@ def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]])
     return reference
 
 
-def first_mismatch(engine: Engine, reference: Engine, texts: list[str]) -> str | None:
+def first_mismatch(engine: Encoder, reference: Encoder, texts: list[str]) -> str | None:
     """The first text for which the two engines return different ids; None if all ids are equal."""
     (ids, lengths), (expected, expected_lengths) = engine.encode(texts), reference.encode(texts)
     if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):

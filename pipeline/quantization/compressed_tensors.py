@@ -14,7 +14,7 @@ from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.rows import Row, Shape
-from pipeline.quantization.weights import QuantizedWeights, quantized_rows
+from pipeline.quantization.quantized_weights import QuantizedWeights, quantized_rows
 
 
 class Packing:
