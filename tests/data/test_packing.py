@@ -13,7 +13,7 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import BestFit, best_fit, split_long
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.token_stream import TokenStream
-from tests.data.test_loader import stream
+from tests.data.test_samples import stream
 from tests.world import configured
 
 PREFIX, MIDDLE, SUFFIX = 101, 102, 103
