@@ -4,6 +4,7 @@ import csv
 from xml.etree import ElementTree
 
 from pipeline.checkpoint import native
+from pipeline.common import page
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import checkpoint_selection, record
 
@@ -19,9 +20,9 @@ def test_table_and_plots_have_all_scores(tmp_path):
         ["20", "8.0", "", ""],
         ["100", "4.0", "0.5", "0.1"],
     ]
-    page = (tmp_path / "evaluations/report.html").read_text()
-    assert page.count("<svg") == 2
-    assert "step 20: 8.0000" in page
+    written = (tmp_path / "evaluations/report.html").read_text()
+    assert written.count("<svg") == 2
+    assert "step 20: 8.0000" in written
     assert record.is_recorded(tmp_path, 100, "tasks", {"b": [2]})
     assert not record.is_recorded(tmp_path, 100, "tasks", {"b": [3]})
     assert not record.is_recorded(tmp_path, 20, "tasks", {"b": [2]})
@@ -29,7 +30,7 @@ def test_table_and_plots_have_all_scores(tmp_path):
 
 def test_a_plot_is_well_formed():
     for points in ([(1, 2.0)], [(1, 2.0), (5, 2.0)], [(1, 2.0), (5, 3.0), (9, -1.0)]):
-        drawn = ElementTree.fromstring(record.plot("a < b", points))
+        drawn = ElementTree.fromstring(page.macros("plot.svg.jinja").plot(record.curve("a < b", points)))
         assert len([each for each in drawn.iter() if each.tag.endswith("circle")]) == len(points)
 
 

@@ -103,7 +103,7 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
     made = report.build(counts, found, pool, output, settings)
     pages = {
         "report.json": report.as_json(made),
-        "report.html": report.page(made).encode("utf-8", "replace"),
+        "report.html": report.html(made).encode("utf-8", "replace"),
         "quarantine.jsonl": report.quarantine(counts.bad),
     }
     for name, content in pages.items():
