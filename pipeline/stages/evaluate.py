@@ -25,7 +25,7 @@ from pipeline.evaluation import record, selection
 from pipeline.parallel import mesh as meshes
 from pipeline.stages import evaluate_tasks
 from pipeline.stages.pretrain import check_vocabulary
-from pipeline.training import loop, start, verification
+from pipeline.training import loop, shard_verification, start
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -81,7 +81,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 scores[name] |= _pseudo_perplexity(config, trainer, masked, state.step, stage) if masked is not None else {}
             if ranks.rank == 0:
                 _write(config, path, state.step, scores, selection.settings_of(path, stage, settings))
-        verification.finish([*parts.values(), *each.values()])
+        shard_verification.finish([*parts.values(), *each.values()])
     finally:
         meshes.destroy_process_group()
 

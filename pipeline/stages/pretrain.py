@@ -36,7 +36,7 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner.flops import flops_per_token, peak_flops
 from pipeline.planner.parameters import count_model_parameters
-from pipeline.training import loop, start, verification
+from pipeline.training import loop, shard_verification, start
 from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics, last_loss
 from pipeline.training.step_control import StepControl
@@ -90,7 +90,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks)
-            unverified = verification.finish([training_data, validation_data])
+            unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 _finish(config, state, hosts, unverified)
     except ToBeContinued:

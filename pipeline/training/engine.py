@@ -20,7 +20,7 @@ from pipeline.training.buckets import is_primary_copy
 from pipeline.training.loss_scale import LossScale
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
-ENGINES = {0: "pipeline.training.replicated:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero:ZeroEngine")
+ENGINES = {0: "pipeline.training.replicated_engine:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero_engine:ZeroEngine")
 
 
 @dataclass(frozen=True)

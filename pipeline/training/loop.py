@@ -22,7 +22,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
-from pipeline.training.batches import BatchLoader
+from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.metrics import Metrics, memory_used
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer

@@ -18,9 +18,9 @@ from pipeline.layers.loss import IGNORE
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.parallel.schedules import Pipeline
+from pipeline.parallel.pipeline_schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
-from pipeline.training.routing import RouterStatistics
+from pipeline.training.router_statistics import RouterStatistics
 
 
 class Trainer:

@@ -28,7 +28,7 @@ from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
 from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.batches import BatchLoader
+from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
 from tools.bench.token_dataset import TokenDataset

@@ -64,7 +64,7 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
 def _experts(expert, tensor, counts_of_rank, dropped):
     """Values and gradients of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert import ExpertParallelExperts, _own_columns
+    from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_columns
 
     group, tensor_group = _groups(expert, tensor)
     which, piece = group.rank(), tensor_group.rank()
@@ -128,7 +128,7 @@ def test_expert_parallel_experts_equal_the_experts(world, counts, dropped, tenso
 def _events(layout):
     """What happens in forward and backward pass of a layer with a shared expert, and the bytes of each all-to-all of rows."""
     from pipeline.layers.moe import SharedExpertMoE
-    from pipeline.parallel.expert import Exchange
+    from pipeline.parallel.expert_parallel import Exchange
 
     config, mine = make(*DEEPSEEK, "parallel.expert=2", "parallel.zero_stage=0", "training.global_batch_size=8", *layout)
     layer = next(module for module in mine.model.modules() if isinstance(module, SharedExpertMoE))
@@ -167,7 +167,7 @@ def test_a_token_crosses_the_network_once_and_not_once_a_tensor_rank(world):
 
 
 def _gradcheck():
-    from pipeline.parallel.expert import Exchange
+    from pipeline.parallel.expert_parallel import Exchange
 
     rank, group = dist.get_rank(), dist.group.WORLD
     sent, received = [rank, 1, 0, 2], [[0, 1, 2, 3], [1] * 4, [0] * 4, [2] * 4][rank]

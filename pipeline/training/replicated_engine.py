@@ -18,10 +18,10 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
-from pipeline.training.reduction import GradientReducer, Reduction
 
 
 class ReplicatedEngine(Engine):

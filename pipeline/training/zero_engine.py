@@ -18,11 +18,11 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
-from pipeline.training.gathering import WeightGatherer
+from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, create_state
-from pipeline.training.reduction import GradientReducer, Reduction
+from pipeline.training.weight_gathering import WeightGatherer
 
 #: ZeRO stage -> what remains of a gradient, and when it is reduced.
 REDUCTIONS = {1: Reduction.PARTITION, 2: Reduction.PARTITION_EACH, 3: Reduction.PARTITION_EACH}
@@ -45,7 +45,7 @@ class ZeroEngine(Engine):
 
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         _prepare_deepspeed(mesh.device)
-        from pipeline.training.zero_optimizer import BucketZeroOptimizer
+        from pipeline.training.deepspeed_optimizer import BucketZeroOptimizer
 
         self.model = model
         self._config, self._mesh = config, mesh
