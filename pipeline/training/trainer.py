@@ -35,7 +35,7 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel | None = None) -> None:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
-        self.engine = build_engine(config, self.model, mesh)
+        self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision)
         self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}

@@ -260,13 +260,15 @@ def test_statistics_are_in_the_metrics(tmp_path):
     import json
 
     from pipeline.checkpoint.native import TrainState
+    from pipeline.config.schema import TrackingConfig
     from pipeline.training.engine import StepResult
     from pipeline.training.metrics import Metrics
 
-    config = configured(*TINY, *MIXTRAL, f"run_dir={tmp_path}", "tracking=disabled")
+    tracking = TrackingConfig(wandb="disabled")
+    numbers = {"steps": 1, "tokens_per_sample": 8, "flops_per_token": 1.0, "peak_flops": None}
     more = {"aux_loss": torch.tensor(0.5), "router_load_max": torch.tensor(1.25)}
     result = StepResult(torch.tensor(2.0), torch.tensor(0.0), torch.tensor(0.1), more)
-    with Metrics(config, 0, TrainState(), 8, 1.0, None) as metrics:
+    with Metrics(tmp_path, tracking, {}, 0, TrainState(), **numbers) as metrics:
         metrics.add(TrainState(1, 16, 1), torch.tensor(3.0), result, 16, 1.0, {"data_seconds": 0.25})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert [line[key] for key in ("loss", "grad_norm", "aux_loss", "router_load_max", "data_seconds")] == [3.0, 2.0, 0.5, 1.25, 0.25]
