@@ -40,7 +40,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
         raise UserError.of("dry_run.enabled", True, rule, fix)
     if config.stage.name == "finetune":
-        finetune.prepare(config, job_size(config, ranks.world_size))
+        config = finetune.completed(config, job_size(config, ranks.world_size))
     if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(problems)
     if ranks.rank > 0:
