@@ -65,9 +65,7 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     small = _shrink_experts(small, planned)
     small = _shrink_batch(small, planned, before, data)
     small = _use_cpu_kernels(small)
-    parallel = small.parallel
-    ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline * data
-    return Shrunk(small, ranks, changes(planned, small))
+    return Shrunk(small, small.parallel.model_ranks * data, changes(planned, small))
 
 
 def changes(planned: RunConfig, small: RunConfig) -> list[Change]:
@@ -142,7 +140,7 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
 def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunConfig:
     """Keep a layer per stage, one more if the planned stages differ in size, and layers of every kind."""
     model: Any = small.model
-    stages = small.parallel.pipeline * stages_per_rank(small)
+    stages = small.parallel.pipeline * stages_per_rank(small.parallel)
     layers = min(planned.model.layers, max(2, stages + (planned.model.layers % before.stage_count != 0)))
     sizes = {"model.layers": layers}
     for name in ("sliding_window_pattern", "no_rope_layer_interval"):
@@ -241,8 +239,8 @@ def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: in
     rampup = [
         WarmupConfig(entry.until_step, size(entry.value, fewest if entry.value < full else 2 * fewest)) for entry in training.batch_rampup
     ]
-    batch = {"micro_batch_size": micro_batch, "global_batch_size": size(full, 2 * fewest), "batch_rampup": rampup}
-    return dataclasses.replace(small, training=dataclasses.replace(training, **batch))
+    batch = {"training.micro_batch_size": micro_batch, "training.global_batch_size": size(full, 2 * fewest)}
+    return knobs.changed(small, {**batch, "training.batch_rampup": rampup})
 
 
 def _use_cpu_kernels(small: RunConfig) -> RunConfig:

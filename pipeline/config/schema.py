@@ -148,6 +148,11 @@ class ParallelConfig:
     )
     sequence_parallel: bool = knob(True, "split norms and residuals along the sequence over the tensor ranks")
 
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks without data parallelism, tensor x context x expert x pipeline: the world size is a multiple of it."""
+        return self.tensor * self.context * self.expert * self.pipeline
+
 
 @dataclass(frozen=True)
 class PrecisionConfig:
@@ -279,3 +284,8 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+
+    @property
+    def objective(self) -> str:
+        """Name of the training objective: that of the model's family with training.objective=auto."""
+        return self.model.objective if self.training.objective == "auto" else self.training.objective

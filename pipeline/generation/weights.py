@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,16 +25,11 @@ def model_of(checkpoint: MergedWeights) -> ModelConfig:
 
 def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     """Return the configuration with a checkpoint's model, and without what serves training only."""
-    whole = {"parallel.zero_stage": 0, "parallel.sequence_parallel": False}
-    schedule = {
-        "parallel.schedule": "1f1b",
-        "parallel.stages_per_rank": None,
-        "parallel.layers_per_stage": [],
-        "parallel.balance": "layers",
-    }
-    training = {"training.activation_checkpointing": "none", "training.compile": "off", "training.attention_group": 0}
-    merged = {"training.frozen": [], "lora": LoraConfig()}  # adapters are merged
-    return knobs.changed(config, {"model": model, **whole, **schedule, **training, **merged})
+    values: dict[str, Any] = {"model": model, "lora": LoraConfig(), "training.frozen": []}  # adapters are merged
+    values |= {"training.activation_checkpointing": "none", "training.compile": "off", "training.attention_group": 0}
+    values |= {"parallel.zero_stage": 0, "parallel.sequence_parallel": False, "parallel.schedule": "1f1b"}
+    values |= {"parallel.stages_per_rank": None, "parallel.layers_per_stage": [], "parallel.balance": "layers"}
+    return knobs.changed(config, values)
 
 
 def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel:

@@ -9,10 +9,9 @@ from pipeline.checkpoint import native, peft_format
 from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labels import labels_of
-from pipeline.data.load.objectives.registry import objective_of
-from pipeline.launch import preflight
 from pipeline.models import families
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended
@@ -39,7 +38,7 @@ def completed(config: RunConfig, world_size: int) -> RunConfig:
     try:
         start = _start(config)
     except UserError as error:
-        raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
+        raise UserError([*error.violations, *objectives.violations(config)]) from error
     index = native.read_index(start)
     model = families.from_dict(index.config["model"])
     if not (_in_run_dir(config, start) and index.train_state.samples):  # the checkpoints of the run have the longer context already
@@ -50,7 +49,7 @@ def completed(config: RunConfig, world_size: int) -> RunConfig:
     if lora.adapter is not None:
         lora = peft_format.configured(lora, peft_format.read_peft(Path(lora.adapter), model, "lora.adapter"))
     config = dataclasses.replace(config, model=model, lora=lora)
-    if found := preflight.training_violations(config, world_size):
+    if found := check.training_violations(config, world_size):
         raise UserError(found)
     return config
 

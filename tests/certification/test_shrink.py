@@ -18,7 +18,7 @@ from pipeline.certification.shrink import Shrunk, shrink
 from pipeline.config.data import WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
-from pipeline.launch import preflight
+from pipeline.config.rules import check
 from pipeline.models.families import FAMILIES
 from pipeline.planner.parameters import count_model_parameters
 from tests.world import configured
@@ -154,11 +154,11 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
 @given(jobs())
 def test_every_legal_job_has_a_legal_small_version(job: tuple[Any, int]) -> None:
     planned, world_size = job
-    assume(not preflight.violations(planned, world_size))
+    assume(not check.violations(planned, world_size))
     unchanged = copy.deepcopy(planned)
     small = shrink(planned, world_size, STEPS)
     assert planned == unchanged
-    assert preflight.violations(small.config, small.world_size) == []
+    assert check.violations(small.config, small.world_size) == []
     axes_in_use(planned, world_size, small)
     options_are_kept(planned, small)
     before, after = leaves(planned), leaves(small.config)

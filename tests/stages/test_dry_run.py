@@ -8,7 +8,7 @@ import torch
 
 from pipeline.common import knobs
 from pipeline.config.layout import Layout
-from pipeline.launch.preflight import check
+from pipeline.config.rules.check import check
 from pipeline.parallel.parallelize import init_weights, partition_model
 from pipeline.planner.parameters import count_local_parameters, count_primary_parameters
 from pipeline.planner.ranks import frozen_bytes, rank_state
