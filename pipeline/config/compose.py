@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import knobs
@@ -31,6 +31,8 @@ from pipeline.models.families import FAMILIES
 @functools.cache
 def register() -> None:
     """Register the dataclasses as schemas of the files in conf/, and the resolver `${python_stdlib:}`, a path."""
+    # OmegaConf makes nodes of frozen dataclasses read-only: overrides could not change them. The composed objects are frozen all the same.
+    dictconfig.is_structured_config_frozen = lambda _: False
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig, package="_global_")
     for stage, (schema, _) in STAGES.items():

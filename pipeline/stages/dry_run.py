@@ -13,7 +13,6 @@ from pipeline.common.ranks import Ranks
 from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES
 from pipeline.data.load.blend import phases
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.launch import job
@@ -34,13 +33,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the cluster options of the job are invalid, or the job does not fit in memory.
     """
-    if config.stage.name not in TRAINING_STAGES:
-        rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
-        raise UserError.of("dry_run.enabled", True, rule, fix)
     if config.stage.name == "finetune":
-        finetune.prepare(config, job_size(config, ranks.world_size))
+        config = finetune.completed(config, job_size(config, ranks.world_size))
     if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(problems)
     if ranks.rank > 0:

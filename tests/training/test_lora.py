@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.config.lora import is_adapter
 from pipeline.layers.attention import sdpa
@@ -93,7 +94,8 @@ def is_trained(config: Any, name: str) -> bool:
 @functools.cache
 def reference(name: str) -> Trained:
     config, model = configured(*settings(name)), model_of(name)
-    config.model.bias_update_speed = 0.0  # with LoRA, routers are not changed
+    if hasattr(config.model, "bias_update_speed"):  # with LoRA, routers are not changed
+        config = knobs.changed(config, {"model.bias_update_speed": 0.0})
     return plain_loop(config, [model.batch(config, step) for step in range(STEPS)], own_loss=model.own_loss, model=initialized(config))
 
 

@@ -1,13 +1,13 @@
-"""Validation rules of the settings of a stage."""
+"""Rules of the group stage: the keys of evaluate, generate, convert, plan and certify."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
-from pipeline.config import quantize
+from pipeline.config.rules import quantization
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES, Convert, Evaluate, Generate, Plan
+from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
 
 #: What is planned instead of the configured job.
 PLANS = ("search", "scaling", "table", "run")
@@ -16,6 +16,8 @@ PLANS = ("search", "scaling", "table", "run")
 def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     """Yield the rules that the settings of the stage violate."""
     stage = config.stage
+    if stage.name not in STAGES or STAGES[stage.name][0] is not type(stage):
+        yield Violation("stage.name", stage.name, "is not the stage whose keys were composed", "choose the stage by stage=NAME")
     if isinstance(stage, Generate):
         yield from _generate(stage)
         yield from _replicas(config, world_size)
@@ -27,14 +29,16 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
             yield from _replicas(config, world_size)
     if isinstance(stage, Plan):
         yield from _plan(stage)
+    if isinstance(stage, Certify):
+        yield from _certify(config)
     if isinstance(stage, Convert):
-        yield from quantize.violations(stage)
-    if config.evaluation.every and stage.name in TRAINING_STAGES:
-        yield from _scheduled_evaluation(config)
+        yield from quantization.violations(stage)
 
 
 def _generate(stage: Generate) -> Iterator[Violation]:
-    """Each way of decoding has its own settings."""
+    """Prompts are given, and each way of decoding has its own settings."""
+    if stage.prompts is None:
+        yield Violation("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:
@@ -91,18 +95,6 @@ def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation
         yield Violation("stage.pseudo_perplexity", True, rule, "set it to false" + (", or choose BERT or RoBERTa" * (not stage.tasks)))
 
 
-def _scheduled_evaluation(config: RunConfig) -> Iterator[Violation]:
-    """A job has something to evaluate. The rules of its own settings are checked when the run starts."""
-    wanted = config.evaluation
-    if not (wanted.validation or wanted.tasks):
-        yield Violation("evaluation.validation", False, "leaves nothing to evaluate", "set it to true, or set evaluation.tasks")
-    if wanted.tasks and wanted.task_folder is None:
-        yield Violation("evaluation.task_folder", None, "is required by evaluation.tasks", "set it to the folder with their .yaml files")
-    if wanted.validation and config.stage.name == "finetune":
-        fix = "set it to false; training.validate_every reports the loss of data.instructions.validation"
-        yield Violation("evaluation.validation", True, "is not supported by stage=finetune, which has no validation split", fix)
-
-
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
     """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard."""
     for axis in ("context", "expert"):
@@ -137,3 +129,11 @@ def _stride(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
     elif stage.stride > config.training.sequence_length:
         rule = f"must not exceed training.sequence_length={config.training.sequence_length}"
         yield Violation("stage.stride", stage.stride, rule, "reduce it, for example to half of training.sequence_length")
+
+
+def _certify(config: RunConfig) -> Iterator[Violation]:
+    """The layout computes the same function as a plain loop."""
+    capacity = getattr(config.model, "capacity_factor", None)
+    if capacity is not None and config.parallel.context > 1:
+        rule = f"drops other tokens with parallel.context={config.parallel.context} than in one process, so that the results differ"
+        yield Violation("model.capacity_factor", capacity, rule, "set it to null, or parallel.context=1")
