@@ -35,7 +35,7 @@ from pipeline.launch.evaluation_jobs import Schedule
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner.flops import flops_per_token, peak_flops
-from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.training import loop, start, verification
 from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics, last_loss
