@@ -85,7 +85,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if ranks.rank == 0:
                 _write_config(config)
             length = config.training.sequence_length
-            flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
+            flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(config.cluster, device)
             all_peaks = None if peak is None else peak * ranks.world_size
             with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
                 control = StepControl(config, ranks.rank)
