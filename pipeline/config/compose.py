@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.paths import CONF_DIR
-from pipeline.config.renamed import new_name
+from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.families import FAMILIES
@@ -172,6 +172,8 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
         return Violation(key, value, "contains characters with a special meaning in Hydra", fix)
     if "Ambiguous value" in reason:
         return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
+    if key in REMOVED:
+        return Violation(key, value, "is no longer a key", REMOVED[key])
     if renamed := new_name(key):
         return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
     if key not in keys and (error is None or not override.startswith("++")):

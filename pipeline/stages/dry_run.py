@@ -19,10 +19,10 @@ from pipeline.launch import job
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.planner import gate
-from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
-from pipeline.planner.plan import Plan
-from pipeline.planner.ranks import frozen_bytes, rank_state
+from pipeline.planner import memory_check
+from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.planner.plan import JobPlan
+from pipeline.planner.state_memory import frozen_bytes, rank_state
 from pipeline.stages import finetune
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -47,9 +47,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
     lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, local, model)]
     lines += [*batch_lines(config, layout), "", sbatch]
-    result = gate.planned(config, layout.world_size)
+    result = memory_check.planned(config, layout.world_size)
     print("\n".join([*lines, *([] if result is None else ["", *plan_lines(result)])]))
-    if refused := gate.violation(config, layout.world_size, result):
+    if refused := memory_check.violation(config, layout.world_size, result):
         raise UserError([refused])
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
 
@@ -72,7 +72,7 @@ def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {axis:<16}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
 
 
-def plan_lines(result: Plan) -> Iterator[str]:
+def plan_lines(result: JobPlan) -> Iterator[str]:
     """Yield the planned memory of the fullest rank and time of a step; stage=plan prints their parts."""
     memory = result.estimate.memory.total / 1e9
     yield f"planned on {result.hardware.name} (details: stage=plan)"

@@ -10,8 +10,8 @@ from pipeline.common import knobs
 from pipeline.config.layout import Layout
 from pipeline.config.rules.check import check
 from pipeline.parallel.parallelize import init_weights, partition_model
-from pipeline.planner.parameters import count_local_parameters, count_primary_parameters
-from pipeline.planner.ranks import frozen_bytes, rank_state
+from pipeline.planner.parameter_counts import count_local_parameters, count_primary_parameters
+from pipeline.planner.state_memory import frozen_bytes, rank_state
 from pipeline.stages.dry_run import init_fake
 from tests.helpers import pipeline
 from tests.world import configured

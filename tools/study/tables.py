@@ -1,4 +1,4 @@
-"""Prediction of the runs of a CSV file; the columns are described in pipeline/planner/README.md."""
+"""Prediction of the runs of a CSV file; the columns are described in tools/study/README.md."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.files import atomic_file
-from pipeline.planner.cells import Contradiction
 from pipeline.planner.estimate import Estimate, estimate
-from pipeline.planner.memory import StateFormat
-from pipeline.planner.operations import Collective, Operation, Part
+from pipeline.planner.operations import Collective, Operation, TracedPart
 from pipeline.planner.plan import hidden_bytes
-from pipeline.planner.published import REQUIRED, Run, read
+from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.trace import Trace, trace
+from tools.study.cells import Contradiction
+from tools.study.runs import REQUIRED, PublishedRun, read
 
 PREDICTED = ("predicted_step_time_s", "predicted_mfu", "predicted_memory_gb", "fits", "assumptions", "refused")
 
@@ -23,7 +23,7 @@ PREDICTED = ("predicted_step_time_s", "predicted_mfu", "predicted_memory_gb", "f
 MEMORY_ERROR = 1.15
 
 
-def predict(run: Run, cache: dict[str, Trace]) -> Estimate:
+def predict(run: PublishedRun, cache: dict[str, Trace]) -> Estimate:
     """Predict a row. Traces of one block are cached by everything that they depend on.
 
     A row without `recompute` is predicted with full recomputation where it needs more memory than there is, beyond the error of the
@@ -40,7 +40,7 @@ def predict(run: Run, cache: dict[str, Trace]) -> Estimate:
     return other
 
 
-def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
+def _estimate(run: PublishedRun, cache: dict[str, Trace]) -> Estimate:
     config = run.config
     traced = traced_row(run, cache)
     last = traced.kinds[-1]
@@ -52,11 +52,11 @@ def _estimate(run: Run, cache: dict[str, Trace]) -> Estimate:
         run.hardware,
         StateFormat(run.sharding.stage),
         hidden_bytes=hidden_bytes(config),
-        practice=run.practice,
+        engine=run.engine,
     )
 
 
-def traced_row(run: Run, cache: dict[str, Trace]) -> Trace:
+def traced_row(run: PublishedRun, cache: dict[str, Trace]) -> Trace:
     """Return the trace of the first blocks of a row's model, up to the first one that all others are like."""
     config = run.config
     first = replace(config, model=replace(config.model, layers=1 + getattr(config.model, "dense_layers", 0)))
@@ -68,7 +68,7 @@ def traced_row(run: Run, cache: dict[str, Trace]) -> Trace:
     return cache[key]
 
 
-def dispatched(part: Part, tensor: int, expert_tensor: int) -> Part:
+def dispatched(part: TracedPart, tensor: int, expert_tensor: int) -> TracedPart:
     """Return a part whose tokens are sent to their experts as Megatron-LM does it.
 
     There every tensor rank routes its slice of the sequence, while this project gathers the sequence first. Ranks that share an expert
@@ -139,8 +139,8 @@ def load(source: Path) -> tuple[list[dict[str, str]], list[str]]:
             rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
             columns = [name for name in reader.fieldnames or [] if name not in PREDICTED]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError.of("stage.table", source, f"cannot be read as CSV: {error}", "pass a CSV file with a header line") from error
+        raise UserError.of("rows", source, f"cannot be read as CSV: {error}", "pass a CSV file with a header line") from error
     if missing := [name for name in REQUIRED if name not in columns]:
         rule = f"has no column {', '.join(missing)}"
-        raise UserError.of("stage.table", source, rule, "pipeline/planner/README.md lists the columns")
+        raise UserError.of("rows", source, rule, "tools/study/README.md lists the columns")
     return rows, columns

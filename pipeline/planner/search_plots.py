@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.planner.pictures import new_figure, plain_numbers, save
-from pipeline.planner.search import Choice, Found
+from pipeline.planner.plotting import new_figure, plain_numbers, save
+from pipeline.planner.search import Choice, SearchResult
 
 GB = 1e9
 COLORS = {1: "#2166ac", 2: "#1b7837", 3: "#b2182b"}
@@ -15,7 +15,7 @@ MARKERS = {"none": "^", "selective": "s", "full": "o"}
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """The best layout of a number of nodes.
 
     Attributes:
@@ -36,19 +36,19 @@ class Point:
         return 24 * self.days * self.nodes
 
 
-def draw_search(found: Found, path: Path) -> None:
+def draw_search(result: SearchResult, path: Path) -> None:
     """Write a PNG: time of a step over memory of the fullest rank for all simulated layouts that fit, with the Pareto front.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    front = found.front
+    front = result.front
     lines = 0.25 * len(front)  # inches of the list below the picture
     figure = new_figure(path, 12, 6 + lines)
     axes, below = figure.subplots(2, 1, height_ratios=[6, lines])
     for zero, color in COLORS.items():
         for recompute, marker in MARKERS.items():
-            shown = [choice for choice in found.choices if _kind(choice) == (zero, recompute)]
+            shown = [choice for choice in result.choices if _kind(choice) == (zero, recompute)]
             if shown:
                 label = f"ZeRO {zero}, recomputation {recompute}"
                 axes.scatter(*_points(shown), color=color, marker=marker, alpha=0.6, linewidths=0, label=label)
@@ -59,7 +59,7 @@ def draw_search(found: Found, path: Path) -> None:
     names = [f"{number:>2}  {' '.join(_short(word) for word in choice.settings)}" for number, choice in enumerate(front, 1)]
     below.text(0.0, 1.0, "\n".join(names), transform=below.transAxes, va="top", fontsize=9, family="monospace")
     below.set_axis_off()
-    plan = found.choices[0].plan
+    plan = result.choices[0].plan
     axes.set(xlabel="planned memory of the fullest rank, GB", ylabel="planned time of a step, s")
     axes.set_title(f"{plan.config.model.family}, {plan.config.model.layers} layers on {plan.layout.world_size:,} x {plan.hardware.name}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
@@ -67,7 +67,7 @@ def draw_search(found: Found, path: Path) -> None:
     save(figure, path)
 
 
-def draw_scaling(points: Sequence[Point], path: Path) -> None:
+def draw_scaling(points: Sequence[ScalingPoint], path: Path) -> None:
     """Write a PNG: days and efficiency of a run over the number of nodes, with the best layout of each.
 
     Raises:

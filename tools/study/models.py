@@ -13,7 +13,7 @@ from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mixtral.config import MixtralConfig
-from pipeline.planner.cells import Contradiction, integer, number
+from tools.study.cells import Contradiction, integer, number
 
 #: Models that are not transformers with one stack of self-attention, by words in their names.
 OTHERS = r"mamba|hybrid|jamba|zamba|rwkv|retnet|hyena|griffin|\bssm\b|resnet|unet|diffusion|\bt5\b|\bul2\b|bart\b|whisper|pegasus"

@@ -1,4 +1,4 @@
-"""A published run of any framework, as a row of a table, and what the planner understands of it (columns: pipeline/planner/README.md)."""
+"""A published run of any framework, as a row of a table, and what the planner understands of it (columns: tools/study/README.md)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
-from pipeline.planner.cells import EMPTY, Contradiction, flag, integer, number
-from pipeline.planner.frameworks import FITTED, Frameworks, eager, practice_of
-from pipeline.planner.practice import Practice
-from pipeline.planner.published_gpu import Changes, file_of, hardware_of
-from pipeline.planner.published_model import model_of
-from pipeline.planner.sharding import Sharding, sharding_of
+from tools.study.cells import EMPTY, Contradiction, flag, integer, number
+from tools.study.framework_model import FrameworkModel
+from tools.study.frameworks import FITTED, Frameworks, eager, framework_model
+from tools.study.gpus import Changes, file_of, hardware_of
+from tools.study.models import model_of
+from tools.study.sharding import Sharding, sharding_of
 
 #: Columns without which a row cannot be predicted.
 REQUIRED = ("gpu", "gpus", "seq_len", "global_batch")
 
 
 @dataclass
-class Run:
+class PublishedRun:
     """A row as the planner understands it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Run:
         layout: of the row.
         hardware: its GPU, node and network.
         sharding: of its model state.
-        practice: what its framework does.
+        engine: what its framework does.
         fused: whether memory-bound operators are fused into few kernels.
         assumptions: made for empty cells.
         expert_tensor: ranks over which each expert is sharded.
@@ -40,14 +40,14 @@ class Run:
     layout: Layout
     hardware: Hardware
     sharding: Sharding
-    practice: Practice
+    engine: FrameworkModel
     fused: bool = True
     assumptions: list[str] = field(default_factory=list)
     expert_tensor: int = 1
     file: str = ""
 
 
-def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes | None = None) -> Run:
+def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes | None = None) -> PublishedRun:
     """Understand a row.
 
     Args:
@@ -104,9 +104,9 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
         assumed.append("zero_or_fsdp=ZeRO-1, since a pipeline reduces gradients once a step")
         sharding = replace(sharding, stage=1)
     recompute = _recompute(row, sharding.engine, assumed)
-    practice = practice_of(row, year, sharding, constants)
+    engine = framework_model(row, year, sharding, constants)
     if expert > 1:
-        practice = replace(practice, expert_group=(expert_ranks, expert_tensor))
+        engine = replace(engine, expert_group=(expert_ranks, expert_tensor))
     sequence_parallel = tensor > 1 and flag(row, "sequence_parallel", year >= 2023, assumed)
     config = RunConfig(
         model=model,
@@ -127,12 +127,12 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
     layout = Layout(
         pipeline, data // expert, tensor, expert, context, config.parallel.schedule, chunks if pipeline > 1 else 1, micro_batches
     )
-    return Run(
+    return PublishedRun(
         config,
         layout,
         hardware,
         sharding,
-        practice,
+        engine,
         fused=not eager(row, sharding),
         assumptions=assumed,
         expert_tensor=expert_tensor,

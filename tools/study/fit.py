@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
-from pipeline.planner.cells import Contradiction, measured_step_time
-from pipeline.planner.frameworks import FITTED
-from pipeline.planner.published import read
-from pipeline.planner.tables import predict
 from pipeline.planner.trace import Trace
+from tools.study.cells import Contradiction, measured_step_time
+from tools.study.frameworks import FITTED
+from tools.study.runs import read
+from tools.study.tables import predict
 
 #: Generation of GPUs -> its files in conf/hardware/, which share the fitted constants.
 GENERATIONS = {
@@ -64,7 +64,7 @@ SMALL = 0.02
 
 
 @dataclass(frozen=True)
-class Constant:
+class FittedConstant:
     """A fitted constant: a key of some hardware files, or with no files a field of Frameworks; its value may not exceed `most`."""
 
     name: str
@@ -84,7 +84,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredRow:
     """A row with a measured step time."""
 
     source: str
@@ -93,11 +93,11 @@ class Sample:
     file: str
 
 
-def constants() -> list[Constant]:
+def constants() -> list[FittedConstant]:
     """Return all constants that are fitted."""
-    found = [Constant(f"{name} {key}", files, key, most) for name, files in GENERATIONS.items() for key, most in SHARES.items()]
-    found += [Constant(f"{name} {key}", files, key, most) for name, (files, keys) in FABRICS.items() for key, most in keys.items()]
-    return found + [Constant(name, (), name, most) for name, (_, most) in FRAMEWORKS.items()]
+    found = [FittedConstant(f"{name} {key}", files, key, most) for name, files in GENERATIONS.items() for key, most in SHARES.items()]
+    found += [FittedConstant(f"{name} {key}", files, key, most) for name, (files, keys) in FABRICS.items() for key, most in keys.items()]
+    return found + [FittedConstant(name, (), name, most) for name, (_, most) in FRAMEWORKS.items()]
 
 
 class Fit:
@@ -108,10 +108,10 @@ class Fit:
         chosen: the constants to fit; all when None.
     """
 
-    def __init__(self, rows: list[dict[str, str]], chosen: list[Constant] | None = None) -> None:
+    def __init__(self, rows: list[dict[str, str]], chosen: list[FittedConstant] | None = None) -> None:
         self.constants, self._traces = chosen or constants(), dict[str, Trace]()
         self.all = list(self._read(rows))
-        of: dict[str, list[Sample]] = defaultdict(list)
+        of: dict[str, list[MeasuredRow]] = defaultdict(list)
         for sample in self.all:
             of[sample.source].append(sample)
         self.samples = [sample for found in of.values() for sample in found[:: math.ceil(len(found) / ROWS)]]
@@ -119,13 +119,13 @@ class Fit:
         self.of_fabric = torch.tensor([constant.key in ("network_share", "ring_us", "omni_path") for constant in self.constants])
         self.neutral = torch.tensor([math.log(constant.neutral) for constant in self.constants], dtype=torch.float64)
 
-    def _read(self, rows: list[dict[str, str]]) -> Iterator[Sample]:
+    def _read(self, rows: list[dict[str, str]]) -> Iterator[MeasuredRow]:
         for row in rows:
             try:
                 measured = measured_step_time(row) if row.get("status", "ok") in ("ok", "") else None
                 if measured:
                     run = read(row)
-                    yield Sample(row.get("source") or "(no source)", row, measured, run.file)
+                    yield MeasuredRow(row.get("source") or "(no source)", row, measured, run.file)
             except Contradiction:
                 continue
 
@@ -134,7 +134,7 @@ class Fit:
         """Names of the sources."""
         return sorted({sample.source for sample in self.samples})
 
-    def residual(self, sample: Sample, x: Tensor) -> float:
+    def residual(self, sample: MeasuredRow, x: Tensor) -> float:
         """The logarithm of predicted over measured time."""
         changed: dict[str, dict[str, float]] = defaultdict(dict)
         frameworks = FITTED

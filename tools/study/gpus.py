@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
-from pipeline.planner.cells import Contradiction, integer, number, text_of
+from tools.study.cells import Contradiction, integer, number, text_of
 
 #: Words in the cell `gpu` -> file of conf/hardware/; the first that is found counts. Parts of one generation are near each other.
 GPUS = {

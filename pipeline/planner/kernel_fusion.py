@@ -85,13 +85,13 @@ def _layout_copies(recording: Recording) -> set[int]:
         made = storages[key].kernel
         return not storages[key].part or (made is not None and isinstance(kernels[made].operation, Collective))
 
-    found = set()
+    copies = set()
     for index, kernel in enumerate(kernels):
         if kernel.name.partition(".")[0] == "cat":
             sent = [operation for key in kernel.writes for operation in readers.get(key, [])]
             if all(map(from_elsewhere, kernel.reads)) or (sent and all(isinstance(operation, Collective) for operation in sent)):
-                found.add(index)
-    return found
+                copies.add(index)
+    return copies
 
 
 def _operations(
@@ -146,12 +146,12 @@ def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dic
 
 def _backward_readers(recording: Recording) -> dict[int, list[str]]:
     """The parts whose backward pass reads a storage: the input of a block is saved for that block."""
-    found: dict[int, list[str]] = {}
+    readers: dict[int, list[str]] = {}
     for kernel in recording.kernels:
         if kernel.phase != "forward":
             for key in kernel.reads:
-                found.setdefault(key, []).append(kernel.part)
-    return found
+                readers.setdefault(key, []).append(kernel.part)
+    return readers
 
 
 def _groups(kernels: list[Kernel], *, fused: bool) -> list[int]:
@@ -181,20 +181,20 @@ def _recomputed(recording: Recording) -> dict[int, dict[int, int]]:
             if kernel.operation is not None:
                 needed |= kernel.reads.keys()
     readers = _backward_readers(recording)
-    found: dict[int, dict[int, int]] = {}
+    recomputed: dict[int, dict[int, int]] = {}
     for key in sorted(used):
         storage = storages[key]
         outside = set(readers[key]) != {storage.part}
         if storage.kernel is None or storage.phase != "forward" or key in needed or outside:
             continue
         kernel = kernels[storage.kernel]
-        sources_stay = all(source in used or source in found or not storages[source].part for source in kernel.reads)
+        sources_stay = all(source in used or source in recomputed or not storages[source].part for source in kernel.reads)
         if kernel.operation is None and kernel.reads and sources_stay:
             sources: dict[int, int] = {}
             for source, size in kernel.reads.items():
-                sources.update(found.get(source, {source: size}))
-            found[key] = sources
-    return found
+                sources.update(recomputed.get(source, {source: size}))
+            recomputed[key] = sources
+    return recomputed
 
 
 def _moved(kernels: list[Kernel], group: int, readers: dict[int, set[int]], recomputed: dict[int, dict[int, int]]) -> float:

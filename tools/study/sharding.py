@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipeline.planner.cells import integer, text_of
+from tools.study.cells import integer, text_of
 
 
 @dataclass(frozen=True)

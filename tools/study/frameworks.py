@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.planner.cells import flag, text_of
-from pipeline.planner.practice import Practice
-from pipeline.planner.sharding import Sharding
+from pipeline.planner.engine_model import SHARDED_PRODUCTS
+from tools.study.cells import flag, text_of
+from tools.study.framework_model import FrameworkModel
+from tools.study.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Frameworks:
         fp8_products: share of their peak that products in 8 bits sustain, over that of products in 16 bits.
     """
 
-    sharded_products: float = 0.802
+    sharded_products: float = SHARDED_PRODUCTS
     old_products: float = 0.896
     eager_attention: float = 0.841
     eager_attention_new: float = 0.442
@@ -45,13 +46,8 @@ FITTED = Frameworks()
 FUSED_LOSS_BYTES = 10.0
 
 
-def engine_practice(zero_stage: int) -> Practice:
-    """What this project's engine does."""
-    return Practice(products=FITTED.sharded_products if zero_stage == 3 else 1.0)
-
-
-def practice_of(row: dict[str, str], year: int, sharding: Sharding, constants: Frameworks) -> Practice:
-    """What a framework of that year does: kernels, overlap, number formats."""
+def framework_model(row: dict[str, str], year: int, sharding: Sharding, constants: Frameworks) -> FrameworkModel:
+    """Return what a framework of that year does: kernels, overlap, number formats."""
     precision, zero = re.sub("[_-]", "", row.get("precision", "").lower()), sharding.stage
     modern = year >= 2023  # fused attention, and collectives of data parallelism beside the backward pass
     tensor = flag(row, "sequence_parallel", False, []) and year >= 2024
@@ -71,7 +67,7 @@ def practice_of(row: dict[str, str], year: int, sharding: Sharding, constants: F
     beside = pytorch or (deepspeed and zero == 3 and modern)
     plain, new = eager(row, sharding), bool(re.search("h[128]00|b[23]00", row["gpu"].lower()))
     eager_attention = constants.eager_attention_new if new else constants.eager_attention
-    return Practice(
+    return FrameworkModel(
         scores=_scores(row, modern),
         products=(constants.sharded_products if beside else 1.0) * (1.0 if modern else constants.old_products),
         attention=eager_attention if pytorch else 1.0,

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from pipeline.config.hardware import Hardware
-from pipeline.planner.pictures import new_figure, plain_numbers, save
-from pipeline.planner.plan import Plan, Row
+from pipeline.planner.plan import JobPlan, OperationRow
+from pipeline.planner.plotting import new_figure, plain_numbers, save
 
 COLORS = {"forward": "#2166ac", "backward": "#b2182b", "recompute": "#999999"}
 #: Operations with a larger share of the time get their name.
@@ -16,7 +16,7 @@ LABELED_SHARE = 0.02
 FULL_AREA, LEAST_AREA = 4000.0, 12.0
 
 
-def draw(plan: Plan, rows: list[Row], path: Path) -> None:
+def draw(plan: JobPlan, rows: list[OperationRow], path: Path) -> None:
     """Write a PNG: FLOP/s of every operation over its arithmetic intensity; the area of a point is its share of the time.
 
     Args:
@@ -40,7 +40,7 @@ def draw(plan: Plan, rows: list[Row], path: Path) -> None:
         axes.scatter([], [], s=60, color=color, alpha=0.6, linewidths=0, label=phase)  # points of the legend have one size
     # Numbers beside the points, and names in a list: operations of about the same intensity and speed would hide each other's names.
     labeled = [row for row in shown if row.time * row.count > LABELED_SHARE * total]
-    groups: dict[tuple[float, float], list[Row]] = {}
+    groups: dict[tuple[float, float], list[OperationRow]] = {}
     for row in labeled:
         place = round(math.log10(row.flops / row.bytes), 1), round(math.log10(row.flops / row.time), 1)
         groups.setdefault(place, []).append(row)

@@ -6,11 +6,11 @@ import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.planner.cells import Contradiction, measured_step_time, number
+from tools.study.cells import Contradiction, measured_step_time, number
 
 
 @dataclass(frozen=True)
-class Score:
+class RowScore:
     """A predicted row.
 
     Attributes:
@@ -41,9 +41,9 @@ GROUP = ("source", "table", "model_name", "layers", "hidden", "heads", "seq_len"
 LAYOUTS = 3
 
 
-def regrets(scores: list[Score]) -> list[float]:
+def regrets(scores: list[RowScore]) -> list[float]:
     """Return for every group how much longer the layout takes that is predicted to be the fastest, over the fastest published one."""
-    groups: dict[tuple[str, ...], list[Score]] = {}
+    groups: dict[tuple[str, ...], list[RowScore]] = {}
     for row in scores:
         if row.measured:
             groups.setdefault(row.group, []).append(row)
@@ -55,7 +55,7 @@ def regrets(scores: list[Score]) -> list[float]:
     return found
 
 
-def score(predictions: Path) -> tuple[list[Score], int]:
+def score(predictions: Path) -> tuple[list[RowScore], int]:
     """Return the scores of all predicted rows, and the number of refused rows.
 
     Raises:
@@ -76,7 +76,7 @@ def score(predictions: Path) -> tuple[list[Score], int]:
             measured = None
         fits = {"ok": True, "oom": False}.get(status)
         scores.append(
-            Score(
+            RowScore(
                 row.get("source") or "(no source)",
                 " ".join(f"{name}={row.get(name)}" for name in ("model_name", "gpu", "gpus", "tp", "pp", "micro_batch", "global_batch")),
                 float(row["predicted_step_time_s"]) / measured - 1 if measured else None,

@@ -1,4 +1,4 @@
-"""Cells of a row of published runs: numbers, and the step time that a row states (columns: pipeline/planner/README.md)."""
+"""Cells of a row of published runs: numbers, and the step time that a row states (columns: tools/study/README.md)."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from pipeline.config import hardware as hardware_files
-from pipeline.planner.cells import Contradiction
-from pipeline.planner.published import read
-from pipeline.planner.published_gpu import GPUS, file_of
-from pipeline.planner.sharding import Sharding
-from pipeline.planner.tables import predict
+from tools.study.cells import Contradiction
+from tools.study.gpus import GPUS, file_of
+from tools.study.runs import read
+from tools.study.sharding import Sharding
+from tools.study.tables import predict
 
 #: The columns of a table.
 TEXTS = "source year table model_name zero_or_fsdp recompute sequence_parallel precision notes"

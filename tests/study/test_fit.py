@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from pipeline.planner import baselines, fit
-from pipeline.planner.published import read
-from pipeline.planner.score import Score, regrets
-from pipeline.planner.tables import predict
-from tests.planner.test_tables import RUN
+from tests.study.test_tables import RUN
+from tools.study import baselines, fit
+from tools.study.runs import read
+from tools.study.score import RowScore, regrets
+from tools.study.tables import predict
 
 SMALL = {**RUN, "layers": "8", "pp": "1", "interleave": "1", "dp": "", "tokens_per_s_per_gpu": ""}
 
@@ -57,16 +57,16 @@ def test_shares_stay_below_one(runs):
 
 
 def test_the_layout_that_is_predicted_fastest_is_compared_with_the_best():
-    def row(predicted: float, measured: float, group: str) -> Score:
-        return Score("s", "", predicted / measured - 1, None, predicted, measured, (group,))
+    def row(predicted: float, measured: float, group: str) -> RowScore:
+        return RowScore("s", "", predicted / measured - 1, None, predicted, measured, (group,))
 
     rows = [row(1.0, 2.2, "a"), row(2.0, 2.0, "a"), row(3.0, 4.0, "a"), row(1.0, 9.0, "b"), row(2.0, 1.0, "b")]
     assert regrets(rows) == [pytest.approx(0.1)]  # group b has two layouts only
 
 
 def test_one_efficiency_for_each_generation_of_gpus():
-    def row(source: str, gpu: str, efficiency: float) -> tuple[Score, float]:
-        return Score(source, "", None, None, measured=1.0, row={"gpu": gpu}), efficiency  # seconds at the peak
+    def row(source: str, gpu: str, efficiency: float) -> tuple[RowScore, float]:
+        return RowScore(source, "", None, None, measured=1.0, row={"gpu": gpu}), efficiency  # seconds at the peak
 
     ideal = [row("a", "A100", 0.4), row("b", "A100", 0.5), row("c", "H100", 0.3)]
     everywhere, elsewhere = baselines.scaled(ideal, left_out=False), baselines.scaled(ideal, left_out=True)

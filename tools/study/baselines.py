@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.planner.cells import Contradiction
-from pipeline.planner.fit import GENERATIONS
-from pipeline.planner.published import Run, read
-from pipeline.planner.published_gpu import file_of
-from pipeline.planner.score import Score
+from tools.study.cells import Contradiction
+from tools.study.fit import GENERATIONS
+from tools.study.gpus import file_of
+from tools.study.runs import PublishedRun, read
+from tools.study.score import RowScore
 
 GENERATION = {file: name for name, files in GENERATIONS.items() for file in files}
 #: Seconds of every measured row by a method whose only constant is an efficiency, at an efficiency of 1.
-Ideal = list[tuple[Score, float]]
+Ideal = list[tuple[RowScore, float]]
 
 
-def constant_mfu(scores: list[Score]) -> Ideal:
+def constant_mfu(scores: list[RowScore]) -> Ideal:
     """Return the seconds of every measured row at the peak of its GPU in 16 bits, with the FLOPs that the planner counts."""
     return [(s, s.predicted * float(s.row["predicted_mfu"])) for s in scores if s.measured and s.row.get("predicted_mfu")]
 
@@ -46,7 +46,7 @@ def scaled(ideal: Ideal, *, left_out: bool) -> dict[str, list[float]]:
     return dict(found)
 
 
-def _generation(score: Score) -> str:
+def _generation(score: RowScore) -> str:
     file = file_of(score.row)
     return GENERATION.get(file, file)
 
@@ -58,7 +58,7 @@ def _median_efficiency(rows: Ideal) -> float:
     return statistics.fmean(map(statistics.median, sources.values())) if sources else 0.4
 
 
-def textbook_labels(scores: Iterable[Score]) -> dict[str, list[bool]]:
+def textbook_labels(scores: Iterable[RowScore]) -> dict[str, list[bool]]:
     """Return for every labelled row whether the textbook formula of memory is right, by source."""
     found: dict[str, list[bool]] = defaultdict(list)
     for score in scores:
@@ -69,7 +69,7 @@ def textbook_labels(scores: Iterable[Score]) -> dict[str, list[bool]]:
     return dict(found)
 
 
-def textbook_bytes(run: Run) -> float:
+def textbook_bytes(run: PublishedRun) -> float:
     """Return the bytes of a rank by the formulas of Korthikanti et al. 2022 (activations) and Rajbhandari et al. 2020 (model state).
 
     18 bytes a parameter: 16-bit weights, fp32 gradients, and fp32 master weights and moments.
@@ -81,13 +81,13 @@ def textbook_bytes(run: Run) -> float:
     attention = 2 * model.hidden**2 * (1 + kv_heads / model.heads)
     mlp = gated * model.hidden * model.ffn_hidden * getattr(model, "experts", 1) / layout.expert
     parameters = (model.layers * (attention + mlp) / layout.pipeline + model.vocab_size * model.hidden) / tensor
-    shards = run.practice.shard_ranks or layout.data * layout.expert * layout.context
+    shards = run.engine.shard_ranks or layout.data * layout.expert * layout.context
     state = {0: 18.0, 1: 6 + 12 / shards, 2: 2 + 16 / shards, 3: 18 / shards}[run.sharding.stage]
     tokens = training.micro_batch_size * training.sequence_length / layout.context
     if training.activation_checkpointing == "full":
         layer = 2.0
     else:
-        scores = 0.0 if run.practice.scores != "saved" else 5 * model.heads * training.sequence_length / model.hidden
+        scores = 0.0 if run.engine.scores != "saved" else 5 * model.heads * training.sequence_length / model.hidden
         layer = 34 / tensor + scores / tensor if sequence else 10 + 24 / tensor + scores / tensor
     stages = layout.pipeline
     interleaved = 1 + (stages - 1) / (stages * layout.stages_per_rank) if layout.stages_per_rank > 1 else 1.0
@@ -95,7 +95,7 @@ def textbook_bytes(run: Run) -> float:
     return parameters * state + activations + 4 * tokens * model.vocab_size / tensor
 
 
-def llm_analysis(scores: list[Score]) -> Ideal:
+def llm_analysis(scores: list[RowScore]) -> Ideal:
     """Return the seconds of llm-analysis for every measured row that it can express, at an efficiency of 1.
 
     It takes dense models and Mixtral-like experts, tensor, pipeline, data and expert sizes, ZeRO stages and recomputation; not context
@@ -117,17 +117,17 @@ def llm_analysis(scores: list[Score]) -> Ideal:
                 run = read(score.row)
             except Contradiction:
                 continue
-            if run.layout.context == 1 and run.layout.stages_per_rank == 1 and not run.practice.shard_ranks and _dense(run):
+            if run.layout.context == 1 and run.layout.stages_per_rank == 1 and not run.engine.shard_ranks and _dense(run):
                 found.append((score, _llm_analysis_time(run, config, analysis)))
     logging.disable(logging.NOTSET)
     return found
 
 
-def _dense(run: Run) -> bool:
-    return run.config.model.family in ("gpt", "llama", "mixtral") and not run.practice.fp8_products
+def _dense(run: PublishedRun) -> bool:
+    return run.config.model.family in ("gpt", "llama", "mixtral") and not run.engine.fp8_products
 
 
-def _llm_analysis_time(run: Run, config: Any, analysis: Any) -> float:
+def _llm_analysis_time(run: PublishedRun, config: Any, analysis: Any) -> float:
     """Seconds of a step at an efficiency of 1."""
     model, layout, hardware, training = run.config.model, run.layout, run.hardware, run.config.training
     described = config.ModelConfig(
@@ -167,4 +167,4 @@ def _llm_analysis_time(run: Run, config: Any, analysis: Any) -> float:
 
 
 #: Name of a package -> the seconds of every row that it can express.
-PEERS: dict[str, Callable[[list[Score]], Ideal]] = {"llm-analysis": llm_analysis}
+PEERS: dict[str, Callable[[list[RowScore]], Ideal]] = {"llm-analysis": llm_analysis}

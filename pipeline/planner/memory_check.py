@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
-from pipeline.planner.plan import Plan, hardware_of, plan
+from pipeline.planner.plan import JobPlan, hardware_of, plan
 from pipeline.planner.search import Choice, search, settings_of
 
 
-def planned(config: RunConfig, world_size: int) -> Plan | None:
+def planned(config: RunConfig, world_size: int) -> JobPlan | None:
     """Return the plan of a job; None if the cluster does not name its GPU (cluster.hardware), or adapters are trained: it has no plan."""
     return None if config.cluster.hardware is None or config.lora.rank else plan(config, world_size, hardware_of(config))
 
 
-def violation(config: RunConfig, world_size: int, result: Plan | None) -> Violation | None:
+def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Violation | None:
     """Return why a job is refused; None if it fits, its GPU is unknown, or cluster.check_memory is off."""
     if result is None or result.estimate.fits or not config.cluster.check_memory:
         return None

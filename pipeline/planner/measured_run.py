@@ -20,7 +20,7 @@ WARMUP = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """What a run directory tells.
 
     Attributes:
@@ -38,7 +38,7 @@ class Run:
     memory: float | None
 
 
-def read(run_dir: Path) -> Run:
+def read(run_dir: Path) -> MeasuredRun:
     """Read a run directory of `pretrain`.
 
     Raises:
@@ -51,7 +51,7 @@ def read(run_dir: Path) -> Run:
         raise UserError.of("stage.run", run_dir, rule, "pass the run_dir of a pretrain job that has trained longer")
     memory = max((line.get("memory_gb") or 0.0 for line in lines), default=0.0) * 1e9
     seconds = [line["seconds"] for line in lines]
-    return Run(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None)
+    return MeasuredRun(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None)
 
 
 def saved_config(run_dir: Path) -> RunConfig:
@@ -78,15 +78,15 @@ def saved_config(run_dir: Path) -> RunConfig:
 def _lines(run_dir: Path) -> list[dict[str, float]]:
     """The lines of training steps in metrics.jsonl, without an incomplete last one."""
     path = run_dir / "metrics.jsonl"
-    found = []
+    steps = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             values = json.loads(line)
         except ValueError:
             continue
         if "seconds" in values:
-            found.append(values)
-    return found
+            steps.append(values)
+    return steps
 
 
 def _world_size(run_dir: Path, config: RunConfig) -> int:

@@ -7,11 +7,11 @@ import csv
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.planner.cells import Contradiction, measured_step_time
 from pipeline.planner.operations import Elementwise
-from pipeline.planner.published import read
-from pipeline.planner.score import score
-from pipeline.planner.tables import predict, predict_table, traced_row
+from tools.study.cells import Contradiction, measured_step_time
+from tools.study.runs import read
+from tools.study.score import score
+from tools.study.tables import predict, predict_table, traced_row
 
 #: Llama-2 70B on 64 H100, as a user writes it.
 RUN = {
@@ -139,7 +139,7 @@ def test_frameworks_pad_the_vocabulary_and_keep_concatenated_weights():
 
 def test_accumulation_of_gradients_follows_the_framework():
     bytes_of = {
-        text: read({**RUN, "zero_or_fsdp": text}).practice.accumulation_bytes for text in ("distributed optimizer (ZeRO-1)", "ZeRO-1")
+        text: read({**RUN, "zero_or_fsdp": text}).engine.accumulation_bytes for text in ("distributed optimizer (ZeRO-1)", "ZeRO-1")
     }
     assert bytes_of == {"distributed optimizer (ZeRO-1)": 0.0, "ZeRO-1": 10.0}  # the first accumulates inside the products
 
@@ -179,7 +179,7 @@ def test_outputs_of_stages_are_kept_where_the_engine_keeps_them():
 
 def test_a_compiler_changes_memory_bound_kernels_only():
     sharded = {**RUN, "zero_or_fsdp": "FSDP2", "tp": "1", "pp": "1", "dp": "64", "gpu": "H100"}
-    eager, compiled, jax = (read({**sharded, "notes": text}).practice for text in ("not compiled", "torch.compile", "JAX"))
+    eager, compiled, jax = (read({**sharded, "notes": text}).engine for text in ("not compiled", "torch.compile", "JAX"))
     assert eager.host_us > compiled.host_us == jax.host_us == 0
     assert (compiled.products, compiled.attention) == (eager.products, eager.attention)
     assert eager.products < jax.products == 1.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner.exchange import buckets, gathers, reductions, sends, stage_parts
+from pipeline.planner.buckets import planned_buckets
+from pipeline.planner.communication import gathers, reductions, sends
 from pipeline.planner.operations import AttentionCall, Collective
 from pipeline.planner.plan import hidden_bytes, hidden_states
 from pipeline.planner.trace import Trace
@@ -22,13 +23,13 @@ def sent_bytes(config: RunConfig, trace: Trace, layout: Layout, rank: int) -> di
     """
     coordinates, zero_stage = layout.coordinates(rank), config.parallel.zero_stage
     stages = layout.stages(coordinates.pipeline)
-    held = buckets(trace, layout, stages)
-    exchanges = reductions(held, layout, zero_stage) + gathers(held, layout, zero_stage, DTYPES[config.precision.dtype].itemsize)
+    buckets = planned_buckets(trace, layout, stages)
+    exchanges = reductions(buckets, layout, zero_stage) + gathers(buckets, layout, zero_stage, DTYPES[config.precision.dtype].itemsize)
     exchanges += sends(layout, coordinates.pipeline, hidden_bytes(config), hidden_states(config))
     sent = dict.fromkeys(AXES, 0.0)
     for exchange in exchanges:
         _add(sent, exchange.collective, layout, exchange.count)
-    for operation in (operation for stage in stages for part in stage_parts(trace, layout, stage) for operation in part.operations):
+    for operation in (operation for stage in stages for part in trace.stage_parts(layout, stage) for operation in part.operations):
         if isinstance(operation, Collective):
             _add(sent, operation, layout, layout.micro_batches)
         elif isinstance(operation, AttentionCall) and operation.sent:  # keys and values along the ring
