@@ -185,7 +185,9 @@ def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, flo
         yield Counter({event: count for event, count in events.items() if event[2] > SCALARS or event[0] == "ring"}), flops
 
 
-@pytest.mark.parametrize(("kind", "case"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "case"), [pytest.param(*case, marks=pytest.mark.long if number % 2 else ()) for number, case in enumerate(CASES)]
+)
 def test_collectives_and_flops_of_a_step_are_those_of_a_real_run(worlds, kind, case):
     ranks, *settings = case
     settings = (*SMALL, "precision=fp32", *settings)
