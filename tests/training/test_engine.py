@@ -51,7 +51,9 @@ SAME = [
     ("precision=bf16", "parallel.zero_stage=0", "parallel.tensor=2"),
     ("precision=fp32", "parallel.zero_stage=1", "parallel.pipeline=2"),
     ("precision=bf16", "parallel.zero_stage=2"),
-    pytest.param(("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=0", "parallel.pipeline=2"), marks=pytest.mark.long),
+    pytest.param(
+        ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=0", "parallel.pipeline=2"), marks=pytest.mark.long
+    ),
     ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=3", "parallel.tensor=2"),
     ("precision=fp32", "parallel.zero_stage=3"),
     pytest.param(("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"), marks=pytest.mark.long),
@@ -122,7 +124,12 @@ def _poison(overrides):
 
 @pytest.mark.parametrize(
     "zero, precision",
-    [(0, "fp32"), (1, "bf16"), (3, "fp32"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "bf16"), (1, "fp32"), (3, "bf16")))],
+    [
+        (0, "fp32"),
+        (1, "bf16"),
+        (3, "fp32"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "bf16"), (1, "fp32"), (3, "bf16"))),
+    ],
 )
 def test_a_non_finite_gradient_skips_the_step(world, zero, precision):
     from pipeline.training.lr_schedule import learning_rate
