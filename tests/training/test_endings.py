@@ -63,7 +63,7 @@ def test_checkpoints_by_time(tokens, tmp_path):
     assert steps == ["2", "3", "4", "5", "6"], "decided after step s, written after step s + 1"
 
 
-@pytest.mark.parametrize("suspended", [0, 1])
+@pytest.mark.parametrize("suspended", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_suspended_rank_is_named_with_its_stacks(tokens, tmp_path, started, suspended):
     with open(tmp_path / "log", "wb") as output:
         steps = ("training.steps=100000", "training.timeout_minutes=0.05")
