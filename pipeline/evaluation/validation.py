@@ -18,8 +18,8 @@ from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pseudo_likelihood import PseudoLikelihood
 from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.evaluation import record
-from pipeline.training import loop
 from pipeline.training.trainer import Trainer
+from pipeline.training.validation import validate
 
 log = logging.getLogger("pipeline")
 
@@ -86,7 +86,7 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
     }
 
 
-def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: ValidationData, step: int) -> dict[str, Scores]:
+def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: ValidationData) -> dict[str, Scores]:
     """Return the scores of the weights in the trainer; collective.
 
     Args:
@@ -94,7 +94,6 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
         stage: the settings of the evaluation.
         trainer: has the weights.
         data: what the weights are evaluated on.
-        step: of the checkpoint, for the log.
 
     Returns:
         Corpus -> scores; "" is the full validation split. The perplexity of a large loss is None: it is infinite, which JSON has no number
@@ -105,12 +104,13 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
     for name, samples in data.corpora.items():
         scores[name] = {}
         if samples is not None:
-            loss, bits = loop.validate(config, trainer, samples, step, None, stage.batches)
-            scores[name] = {"validation_loss": loss, "perplexity": math.exp(loss) if loss < 700 else None, "bits_per_byte": bits}
+            result = validate(trainer, samples, config.training, batches=stage.batches, prefetch=config.data.prefetch)
+            perplexity = math.exp(result.loss) if result.loss < 700 else None
+            scores[name] = {"validation_loss": result.loss, "perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
     batches = None if stage.batches is None else stage.batches * config.training.sequence_length
     for name, masked in data.pseudo.items():
         if masked is not None:
-            loss, _ = loop.validate(config, trainer, masked, step, None, batches)
+            loss = validate(trainer, masked, config.training, batches=batches, prefetch=config.data.prefetch).loss
             scores[name]["pseudo_perplexity"] = math.exp(min(loss, 700))
     return scores
 

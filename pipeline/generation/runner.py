@@ -14,7 +14,7 @@ from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
-from pipeline.parallel.relay import Relay
+from pipeline.parallel.pipeline_relay import Relay
 
 
 class Runner:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from pipeline.planner.exchange import stage_parts
-from pipeline.planner.plan import Plan, Row
-from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import beyond_saved, largest_activations
+from pipeline.planner.engine_model import engine_model
+from pipeline.planner.peak_memory import beyond_saved, largest_activations
+from pipeline.planner.plan import JobPlan, OperationRow
 
 GB = 1e9
 #: Lines of the table of operations, and of the largest activations.
 LINES, TENANTS = 28, 4
 
 
-def lines(result: Plan, rows: list[Row], costs: dict[str, float]) -> Iterator[str]:
+def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> Iterator[str]:
     """Yield everything that is printed.
 
     Args:
@@ -30,7 +29,7 @@ def lines(result: Plan, rows: list[Row], costs: dict[str, float]) -> Iterator[st
     yield from cost_lines(costs)
 
 
-def head_lines(result: Plan) -> Iterator[str]:
+def head_lines(result: JobPlan) -> Iterator[str]:
     """Yield model, layout and hardware."""
     layout, training = result.layout, result.config.training
     yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
@@ -40,7 +39,7 @@ def head_lines(result: Plan) -> Iterator[str]:
     yield f"  {'a rank':<14}{batch}, activation checkpointing {training.activation_checkpointing}"
 
 
-def table_lines(rows: list[Row]) -> Iterator[str]:
+def table_lines(rows: list[OperationRow]) -> Iterator[str]:
     """Yield the table of matrix products and all else that takes time."""
     total = sum(row.time * row.count for row in rows)
     yield "operations of a step on the ranks of one pipeline; shapes per rank"
@@ -59,11 +58,12 @@ def table_lines(rows: list[Row]) -> Iterator[str]:
     yield f"  matrix products and attention take {products:.1%} of the time of all operations"
 
 
-def memory_lines(result: Plan) -> Iterator[str]:
+def memory_lines(result: JobPlan) -> Iterator[str]:
     """Yield the memory of the fullest rank, when that is, and the largest activations."""
     memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
-    stages = [stage_parts(result.trace, result.layout, stage) for stage in result.layout.stages(rank)]
-    moments = [(*beyond_saved(parts, Practice()), parts) for parts in stages]
+    stages = [result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)]
+    engine = engine_model(result.config.parallel.zero_stage)
+    moments = [(*beyond_saved(parts, engine), parts) for parts in stages]
     _, index, parts = max(moments, key=lambda moment: moment[0])
     kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
     yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
@@ -79,7 +79,7 @@ def memory_lines(result: Plan) -> Iterator[str]:
         yield "  or more tensor or pipeline ranks"
 
 
-def time_lines(result: Plan) -> Iterator[str]:
+def time_lines(result: JobPlan) -> Iterator[str]:
     """Yield the time of a step by cause."""
     estimate, training = result.estimate, result.config.training
     tokens = training.global_batch_size * training.sequence_length
@@ -92,7 +92,7 @@ def time_lines(result: Plan) -> Iterator[str]:
     yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
 
 
-def cost(result: Plan, run_tokens: float | None) -> dict[str, float]:
+def cost(result: JobPlan, run_tokens: float | None) -> dict[str, float]:
     """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run.
 
     Args:
@@ -120,7 +120,7 @@ def cost_lines(costs: dict[str, float]) -> Iterator[str]:
     yield f"  {costs['mwh']:,.2f} MWh at the stated power of GPUs and nodes"
 
 
-def content(result: Plan, rows: list[Row], costs: dict[str, float]) -> dict[str, object]:
+def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:
     """Return everything that is printed as JSON."""
     estimate = result.estimate
     return {

@@ -12,9 +12,9 @@ from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
-from pipeline.planner.plan import Plan
-from pipeline.planner.ranks import frozen_bytes, rank_state
+from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.planner.plan import JobPlan
+from pipeline.planner.state_memory import frozen_bytes, rank_state
 from pipeline.training.optimizers import OPTIMIZERS
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {axis:<16}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
 
 
-def plan_lines(result: Plan) -> Iterator[str]:
+def plan_lines(result: JobPlan) -> Iterator[str]:
     """Yield the planned memory of the fullest rank and time of a step; stage=plan prints their parts."""
     memory = result.estimate.memory.total / 1e9
     yield f"planned on {result.hardware.name} (details: stage=plan)"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config.schema import RunConfig
-from pipeline.planner.curves import Point
 from pipeline.planner.plan import hardware_of
 from pipeline.planner.search import Traces, best_layout
+from pipeline.planner.search_plots import ScalingPoint
 
 
-def scaling_points(config: RunConfig, tokens: float) -> Iterator[Point]:
+def scaling_points(config: RunConfig, tokens: float) -> Iterator[ScalingPoint]:
     """Yield the best layout of 1, 2, 4, ... up to cluster.nodes nodes.
 
     Args:
@@ -24,9 +24,9 @@ def scaling_points(config: RunConfig, tokens: float) -> Iterator[Point]:
     while nodes <= config.cluster.nodes:
         best = best_layout(config, nodes, hardware, traces)
         if best is None:
-            yield Point(nodes, None)
+            yield ScalingPoint(nodes, None)
         else:
             days = steps * best.step_time / 86400
             least = least or days * nodes
-            yield Point(nodes, best, days, least / (days * nodes))
+            yield ScalingPoint(nodes, best, days, least / (days * nodes))
         nodes = config.cluster.nodes if nodes < config.cluster.nodes < 2 * nodes else 2 * nodes

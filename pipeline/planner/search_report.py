@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
-from pipeline.planner.curves import Point
 from pipeline.planner.plan import hardware_of
-from pipeline.planner.search import Choice, Found, search, why_slower
+from pipeline.planner.search import Choice, SearchResult, search, why_slower
+from pipeline.planner.search_plots import ScalingPoint
 
 GB = 1e9
 #: Layouts that are printed.
@@ -18,7 +18,7 @@ LINES = 10
 SCALING_TITLES = f"  {'nodes':>6}{'step':>11}{'days':>10}{'node-hours':>13}{'efficiency':>12}  layout"
 
 
-def search_layouts(config: RunConfig, world_size: int) -> Found:
+def search_layouts(config: RunConfig, world_size: int) -> SearchResult:
     """Search for the fastest layouts of a job.
 
     Raises:
@@ -36,7 +36,7 @@ def search_layouts(config: RunConfig, world_size: int) -> Found:
     return result
 
 
-def search_lines(result: Found) -> Iterator[str]:
+def search_lines(result: SearchResult) -> Iterator[str]:
     """Yield the best layouts with the reason why each loses, and the Pareto front of time and memory."""
     best = result.choices[0]
     counts = f"{result.legal:,} legal layouts, {result.fitting:,} may fit, {len(result.choices):,} of the simulated ones fit"
@@ -55,7 +55,7 @@ def _gigabytes(choice: Choice) -> str:
     return f"{choice.plan.estimate.memory.total / GB:>9.1f} GB"
 
 
-def scaling_line(point: Point) -> str:
+def scaling_line(point: ScalingPoint) -> str:
     """Return a line of the strong-scaling curve."""
     if point.choice is None:
         return f"  {point.nodes:>6}  no layout is legal with this batch and fits"
@@ -74,7 +74,7 @@ def choice_content(choice: Choice) -> dict[str, object]:
     }
 
 
-def scaling_content(point: Point) -> dict[str, object]:
+def scaling_content(point: ScalingPoint) -> dict[str, object]:
     """Return a number of nodes as JSON."""
     costs = {"days": point.days, "node_hours": point.node_hours, "efficiency": point.efficiency}
     return {"nodes": point.nodes, **({} if point.choice is None else {**costs, **choice_content(point.choice)})}

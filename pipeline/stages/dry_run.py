@@ -11,9 +11,8 @@ from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job, preflight
-from pipeline.planner import gate, rank_report
+from pipeline.launch import job
+from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
 
 
@@ -21,27 +20,22 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the cluster options of the job are invalid, or the job does not fit in memory.
     """
-    if config.stage.name not in TRAINING_STAGES:
-        rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
-        raise UserError.of("dry_run.enabled", True, rule, fix)
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
-        config = finetuning.complete(config)
-        if violations := preflight.training_violations(config, world_size):
-            raise UserError(violations)
+        config = finetuning.complete(config, world_size)
     if violations := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(violations)
     if ranks.rank > 0:
         return  # single-process mode: additional ranks do nothing
     started = time.perf_counter()
     local, model = rank_report.init_fake(config, world_size)
-    result = gate.planned(config, world_size)
+    result = memory_check.planned(config, world_size)
     print("\n".join(rank_report.lines(config, local, model)))
     print("\n" + job.sbatch_line(config.cluster, config.stage.name, world_size, HydraConfig.get().overrides.task))
     if result is not None:
         print("\n" + "\n".join(rank_report.plan_lines(result)))
-    if refused := gate.violation(config, world_size, result):
+    if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")

@@ -11,16 +11,16 @@ from pipeline.checkpoint.adapter import open_merged
 from pipeline.checkpoint.tokenizer import open_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig
+from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
-from pipeline.training import start, verification
+from pipeline.training import shard_verification, start
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -58,10 +58,10 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             compatibility.check_same_model(checkpoint, config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
             step = start.load(trainer, checkpoint).step
-            scores = validation.evaluate(config, stage, trainer, data, step)
+            scores = validation.evaluate(config, stage, trainer, data)
             if ranks.rank == 0:
                 validation.write(run_dir, path, step, scores, checkpoint_selection.settings_of(path, stage, settings))
-        verification.finish(data.objectives())
+        shard_verification.finish(data.objectives())
     finally:
         meshes.destroy_process_group()
 

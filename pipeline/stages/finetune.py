@@ -6,12 +6,11 @@ import logging
 
 from hydra.core.hydra_config import HydraConfig
 
-from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
-from pipeline.launch import evaluation_jobs, preflight
+from pipeline.launch import evaluation_jobs
 from pipeline.planner.flops import peak_flops
-from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.training import finetuning
 from pipeline.training import run as training_run
 
@@ -24,9 +23,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     Raises:
         UserError: there is no checkpoint to start from, the data is missing, or a setting does not fit the model; else as training/run.py.
     """
-    config = finetuning.complete(config)
-    if violations := preflight.training_violations(config, ranks.world_size):
-        raise UserError(violations)
+    config = finetuning.complete(config, ranks.world_size)
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
     evaluations = evaluation_jobs.Schedule(config, HydraConfig.get().overrides.task) if config.evaluation.every else None

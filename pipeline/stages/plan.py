@@ -15,27 +15,24 @@ from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.launch import job
-from pipeline.planner import measured_report, plan_report, roofline, search_report
-from pipeline.planner.curves import draw_scaling, draw_search
+from pipeline.planner import measured_report, plan_report, roofline_plot, search_report
 from pipeline.planner.plan import hardware_of, plan, table
 from pipeline.planner.scaling import scaling_points
 from pipeline.planner.search import CHOSEN
-from pipeline.planner.tables import predict_table
+from pipeline.planner.search_plots import draw_scaling, draw_search
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Print the plan of the configured job, of the runs of stage.table or stage.run, or of other layouts.
+    """Print the plan of the configured job, of the run of stage.run, or of other layouts.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/, stage.table or stage.run cannot be read, or no layout fits.
+        UserError: cluster.hardware does not name a file of conf/hardware/, stage.run cannot be read, or no layout fits.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
     if ranks.rank > 0:
         return  # additional ranks do nothing
-    if stage.table:
-        predict(Path(stage.table), Path(stage.out or "predictions.csv"))
-    elif stage.run:
+    if stage.run:
         _compare(config, Path(stage.run), stage.out)
     elif stage.scaling:
         _scale(config, stage)
@@ -43,14 +40,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         _search(config, stage, job_size(config, 1))
     else:
         _plan(config, stage, job_size(config, 1))
-
-
-def predict(source: Path, target: Path) -> None:
-    """Predict the runs of a table, and print how many were refused."""
-    started = time.perf_counter()
-    predicted, refused = predict_table(source, target)
-    print(f"{predicted:,} rows predicted, {refused:,} refused (column refused has the reason), in {time.perf_counter() - started:.0f} s")
-    print(target)
 
 
 def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
@@ -61,7 +50,7 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
     print("\n".join(plan_report.lines(result, rows, costs)))
     print("\nsubmit\n" + _sbatch_line(config, world_size))
     if stage.plot:
-        roofline.draw(result, rows, Path(stage.plot))
+        roofline_plot.draw(result, rows, Path(stage.plot))
         print(f"\nroofline\n{stage.plot}")
     if stage.out:
         _write_json(stage.out, plan_report.content(result, rows, costs))

@@ -10,7 +10,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.launch import evaluation_jobs
 from pipeline.planner.flops import peak_flops
-from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.training import run as training_run
 
 log = logging.getLogger("pipeline")

@@ -7,20 +7,24 @@ from pathlib import Path
 
 from pipeline.checkpoint import native, peft_format
 from pipeline.common.errors import UserError
+from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labels import labels_of
-from pipeline.data.load.objectives.registry import objective_of
 from pipeline.models import families
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended
 from pipeline.training.starting_checkpoint import checkpoint_of_finetuning
 
 
-def complete(config: RunConfig) -> RunConfig:
+def complete(config: RunConfig, world_size: int) -> RunConfig:
     """Return the configuration with the objective, the model of the checkpoint, and the layers of lora.adapter.
 
+    Args:
+        config: configuration of the run.
+        world_size: ranks of the job.
+
     Raises:
-        UserError: there is no checkpoint to start from, or a file is missing.
+        UserError: there is no checkpoint to start from, a file is missing, or a setting does not fit the model.
     """
     if config.training.objective == "auto":
         config = replace(config, training=replace(config.training, objective="supervised"))
@@ -28,7 +32,7 @@ def complete(config: RunConfig) -> RunConfig:
     try:
         start = checkpoint_of_finetuning(run_dir, config.checkpoint)
     except UserError as error:
-        raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
+        raise UserError([*error.violations, *objectives.violations(config)]) from error
     index = native.read_index(start)
     model = families.from_dict(index.config["model"])
     resumes = start.resolve().is_relative_to(run_dir.resolve()) and index.train_state.samples
@@ -37,8 +41,10 @@ def complete(config: RunConfig) -> RunConfig:
     if config.training.objective == "classification" and isinstance(model, BertConfig):
         labels = config.data.instructions.labels or model.labels
         model = model.classifier(labels or labels_of(config.data.instructions.train, "data.instructions.train"))
-    config = replace(config, model=model)
-    if config.lora.adapter is None:
-        return config
-    adapter = peft_format.read_peft(Path(config.lora.adapter), model, "lora.adapter")
-    return replace(config, lora=peft_format.configured(config.lora, adapter))
+    lora = config.lora
+    if lora.adapter is not None:
+        lora = peft_format.configured(lora, peft_format.read_peft(Path(lora.adapter), model, "lora.adapter"))
+    config = replace(config, model=model, lora=lora)
+    if violations := check.training_violations(config, world_size):
+        raise UserError(violations)
+    return config

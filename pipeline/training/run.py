@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 import socket
@@ -19,13 +20,13 @@ from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.files import report_disk_full
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import ClusterConfig, RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
 from pipeline.models.costs import costs_per_token
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import loop, run_directory, start, verification
+from pipeline.training import loop, run_directory, shard_verification, start
 from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics
 from pipeline.training.starting_checkpoint import initial_checkpoint
@@ -49,14 +50,16 @@ class EvaluationJobs(Protocol):
         """Submit the jobs of the checkpoints that wait."""
 
 
-def run(config: RunConfig, ranks: Ranks, evaluations: EvaluationJobs | None, peak_flops: Callable[[torch.device], float | None]) -> None:
+def run(
+    config: RunConfig, ranks: Ranks, evaluations: EvaluationJobs | None, peak_flops: Callable[[ClusterConfig, torch.device], float | None]
+) -> None:
     """Train up to training.steps, starting from the newest checkpoint of the run directory.
 
     Args:
         config: configuration of the run.
         ranks: of the job.
         evaluations: jobs that evaluate checkpoints; None for none.
-        peak_flops: device -> peak in FLOP/s, for the model FLOPs utilization; None if it is unknown.
+        peak_flops: cluster settings and device -> peak in FLOP/s, for the model FLOPs utilization; None if it is unknown.
 
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
@@ -89,13 +92,24 @@ def run(config: RunConfig, ranks: Ranks, evaluations: EvaluationJobs | None, pea
                 return
             if ranks.rank == 0:
                 run_directory.write_config(config)
-            length, peak = config.training.sequence_length, peak_flops(device)
+            length, peak = config.training.sequence_length, peak_flops(config.cluster, device)
             flops = costs_per_token(config.model, length, training_data.decoder_length).total
             all_peaks = None if peak is None else peak * ranks.world_size
-            with report_disk_full(run_dir), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
-                control = StepControl(config, ranks.rank)
+            writer = Metrics(
+                run_dir,
+                config.tracking,
+                dataclasses.asdict(config),
+                ranks.rank,
+                state,
+                steps=config.training.steps,
+                tokens_per_sample=length,
+                flops_per_token=flops,
+                peak_flops=all_peaks,
+            )
+            with report_disk_full(run_dir), writer as metrics:
+                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks)
-            unverified = verification.finish([training_data, validation_data])
+            unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, unverified)
     except ToBeContinued:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.data.load.shard_verification import Shard
+from pipeline.data.load.shard_checksums import Shard
 from pipeline.data.load.token_stream import TokenStream
 
 

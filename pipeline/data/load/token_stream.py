@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.data.load.shard_verification import Shard, Verifier
+from pipeline.data.load.shard_checksums import Shard, Verifier
 
 OPEN_SHARDS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 """Maximum number of open shards: half of the process' limit on open files."""
