@@ -117,17 +117,17 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
 
 
 def configured(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
-    """Return the configuration with rank, alpha and targets of an adapter."""
+    """Return the settings of a run with rank, alpha and targets of an adapter."""
     ranks = {layer: factors.rank for layer, factors in adapter.layers.items()}
     alphas = {layer: factors.alpha for layer, factors in adapter.layers.items()}
-    rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
+    commonest, alpha = _commonest(ranks.values()), _commonest(alphas.values())
     return replace(
         lora,
-        rank=rank,
+        rank=commonest,
         alpha=alpha,
         targets=list(ranks),
-        rank_pattern={layer: other for layer, other in ranks.items() if other != rank},
-        alpha_pattern={layer: other for layer, other in alphas.items() if other != alpha},
+        rank_pattern={layer: rank for layer, rank in ranks.items() if rank != commonest},
+        alpha_pattern={layer: value for layer, value in alphas.items() if value != alpha},
         modules_to_save=sorted({name.rpartition(".")[0] for name in adapter.saved}),
     )
 

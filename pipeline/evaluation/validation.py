@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,17 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     Raises:
         UserError: it is missing or too short, or its vocabulary is larger than the model's.
     """
-    objective = registry.objective_of(config) if stage.stride is None else Sliding
-    whole = objective.open_validation(config, share)
+    corpora: Mapping[str, Objective | None]
+    if stage.stride is None:
+        objective = registry.objective_of(config)
+        whole, corpora = objective.open_validation(config, share), objective.open_validation_corpora(config, share)
+    else:
+        whole = Sliding.open_windows(config, share, stage.stride)
+        corpora = Sliding.open_windows_of_corpora(config, share, stage.stride)
     if whole is None:
         rule = "has a validation split shorter than training.sequence_length"
         raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
     registry.check_vocabulary(config, whole)
-    corpora = objective.open_validation_corpora(config, share)
     corpora = corpora if len(corpora) > 1 else {}
     pseudo: dict[str, PseudoLikelihood | None] = {}
     if stage.pseudo_perplexity:

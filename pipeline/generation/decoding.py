@@ -68,15 +68,20 @@ def stopping(stage: Generate, run_dir: Path, end_of_document: int, decode: Calla
     return Stopping(stage.max_tokens, frozenset(ends), tuple(stage.stop), decode)
 
 
-def first_decoder_token(config: RunConfig, model: ModelConfig, tokenizer: TextEncoder) -> int:
+def first_decoder_token(named: str | None, model: ModelConfig, tokenizer: TextEncoder) -> int:
     """Return the token that the decoder of an encoder-decoder reads first; 0, which is not read, for other models.
+
+    Args:
+        named: data.decoder_start.
+        model: of the checkpoint.
+        tokenizer: the tokenizer.
 
     Raises:
         UserError: the tokenizer does not have it.
     """
     if not isinstance(model, EncoderDecoderSizes):
         return 0
-    return decoder_start(config, SpecialTokens(tokenizer.path.parent, tokenizer.fingerprint))
+    return decoder_start(named, SpecialTokens(tokenizer.path.parent, tokenizer.fingerprint))
 
 
 def load_runner(config: RunConfig, stage: Generate, checkpoint: MergedWeights, mesh: Mesh, decoder_token: int) -> Runner:

@@ -106,5 +106,7 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {'token budget':<16}{training.token_budget:,} tokens = training.steps={steps}"
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
         yield "the blend"
-        for name, count in zip(sorted(config.data.blend), BlendSchedule(phases(config)).counts(samples).tolist(), strict=True):
+        for name, count in zip(
+            sorted(config.data.blend), BlendSchedule(phases(config.data, training.sequence_length)).counts(samples).tolist(), strict=True
+        ):
             yield f"  {name:<16}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"

@@ -68,7 +68,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         stops = decoding.stopping(stage, run_dir, tokenizer.end_of_document, reader.decode)
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
         check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
-        decoder_token = decoding.first_decoder_token(config, model, tokenizer)
+        decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
         if drafts is not None:
             draft.check(stage, drafts, model, Path(config.tokenizer.path))
         settings = _settings(config, stage, checkpoint, drafts, tokenizer)

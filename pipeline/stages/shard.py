@@ -35,7 +35,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         with work(comm, folder, made_as, settings, summary, shards.OUTPUTS, resume=resume, array=job_array) as unfinished:
             if not unfinished:
                 return
-            passes = ShardPasses(config, comm, parts, unfinished)
+            passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished)
             tasks = array or ArrayTask("", 0, 1)
             passes.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
             with claim_final_passes(passes, unfinished, comm) if array else nullcontext(True) as ours:

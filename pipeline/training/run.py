@@ -70,7 +70,7 @@ def run(
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
     training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
-    blend.check_epochs(config, training_data.samples)
+    blend.check_epochs(config.data, config.training, training_data.samples)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:

@@ -46,7 +46,7 @@ def test_parts_cover_the_input_once_and_every_rank_gets_its_share(files, ranks):
     assert [part.number for part in parts] == list(range(len(parts)))
     covered: dict[str, list] = {source.name: [] for source in found}
     for span in (span for part in parts for span in part.spans):
-        covered[span.source.name].append((span.start, span.source.size if span.end is None else span.end))
+        covered[span.file.name].append((span.start, span.file.size if span.end is None else span.end))
     for source in found:
         ranges = covered[source.name]
         assert ranges[0][0] == 0

@@ -59,7 +59,7 @@ class InputFile:
 class Span:
     """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file."""
 
-    source: InputFile
+    file: InputFile
     start: int = 0
     end: int | None = None
 
@@ -71,12 +71,12 @@ class Span:
     @property
     def size(self) -> int:
         """Bytes to read."""
-        return (self.source.size if self.end is None else self.end) - self.start
+        return (self.file.size if self.end is None else self.end) - self.start
 
     @property
     def cost(self) -> int:
         """Estimated cost of reading it, in bytes of plain text."""
-        return self.size * self.source.expansion + _OPENING_BYTES
+        return self.size * self.file.expansion + _OPENING_BYTES
 
 
 @dataclass(frozen=True, slots=True)

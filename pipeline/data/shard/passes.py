@@ -17,7 +17,7 @@ from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
 from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
-from pipeline.config.schema import RunConfig
+from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import clusters, duplicates, signatures
 from pipeline.data.dedup.clusters import Clusters
@@ -35,10 +35,9 @@ log = logging.getLogger("pipeline")
 class ShardPasses:
     """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards."""
 
-    def __init__(self, config: RunConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished) -> None:
-        data = config.data
-        self._config, self._comm, self._parts, self._unfinished = config, comm, parts, unfinished
-        files = {span.source for part in parts for span in part.spans}
+    def __init__(self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished) -> None:
+        self._data, self._dedup, self._comm, self._parts, self._unfinished = data, dedup, comm, parts, unfinished
+        files = {span.file for part in parts for span in part.spans}
         size = sum(file.size * file.expansion for file in files)
         self._input_bytes = sum(file.size for file in files)
         self._order = Order.plan([file.corpus for file in files], size, data.shard_megabytes, data.seed, data.validation_fraction)
@@ -49,11 +48,11 @@ class ShardPasses:
     def read(self, cleaner: Cleaner, index: int, size: int) -> None:
         """Pass 1: process this rank's parts, except those that an earlier run has finished."""
         mine = [part for part in input_files.assigned(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
-        options, dedup = ReadOptions.of(self._config.data), self._config.dedup
+        options, dedup = ReadOptions.of(self._data), self._dedup
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
             for part in mine:
-                save_dropped = self._config.data.save_dropped
+                save_dropped = self._data.save_dropped
                 stem = self._stem(part)
                 counts = process(part, stem, options, cleaner, self._order, dedup, progress.advance, save_dropped=save_dropped)
                 self._unfinished.write(_name(part), counts.to_json())
@@ -84,19 +83,21 @@ class ShardPasses:
             runs.append(part_counts.runs)
         if comm.rank == 0:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in bad)
-            _check_quarantine(counts, input_bytes, self._config.data.quarantine_limit, unfinished.folder)
+            _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
         pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
         found, plan = self._planned(pool, counts)
-        if self._config.data.save_dropped:
+        if self._data.save_dropped:
             dropped.write_duplicates(comm, pool, found)
         for shard in plan[comm.rank :: comm.size]:
             if unfinished.note(shard.name) is None:
-                unfinished.write(shard.name, shards.write(unfinished.output, shard, pool, found.drop, self._config, unfinished.folder))
+                unfinished.write(
+                    shard.name, shards.write(unfinished.output, shard, pool, found.drop, self._data, self._dedup, unfinished.folder)
+                )
         comm.barrier()
         if comm.rank > 0:
             return {}
         written = {shard.name: unfinished.note(shard.name) for shard in plan}
-        if self._config.data.save_dropped:
+        if self._data.save_dropped:
             files = [stem.with_suffix(suffix) for stem in pool.stems for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
@@ -132,7 +133,7 @@ class ShardPasses:
 
     def _duplicates(self, pool: Pool) -> Clusters:
         """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs."""
-        dedup, comm = self._config.dedup, self._comm
+        dedup, comm = self._dedup, self._comm
         found = clusters.NOTHING
         if dedup.url or dedup.exact or dedup.near:
             numbers, rows = pool.local_rows(comm)
@@ -154,12 +155,12 @@ class ShardPasses:
     def _plan(self, pool: Pool, found: Clusters, counts: PartCounts) -> list[ShardPlan]:
         """The shard plan, identical on all ranks."""
         tallies = pool.tally(self._comm, self._order, found.drop)
-        plan = plan_shards(self._order, tallies, self._config.data.shard_megabytes) if tallies else None
+        plan = plan_shards(self._order, tallies, self._data.shard_megabytes) if tallies else None
         if tallies and not plan:
             rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents"
             fix = "specify other files, another data.text_field, or other clean.steps"
             self._unfinished.clear()  # nothing of this run can be continued
-            raise UserError.of("data.input", self._config.data.input, rule, fix)
+            raise UserError.of("data.input", self._data.input, rule, fix)
         return self._comm.bcast(plan)
 
 

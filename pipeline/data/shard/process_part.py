@@ -122,7 +122,7 @@ def process(
 def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
     """Yield the non-empty documents; count empty documents and unreadable input."""
     for span in part.spans:
-        total = counts.read.setdefault(span.source.corpus, [0, 0])
+        total = counts.read.setdefault(span.file.corpus, [0, 0])
         for found in read(span, options):
             if isinstance(found, Bad):
                 counts.bad.append(listed(found))

@@ -18,7 +18,7 @@ _SKIPPED_BYTES = 1 << 20
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
-    source = span.source
+    source = span.file
     with streams.open_bytes(source.path) as handle:
         start = 0
         if span.start:

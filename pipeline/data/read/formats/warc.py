@@ -24,7 +24,7 @@ class _TruncatedError(UnusableError):
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the archive; records without a page (images, redirects, HTTP errors) are skipped."""
-    source, position = span.source, None
+    source, position = span.file, None
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
         try:
