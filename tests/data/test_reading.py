@@ -52,6 +52,15 @@ def test_every_format_of_tar_is_read(tmp_path, form):
     assert (texts(documents), bad) == (names, [])
 
 
+def test_numbered_shards_are_read_in_the_notation_of_webdataset(tmp_path):
+    for number in range(3):
+        (tmp_path / f"shard-{number:02d}.tar").write_bytes(tar_of({f"{number}.txt": words(number, 200).encode()}))
+    documents, bad = read(tmp_path / "shard-{00..01}.tar")
+    assert (texts(documents), bad) == ([words(0, 200), words(1, 200)], [])
+    with pytest.raises(UserError, match=r"shard-03\.tar: no such file"):
+        read(tmp_path / "shard-{01..03}.tar")
+
+
 def test_text_shards_of_this_pipeline_are_read_back(shards, corpus):
     documents, bad = read(shards, suffixes=(".tar",))
     originals, _ = read(corpus)

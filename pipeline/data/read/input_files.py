@@ -182,7 +182,7 @@ def _corpus(
     violations: list[Violation] = []
     by_name: dict[str, InputFile] = {}
     seen: set[str] = set()  # a file that is found twice is read once
-    for given in inputs:
+    for given in itertools.chain.from_iterable(map(file_search.expand_numbers, inputs)):
         matched = False
         try:
             for entry in file_search.search(given, exclude):
