@@ -33,8 +33,8 @@ def torchrun(ranks: int, *arguments: str, cold: bool = False) -> tuple[str, ...]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The variables of this process, one thread a process, and the package."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    """The variables of this process, one thread a process, the package, and ranks of MPI that leave the core while they wait."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", **more}
 
 
 def python(
