@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from pipeline.common import signals
+from pipeline.common import process_exit, signals
 
 if TYPE_CHECKING:
     from pipeline.common.errors import UserError
@@ -30,6 +30,23 @@ def main() -> None:
         if ranks.error_report_delay() == 0:  # only one rank reports it
             print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
+
+
+def main_and_leave() -> None:
+    """Run the command line and end the process; once PyTorch is loaded, without finalizing the interpreter (see process_exit.leave)."""
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if "torch" in sys.modules and "mpi4py.MPI" not in sys.modules:  # MPI_Finalize is part of the interpreter's finalization
+        process_exit.leave(code)
+    sys.exit(code)
 
 
 def run() -> None:
@@ -102,7 +119,7 @@ def report_composition_error(error: Exception, arguments: list[str]) -> None:
     from pipeline.common import ranks
     from pipeline.common.errors import UserError
     from pipeline.config import compose, layout
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
 
     overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
     violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
@@ -110,7 +127,7 @@ def report_composition_error(error: Exception, arguments: list[str]) -> None:
         raise error
     try:
         config = compose.to_run_config(valid)
-        violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
+        violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
     except UserError as more:
         violations += more.violations
     report(UserError(violations))
@@ -124,15 +141,16 @@ def run_one(composed: object) -> None:
     from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
+    from pipeline.launch import job
 
     assert isinstance(composed, DictConfig)
     try:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
-        preflight.check(config, layout.job_size(config, here.world_size))
-        preflight.warn_of_other_size(config, here)
+        check.check(config, layout.job_size(config, here.world_size))
+        job.warn_of_other_size(config.cluster, config.stage.name, here)
         from pipeline import stages
 
         gc.freeze()
@@ -159,4 +177,4 @@ def report(error: UserError) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_and_leave()

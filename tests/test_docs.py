@@ -16,9 +16,9 @@ from pipeline.common import knobs
 from pipeline.config import layout
 from pipeline.config.compose import normalize_overrides, register, to_run_config
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.launch import preflight
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT, pipeline
 
@@ -82,7 +82,7 @@ def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = compose("config", normalize_overrides(list(overrides)), return_hydra_config=False)
     config = to_run_config(composed)
-    preflight.check(config, layout.job_size(config, ranks))
+    check.check(config, layout.job_size(config, ranks))
     return config
 
 

@@ -11,8 +11,8 @@ import xxhash
 from pipeline.checkpoint.adapter import open_merged
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
+from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import harness, record, selection
@@ -23,7 +23,7 @@ from pipeline.generation.runner import Runner
 from pipeline.models.config import ModelConfig
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.relay import Relay
+from pipeline.parallel.pipeline_relay import Relay
 from pipeline.stages.convert import open_tokenizer
 
 log = logging.getLogger("pipeline")

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from pipeline.common import artifact
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
-from pipeline.config import check, warmup
+from pipeline.config import warmup
 from pipeline.config.layout import Layout
+from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
@@ -26,9 +27,8 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
-from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.batches import BatchLoader
+from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
 from tools.bench.token_dataset import TokenDataset
@@ -61,7 +61,7 @@ def config_of(folder, *overrides):
         "optimizer.warmup_steps=1",
         *overrides,
     )
-    preflight.check(config, 1)
+    check.check(config, 1)
     return config
 
 
@@ -236,7 +236,9 @@ def test_what_was_seen_is_known_by_its_content_alone(corpora):
 def batches(config, samples, ranks, rank):
     """The batches of one data rank among several, without a process group."""
     layout = Layout(pipeline=1, data=ranks, tensor=1)
-    return BatchLoader(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
+    return BatchLoader(
+        Causal.of(config, samples), config.training, Mesh(layout, rank, torch.device("cpu"), *7 * [None]), config.data.prefetch
+    )
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)

@@ -32,10 +32,10 @@ from pipeline.common.progress import set_up_logging
 from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.objectives.causal import Causal
-from pipeline.launch import preflight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
@@ -167,7 +167,7 @@ def compose_config(options: Options, folder: str, more: dict[str, Any] | None = 
     }
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose.to_run_config(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
-    preflight.check(config, world_size=1)
+    check.check(config, world_size=1)
     return config
 
 
@@ -210,11 +210,13 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
     for stage in trainer.model.stage_modules():
         timer.count_as_model(stage, "forward")
     Path(config.run_dir).mkdir()
+    numbers = {"steps": training.steps, "tokens_per_sample": training.sequence_length, "flops_per_token": 0.0, "peak_flops": None}
+    control = StepControl(0, config.checkpoint.every_minutes, training.max_skipped_steps)
     with (
-        Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics,
-        Watchdog(config.training.timeout_minutes) as watchdog,
+        Metrics(Path(config.run_dir), config.tracking, {}, 0, TrainState(), **numbers) as metrics,
+        Watchdog(training.timeout_minutes) as watchdog,
     ):
-        loop.train(config, trainer, samples, None, TrainState(), metrics, StepControl(config, 0), watchdog)
+        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, loop.CheckpointHooks())
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
