@@ -154,7 +154,7 @@ SMALL = {
 NAMES = sorted(file.stem for file in (CONF_DIR / "model").glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model_config():
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
