@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import warmup
+from pipeline.config import compose, warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import TRAINING_STAGES
 from pipeline.data.load.blend import phases
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.launch import job
@@ -33,8 +32,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
     """
+    if config.stage.name not in TRAINING_STAGES:
+        rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
+        raise UserError.of("dry_run.enabled", True, rule, fix)
     if config.stage.name == "finetune":
         config = finetune.completed(config, job_size(config, ranks.world_size))
     if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
@@ -44,7 +46,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     started = time.perf_counter()
     local, model = init_fake(config, job_size(config, ranks.world_size))
     layout = local.layout
-    sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
+    sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, compose.task_arguments())
     lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, local, model)]
     lines += [*batch_lines(config, layout), "", sbatch]
     result = gate.planned(config, layout.world_size)

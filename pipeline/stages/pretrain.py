@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from pipeline.checkpoint import native
@@ -26,6 +25,7 @@ from pipeline.common.errors import DamagedCheckpointError, ToBeContinued, UserEr
 from pipeline.common.files import atomic_file, remove_leftovers, report_disk_full
 from pipeline.common.locks import claimed
 from pipeline.common.ranks import Ranks
+from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
@@ -59,7 +59,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         log.info("%s", _summary(config, ranks))
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
-    evaluations = Schedule(config, HydraConfig.get().overrides.task) if config.evaluation.every else None
+    evaluations = Schedule(config, compose.task_arguments()) if config.evaluation.every else None
     training_data, validation_data = open_data(config, (ranks.rank, ranks.world_size))
     blend.check_epochs(config, training_data.samples)
     minutes = config.training.timeout_minutes
