@@ -14,7 +14,8 @@ from hydra import compose, initialize_config_dir
 
 from pipeline.common import knobs
 from pipeline.config import layout
-from pipeline.config.compose import normalize_overrides, register, to_run_config
+from pipeline.config.command_line import parse
+from pipeline.config.compose import register, to_run_config
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -80,7 +81,7 @@ def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", normalize_overrides(list(overrides)), return_hydra_config=False)
+        composed = compose("config", parse(list(overrides)).overrides, return_hydra_config=False)
     config = to_run_config(composed)
     check.check(config, layout.job_size(config, ranks))
     return config

@@ -44,7 +44,7 @@ class World:
         while len(answers) < self.size and (seconds := deadline - time.monotonic()) > 0:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             for pipe in wait(waiting, seconds):
-                answers[rank := self._pipes.index(pipe)] = good, _ = pipe.recv()
+                answers[self._pipes.index(pipe)] = good, _ = pipe.recv()
                 if not good:  # the others may wait for it in a collective
                     deadline = min(deadline, time.monotonic() + 30)
         failures = [answers[rank][1] for rank in sorted(answers) if not answers[rank][0]]
