@@ -27,6 +27,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
+    ROOT / "tools/study/README.md",
     *sorted((ROOT / "pipeline").glob("*/README.md")),
 ]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
