@@ -24,7 +24,7 @@ from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, sweep_values
 from pipeline.config.paths import CONF_DIR
-from pipeline.config.renamed import new_name
+from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.families import FAMILIES
@@ -201,6 +201,8 @@ def _file_violation(group: str, option: str, error: Exception | None, keys: list
 
 def _unknown_key(key: str, value: object, known: list[str]) -> Violation:
     """The violation of a key that no stage reads."""
+    if key in REMOVED:
+        return Violation(key, value, "is no longer a key", REMOVED[key])
     if renamed := new_name(key):
         return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
     return Violation(key, value, "no such key", nearest("", key, known))

@@ -228,7 +228,9 @@ class ClusterConfig:
     tasks_per_node: int = knob(1, "ranks per node, one per GPU", unit="ranks", at_least=1)
     cpus_per_task: int = knob(1, "CPU cores per rank", unit="cores", at_least=1)
     gpus_per_node: int = knob(0, "GPUs per node; 0 requests none", unit="GPUs", at_least=0)
-    hardware: str | None = knob(None, "GPU of the nodes: a file of conf/hardware/, for stage=plan")
+    hardware: str | None = knob(
+        None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and the peak of MFU; default for MFU: by the name of the device"
+    )
     check_memory: bool = knob(True, "refuse a pretrain job that does not fit in the memory of cluster.hardware (dry run, Slurm launcher)")
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")

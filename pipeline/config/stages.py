@@ -162,11 +162,8 @@ class Plan(StageConfig):
         "output: a PNG file with the roofline of the matrix products; with stage.search, time over memory of the layouts; with "
         "stage.scaling, time and efficiency over the number of nodes; default: none",
     )
-    table: str | None = knob(None, "CSV file of runs to predict instead of the configured job (columns: pipeline/planner/README.md)")
     run: str | None = knob(None, "run directory of a pretrain job, whose plan is printed beside its measured step time and memory")
-    out: str | None = knob(
-        None, "output: a JSON file with what is printed (default: none), or with stage.table a CSV file (default: predictions.csv)"
-    )
+    out: str | None = knob(None, "output: a JSON file with what is printed; default: none")
 
 
 #: Stages with one rank per GPU.
@@ -178,8 +175,8 @@ PARALLEL_STAGES = ("pretrain", "evaluate", "certify", "plan")
 
 
 def plans_other_layouts(stage: StageConfig) -> bool:
-    """Whether a stage does not read the configured layout: the planner chooses layouts, or reads them from a table."""
-    return isinstance(stage, Plan) and bool(stage.search or stage.scaling or stage.table or stage.run)
+    """Whether a stage does not read the configured layout: the planner chooses layouts, or reads that of a run."""
+    return isinstance(stage, Plan) and bool(stage.search or stage.scaling or stage.run)
 
 
 #: stage name -> (dataclass of its keys, one-line description)

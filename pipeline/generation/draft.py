@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import imported, native
 from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.stages import Generate
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.generation.weights import model_of
 from pipeline.models.config import ModelConfig
-
-#: Folder of a run directory with the tokenizer of an imported model.
-IMPORTED = "imported"
 
 
 def find(draft: str) -> Path:
@@ -62,9 +59,10 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
 
 def _tokenizer_folder(stage: Generate, checkpoint: MergedWeights) -> Path:
     """Return the folder with the tokenizer of the draft model."""
-    run = checkpoint.path.parent.parent
     recorded = checkpoint.config.get("tokenizer", {}).get("path")
-    candidates = [Path(stage.draft_tokenizer)] if stage.draft_tokenizer else [run / IMPORTED, *([Path(recorded)] if recorded else [])]
+    candidates = [checkpoint.path.parent.parent / imported.FOLDER, *([Path(recorded)] if recorded else [])]
+    if stage.draft_tokenizer:
+        candidates = [Path(stage.draft_tokenizer)]
     for folder in candidates:
         if (folder / "tokenizer.json").is_file():
             return folder

@@ -204,10 +204,10 @@ class SlurmLauncher(ValidatingLauncher):
                 refuse("run_dir", folder, rule, fix)
         for run in runs:
             if run.config.stage.name == "pretrain" and run.config.cluster.hardware and run.config.cluster.check_memory:
-                from pipeline.planner import gate  # loads torch
+                from pipeline.planner import memory_check  # loads torch
 
                 size = self.world_size(run.config)
-                if too_large := gate.violation(run.config, size, gate.planned(run.config, size)):
+                if too_large := memory_check.violation(run.config, size, memory_check.planned(run.config, size)):
                     violations[str(too_large)] = too_large
         if violations:
             raise UserError(list(violations.values()))

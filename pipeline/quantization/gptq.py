@@ -9,7 +9,7 @@ from pipeline.common.progress import Progress
 from pipeline.layers.stack import Stack
 from pipeline.layers.uniform_quantization import Quantized, Scheme, range_parameters, round_to_codes
 from pipeline.models.config import ModelConfig
-from pipeline.quantization.weights import layers_of
+from pipeline.quantization.quantized_weights import layers_of
 
 #: Added to the diagonal of the Hessian, relative to its mean, as in the paper.
 DAMPING = 0.01

@@ -20,7 +20,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.models.families import FAMILIES
-from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.parameter_counts import count_model_parameters
 from tests.world import configured
 
 #: Released sizes of every family, and the smallest models there are.

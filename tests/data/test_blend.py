@@ -21,14 +21,14 @@ from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.sliding import Sliding
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.samples import Samples
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.windows import Windows
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.batches import BatchLoader
+from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
 from tools.bench.token_dataset import TokenDataset
@@ -68,7 +68,7 @@ def config_of(folder, *overrides):
 @pytest.mark.parametrize("stride", [1, 12, LENGTH])
 def test_overlapping_windows_predict_every_token_once(corpora, stride):
     config = configured("stage=evaluate", f"data.tokens={corpora}/both", f"training.sequence_length={LENGTH}", f"stage.stride={stride}")
-    data, plain = Sliding.open_validation(config), Causal.open_validation(config)
+    data, plain = Sliding.open_windows(config, (0, 1), config.stage.stride), Causal.open_validation(config)
     assert data is not None
     assert plain is not None
     rows = data.arrays(np.arange(data.samples.counts[0]))
@@ -184,7 +184,7 @@ REFUSED = [
 def test_refused_before_work(corpora, overrides, said):
     def start():
         config = config_of(corpora, *overrides)
-        blend.check_epochs(config, blend.open_training(config))
+        blend.check_epochs(config.data, config.training, blend.open_training(config))
 
     with pytest.raises(UserError) as refused:
         start()
@@ -236,7 +236,9 @@ def test_what_was_seen_is_known_by_its_content_alone(corpora):
 def batches(config, samples, ranks, rank):
     """The batches of one data rank among several, without a process group."""
     layout = Layout(pipeline=1, data=ranks, tensor=1)
-    return BatchLoader(Causal.of(config, samples), config, Mesh(layout, rank, torch.device("cpu"), *7 * [None]))
+    return BatchLoader(
+        Causal.of(config, samples), config.training, Mesh(layout, rank, torch.device("cpu"), *7 * [None]), config.data.prefetch
+    )
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)

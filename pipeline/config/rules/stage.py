@@ -10,7 +10,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
 
 #: What is planned instead of the configured job.
-PLANS = ("search", "scaling", "table", "run")
+PLANS = ("search", "scaling", "run")
 
 
 def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
@@ -111,7 +111,7 @@ def _plan(stage: Plan) -> Iterator[Violation]:
     for other in kinds[1:]:
         rule = f"plans something else than stage.{kinds[0]}={getattr(stage, kinds[0])}"
         yield Violation(f"stage.{other}", getattr(stage, other), rule, "set one of them")
-    if stage.plot and kinds and kinds[0] in ("table", "run"):
+    if stage.plot and kinds and kinds[0] == "run":
         yield Violation("stage.plot", stage.plot, f"has no picture of stage.{kinds[0]}", "remove it")
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from pipeline.config.cleaning import LanguageStep
-from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 
 
 def language(knobs: LanguageStep) -> Step:
     """Drop documents in other languages, or with too small a share of the main language. If `keep` is empty, all documents are kept."""
     wanted = set(knobs.keep)
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         found = batch.languages
         if not wanted:
             return ()

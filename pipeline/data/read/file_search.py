@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import itertools
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 from pipeline.common import files
 from pipeline.data.read.streams import is_remote
 
+#: Numbers in WebDataset's notation.
+_NUMBERS = re.compile(r"\{\d+\.\.\d+\}")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "modified")
 """Fields of fsspec's file information that change when a file is written; every protocol has its own."""
 
@@ -62,6 +65,18 @@ def search(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         InputPathError: the entry does not exist or cannot be read.
     """
     return _remote(given, exclude) if is_remote(given) else _local(given, exclude)
+
+
+def expand_numbers(given: str) -> list[str]:
+    """Return the files of WebDataset's notation for numbered shards, such as shard-{000..099}.tar; another input as it is.
+
+    It names the files of a server that cannot list them.
+    """
+    if not _NUMBERS.search(given) or "::" in given or Path(given).expanduser().exists():
+        return [given]
+    from webdataset.shardlists import expand_urls  # loads torch
+
+    return list(expand_urls(given))
 
 
 def is_folder(given: str) -> bool:

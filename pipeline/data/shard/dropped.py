@@ -19,7 +19,7 @@ import zstandard
 from pipeline.common.files import atomic_file
 from pipeline.common.mpi import Comm, exchange
 from pipeline.data.dedup.clusters import ORIGIN, Clusters, Kind
-from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.spilled_documents import Pool
 
 NAME = "dropped.jsonl.zst"
 

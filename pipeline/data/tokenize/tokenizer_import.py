@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
-from pipeline.data.tokenize.engines import HARD_TEXTS
+from pipeline.data.tokenize.encoders import HARD_TEXTS
 from pipeline.data.tokenize.tokenizer import encode
 from pipeline.data.tokenize.tokenizer_training import split_pattern
 

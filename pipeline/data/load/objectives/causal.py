@@ -6,10 +6,10 @@ from typing import Self
 
 import numpy as np
 
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.boundaries import document_ids
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Samples
 
 
 class Causal(TokenShardObjective):
@@ -27,17 +27,17 @@ class Causal(TokenShardObjective):
         self._document_mask, self._padded = document_mask, padded
 
     @staticmethod
-    def every_position_counts(config: RunConfig) -> bool:
+    def every_position_counts(config: SampleConfig) -> bool:
         """See Objective: packed documents are padded."""
         return config.data.packing == "windows"
 
     @staticmethod
-    def text_length(config: RunConfig) -> int:
+    def text_length(config: SampleConfig) -> int:
         """See TokenShardObjective."""
         return config.training.sequence_length
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
+    def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
 

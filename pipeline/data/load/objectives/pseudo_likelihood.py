@@ -6,10 +6,10 @@ import copy
 
 import numpy as np
 
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.masked import Masked, Vocabulary
 from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Samples
 
 
 class PseudoLikelihood(Masked):
@@ -18,7 +18,7 @@ class PseudoLikelihood(Masked):
     Sample i is position i % sequence_length of sequence i // sequence_length. At a special token, it has no target.
     """
 
-    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
         """See Masked."""
         super().__init__(samples, vocabulary, config)
         self.samples = copy.copy(samples)

@@ -11,7 +11,7 @@ from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import html
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 from pipeline.data.read.suffixes import split_compression
 
 _RECORD_TYPES = WarcRecordType.response | WarcRecordType.conversion
@@ -24,7 +24,7 @@ class _TruncatedError(UnusableError):
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the archive; records without a page (images, redirects, HTTP errors) are skipped."""
-    source, position = span.source, None
+    source, position = span.file, None
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
         try:

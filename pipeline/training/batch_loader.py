@@ -1,0 +1,112 @@
+"""Loads a data rank's share of the global batches, prefetched in threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.config import warmup
+from pipeline.config.schema import TrainingConfig
+from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.layers.batch import Batch
+from pipeline.parallel.mesh import Mesh
+
+#: Tokens int64 (sequences, sequence), and the other model inputs; on the device.
+DeviceBatch = tuple[Tensor, Batch]
+
+
+class BatchLoader:
+    """Loads batches in threads. The samples of a batch depend only on its index, not on the threads.
+
+    A batch of n samples that starts at sample s has on data rank d of r the samples s + d*m .. s + (d+1)*m - 1 with m = n / r.
+
+    Args:
+        objective: builds the samples.
+        training: sequence length and batch sizes.
+        mesh: this rank's process groups.
+        prefetch: batches that are loaded ahead, each in a thread.
+
+    Attributes:
+        stalls: number of batches that were not ready when requested, including the first one of a run.
+    """
+
+    def __init__(self, objective: Objective, training: TrainingConfig, mesh: Mesh, prefetch: int) -> None:
+        self._objective, self._training, self._device, self._ahead = objective, training, mesh.device, prefetch
+        self._rank, self._ranks = mesh.layout.batch_shard(mesh.coordinates), mesh.layout.batch_shards
+        self.stalls = 0
+
+    def training(self, first: int, steps: range) -> Iterator[DeviceBatch]:
+        """Yield the batches of these steps; the first one starts at sample `first`."""
+
+        def requests(first: int) -> Iterator[tuple[int, ...]]:
+            for step in steps:
+                size = warmup.batch_size(self._training, step)
+                yield first, size, warmup.sequence_length(self._training, step)
+                first += size
+
+        return self._prefetch(requests(first))
+
+    def validation(self, count: int, samples: int) -> Iterator[DeviceBatch]:
+        """Yield the first `count` global batches of a split with this number of samples; the last one is padded without targets."""
+        size, length = self._training.global_batch_size, self._training.sequence_length
+        return self._prefetch((number * size, size, length, samples) for number in range(count))
+
+    def load(self, first: int, size: int, length: int, samples: int | None = None) -> DeviceBatch:
+        """Load this rank's share of a global batch to the device.
+
+        Args:
+            first: first sample of the global batch.
+            size: number of samples in the global batch.
+            length: tokens per sequence; longer samples are split into sequences of this length.
+            samples: number of samples of the split: those after the last one get no targets. None continues with the next epoch.
+
+        Returns:
+            Tokens int64 (sequences, length), and the other model inputs that the objective creates.
+        """
+        count = size // self._ranks
+        indices = np.arange(count) + first + self._rank * count
+        arrays = self._objective.arrays(indices)
+        if samples is not None and indices[-1] >= samples:
+            arrays["targets"] = arrays["targets"].astype(np.int64)
+            arrays["targets"][indices >= samples] = IGNORE
+        if length < arrays["tokens"].shape[1]:
+            arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
+        # Transferred as two bytes per token, then widened to eight on the device.
+        batch = {name: self._to_device(array).to(torch.int32 if name == "documents" else torch.int64) for name, array in arrays.items()}
+        return batch.pop("tokens"), cast(Batch, batch)
+
+    def _prefetch(self, requests: Iterator[tuple[int, ...]]) -> Iterator[DeviceBatch]:
+        """Load batches ahead, each in a thread, and yield them in order."""
+        with ThreadPoolExecutor(self._ahead, initializer=self._use_device) as pool:
+            pending: deque[Future[DeviceBatch]] = deque()
+            try:
+                for request in requests:
+                    pending.append(pool.submit(self.load, *request))
+                    if len(pending) > self._ahead:
+                        yield self._next(pending)
+                while pending:
+                    yield self._next(pending)
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def _next(self, pending: deque[Future[DeviceBatch]]) -> DeviceBatch:
+        """Wait for the oldest batch."""
+        future = pending.popleft()
+        self.stalls += not future.done()
+        return future.result()
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+
+    def _use_device(self) -> None:
+        """Set the current device of a new thread, which would otherwise pin memory through GPU 0."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
