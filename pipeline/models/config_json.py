@@ -71,7 +71,7 @@ def is_dropout(key: str) -> bool:
 
 def unread(adapter: Adapter, content: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that the Hugging Face class does not read, with their values: an export writes them again."""
-    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    stock = stock_keys.keys_of(adapter.architecture)
     if stock is None:
         return {}
     others = _known(adapter) | stock.reads | stock.aliases.keys()
@@ -86,7 +86,7 @@ def _known(adapter: Adapter) -> set[str]:
 
 def _without_aliases(adapter: Adapter, content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
     """Return config.json with the further names of keys replaced by the keys, and a violation for names of one key that contradict."""
-    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    stock = stock_keys.keys_of(adapter.architecture)
     # A family may name a key by its alias; its own table knows best.
     aliases = {alias: key for alias, key in (stock.aliases if stock else {}).items() if alias not in _known(adapter)}
     plain = {key: value for key, value in content.items() if key not in aliases}
@@ -169,16 +169,17 @@ def _constants(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]
 
 def _unknown(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]:
     """Yield violations of keys that the Hugging Face class reads and the import does not. Most code reads null as absence."""
-    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    stock = stock_keys.keys_of(adapter.architecture)
     release = content.get("transformers_version")
     for key in sorted(content.keys() - _known(adapter)):
         value = content[key]
         if is_dropout(key):
             continue
         if stock is None or not stock.covers(release):
-            if value is not None:
+            if value is not None and key not in stock_keys.INERT:
                 rule = f"may be read by {adapter.architecture} of transformers {release}, whose code is not known here"
-                yield from refusal(key, value, rule, f"pip install 'transformers>={release}', whose source is then searched").violations
+                fix = f"remove it if it has no effect, or install transformers {release} and run python -m tools.audit.stock_keys"
+                yield from refusal(key, value, rule, fix).violations
         elif key in stock.reads and (value is not None or key in stock.defaulted):
             yield from refusal(key, value, f"is read by {adapter.architecture}, and the import does not support it").violations
 

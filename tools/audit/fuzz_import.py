@@ -68,7 +68,7 @@ class Outcome:
 
 def change(content: dict[str, Any], adapter: Adapter, draw: random.Random) -> bool:
     """Change config.json at random; returns whether the stock class computes the same as before."""
-    keys = stock_keys.of(adapter.architecture, adapter.model_type)
+    keys = stock_keys.keys_of(adapter.architecture)
     assert keys is not None, f"no stock keys of {adapter.architecture}"
     aliases = {alias: key for alias, key in keys.aliases.items() if isinstance(content.get(key), int) and alias not in content}
     kind = draw.choice(("value", "value", "damaged", "removed", "read", "read", "alias", "alias", "unread", "rope"))
