@@ -19,7 +19,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.lora import PARTS, LoraConfig, is_adapter, layer_of
 from pipeline.layers.lora import merged
-from pipeline.models import families
+from pipeline.models import config_classes
 from pipeline.models.config import ModelConfig
 
 
@@ -76,7 +76,7 @@ def open_merged(path: Path, folder: str | None) -> MergedWeights:
     checkpoint = Checkpoint(path)
     if folder is None:
         return MergedWeights(checkpoint)
-    model = families.from_dict(checkpoint.config["model"])
+    model = config_classes.from_dict(checkpoint.config["model"])
     adapter = read_peft(Path(folder), model, "stage.adapter")
     check_base(adapter, MergedWeights(checkpoint), model, "stage.adapter")
     return MergedWeights(checkpoint, adapter)

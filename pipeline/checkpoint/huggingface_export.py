@@ -22,7 +22,7 @@ from pipeline.common.files import apply_umask
 from pipeline.common.progress import Progress
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row, Shape
+from pipeline.models.stock_tensors import Shape, StockTensor
 
 #: Files of a tokenizer folder; only tokenizer.json is required. The vocabularies are those of tokenizers without it.
 VOCABULARIES = (
@@ -51,9 +51,9 @@ class Original:
 def read_original(folder: Path) -> Original:
     """Read what an export keeps of an imported model, from the folder with its config.json."""
     content = read_config(folder)
-    _, adapter = registry.find_adapter(content)
+    _, mapping = registry.find_mapping(content)
     kept = {key: value for key, value in content.items() if key.endswith(("_token_id", "_token_ids"))}
-    return Original(config_json.unread(adapter, content) | kept, read_generation_config(folder))
+    return Original(config_json.unread(mapping, content) | kept, read_generation_config(folder))
 
 
 class Weights(Protocol):
@@ -72,10 +72,10 @@ class Weights(Protocol):
 class Packing(Protocol):
     """Tensors that are stored in another form, such as quantized ones."""
 
-    def size(self, row: Row, shape: Shape) -> int | None:
+    def size(self, row: StockTensor, shape: Shape) -> int | None:
         """Bytes that are stored for a tensor; None if it is stored as it is."""
 
-    def tensors(self, row: Row) -> dict[str, Tensor] | None:
+    def tensors(self, row: StockTensor) -> dict[str, Tensor] | None:
         """Names and values that are stored for a tensor; None if it is stored as it is."""
 
 
@@ -95,12 +95,12 @@ def write_weights(
     Returns:
         Number of parameters written.
     """
-    rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
+    rows = {row.hf_name: row for row in registry.stock_tensors(config)[0]}
     shapes = {name: row.shape([weights.shape(part) for part in row.names]) for name, row in rows.items()}
     elements = {name: prod(shape) for name, shape in shapes.items()}
     packed = {name: packing.size(row, shapes[name]) if packing else None for name, row in rows.items()}
     sizes = {name: elements[name] * dtype.itemsize if size is None else size for name, size in packed.items()}
-    patterns = registry.adapter(config).separate_weights(config)
+    patterns = registry.mapping_of(config).separate_weights(config)
     separate = {name for name in rows if any(fnmatchcase(name, pattern) for pattern in patterns)}
     read = _Reader(weights, dtype)
     with Progress(sum(sizes.values()), "writing weights", "B") as progress:
@@ -134,7 +134,7 @@ class _Reader:
         self._weights, self._dtype = weights, dtype
         self._stacks: dict[str, Tensor] = {}
 
-    def __call__(self, row: Row) -> list[Tensor]:
+    def __call__(self, row: StockTensor) -> list[Tensor]:
         if row.expert is None:
             self._stacks = {}
             return [self._weights.tensor(name).to(self._dtype) for name in row.names]
@@ -179,19 +179,19 @@ def write_configs(
     token if there is one. A model that started from a Hugging Face model keeps its token ids and its generation_config.json, if any.
     `quantization` becomes the key quantization_config.
     """
-    adapter = registry.adapter(config)
+    mapping = registry.mapping_of(config)
     own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     own |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
-        _write_json(folder / "config.json", adapter.config_json(config) | original.content | own)
+        _write_json(folder / "config.json", mapping.config_json(config) | original.content | own)
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return
     ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
-    if adapter.constants.get("is_encoder_decoder"):
+    if mapping.constants.get("is_encoder_decoder"):
         padding = end_of_document_id if padding_id is None else padding_id
         ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
-    _write_json(folder / "config.json", adapter.config_json(config) | ids | own)
+    _write_json(folder / "config.json", mapping.config_json(config) | ids | own)
     _write_json(folder / GENERATION_CONFIG, {"pad_token_id": end_of_document_id} | ids)
 
 

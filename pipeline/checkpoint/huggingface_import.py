@@ -17,15 +17,15 @@ from pipeline.checkpoint.fragment import Fragment
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
 from pipeline.models import registry
-from pipeline.models.adapter import Adapter
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
+from pipeline.models.stock_tensors import StockTensor
 from pipeline.parallel.pieces import Piece
 
 #: Buffers that older releases of transformers saved and that are recomputed.
 UNUSED = ("*.rotary_emb.inv_freq",)
 GENERATION_CONFIG = "generation_config.json"
-#: Name of the files with the tensors that the class does not expect (Adapter.separate_weights).
+#: Name of the files with the tensors that the class does not expect (HuggingFaceMapping.separate_weights).
 SEPARATE = "mtp"
 FORMATS = ("F64", "F32", "F16", "BF16")
 
@@ -93,7 +93,7 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
 class StockWeights:
     """The tensors of a stock model, by the names that current transformers uses."""
 
-    def __init__(self, folder: Path, adapter: Adapter) -> None:
+    def __init__(self, folder: Path, mapping: HuggingFaceMapping) -> None:
         """Read the headers of the files.
 
         Raises:
@@ -109,7 +109,7 @@ class StockWeights:
                 raise UserError.of("stage.input", file, f"is not readable: {error}", "download it again") from error
             for name in opened.keys():  # noqa: SIM118 - the file is not a dict
                 current = name
-                for pattern, replacement in adapter.renamed:
+                for pattern, replacement in mapping.renamed:
                     current = re.sub(pattern, replacement, current)
                 if current in self._stored:
                     other = self._stored[current][1]
@@ -151,28 +151,28 @@ class ImportedWeights:
 
     def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
         self._stock = stock
-        self.config = config = registry.adapter(config).from_weights(config, stock)
+        self.config = config = registry.mapping_of(config).from_weights(config, stock)
         with torch.device("meta"):
             model = registry.build(config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._rows, self._copies = registry.stock_rows(config)
+        self._rows, self._copies = registry.stock_tensors(config)
         self._found = set(stock.names())
         self._stored = {row.hf_name: row.hf_name for row in self._rows if row.hf_name in self._found}
         for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names
             if copy in self._found:
                 self._stored.setdefault(name, copy)
-        adapter = registry.adapter(config)
-        for name, other in adapter.fallbacks.items():
+        mapping = registry.mapping_of(config)
+        for name, other in mapping.fallbacks.items():
             if other in self._found:
                 self._stored.setdefault(name, other)
-        self._unused, self._zeros = (*UNUSED, *adapter.ignored_weights), adapter.zero_weights
-        self._computed = adapter.computed_weights
-        self._rows_of: dict[str, list[Row]] = {name: [] for name in self._shapes}
+        self._unused, self._zeros = (*UNUSED, *mapping.ignored_weights), mapping.zero_weights
+        self._computed = mapping.computed_weights
+        self._rows_of: dict[str, list[StockTensor]] = {name: [] for name in self._shapes}
         for row in self._rows:
             for name in row.names:
                 self._rows_of[name].append(row)
         uncovered = [name for name, rows in self._rows_of.items() if not rows]
-        assert not uncovered, f"the adapter of {config.family} has no row for {uncovered}"
+        assert not uncovered, f"the mapping of {config.family} has no row for {uncovered}"
 
     def names(self) -> list[str]:
         """Names of all weights."""
@@ -193,7 +193,7 @@ class ImportedWeights:
             experts[row.expert] = self._read_row(row, name)
         return experts
 
-    def _read_row(self, row: Row, name: str) -> Tensor:
+    def _read_row(self, row: StockTensor, name: str) -> Tensor:
         theirs = self._stock.tensor(self._stored[row.hf_name])
         return row.from_hf(theirs, [self._shapes[ours] for ours in row.names])[row.names.index(name)].contiguous()
 

@@ -23,7 +23,7 @@ from pipeline.config.lora import LoraConfig
 from pipeline.layers.lora import linear_layers
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.stock_tensors import StockTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: What precedes the name of a module in a PEFT file.
@@ -95,7 +95,7 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
         return {}
     with torch.device("meta"):
         shapes = {name: tuple(weight.shape) for name, weight in registry.build(config).state_dict().items()}
-    rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
+    rows = {row.hf_name: row for row in registry.stock_tensors(config)[0]}
     if _TIED_HEAD in tensors and _is_tied(config):
         head = tensors.pop(_TIED_HEAD)
         if not any(rows[name].names == (_EMBEDDING,) and torch.equal(value, head) for name, value in tensors.items() if name in rows):
@@ -181,7 +181,7 @@ def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: 
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": _targets(ranks, map(_module, registry.stock_rows(config)[0])),
+        "target_modules": _targets(ranks, map(_module, registry.stock_tensors(config)[0])),
         "rank_pattern": {re.escape(module): value for module, value in ranks.items() if value != rank},
         "alpha_pattern": {re.escape(module): value for module, value in alphas.items() if value != alpha},
         "fan_in_fan_out": transposed == {True},
@@ -200,7 +200,7 @@ def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: 
 def _write_saved(saved: Mapping[str, Tensor], config: ModelConfig, tensors: dict[str, Tensor]) -> list[str]:
     """Add the weights that were trained beside an adapter to the tensors of its file, and return the names of their stock modules."""
     modules = []
-    for row in registry.stock_rows(config)[0]:
+    for row in registry.stock_tensors(config)[0]:
         present = [name for name in row.names if name in saved]
         if present and len(present) < len(row.names):
             rule = f"trains {', '.join(present)}, which is a part of {_module(row)} of the stock class"
@@ -220,25 +220,25 @@ def _is_tied(config: ModelConfig) -> bool:
     return _EMBEDDING in names and not any(name.startswith("head.") and name.endswith(".weight") for name in names)
 
 
-def _linear_rows(config: ModelConfig) -> list[tuple[Row, list[int]]]:
+def _linear_rows(config: ModelConfig) -> list[tuple[StockTensor, list[int]]]:
     """The rows of the stock model's linear layers, each with the outputs of our layers in it."""
     with torch.device("meta"):
         outputs = {f"{name}.weight": layer.out_features for name, layer in linear_layers(registry.build(config))}
-    rows = (row for row in registry.stock_rows(config)[0] if row.names and outputs.keys() >= set(row.names))
+    rows = (row for row in registry.stock_tensors(config)[0] if row.names and outputs.keys() >= set(row.names))
     return [(row, [outputs[name] for name in row.names]) for row in rows]
 
 
-def _module(row: Row) -> str:
+def _module(row: StockTensor) -> str:
     """The stock module of a row."""
     return row.hf_name.removesuffix(".weight")
 
 
-def _split(row: Row, b: Tensor, outputs: list[int]) -> list[Tensor]:
+def _split(row: StockTensor, b: Tensor, outputs: list[int]) -> list[Tensor]:
     """The part of b of each of our layers in a row. Stock layers that store transposed weights do not transpose b."""
     return replace(row, transposed=False).from_hf(b, [(count, b.shape[1]) for count in outputs])
 
 
-def _join(row: Row, parts: list[Factors | None], outputs: list[int]) -> Factors | None:
+def _join(row: StockTensor, parts: list[Factors | None], outputs: list[int]) -> Factors | None:
     """The adapter of a row, from those of its layers, some of which may have none; None if all of them have none."""
     present = [part for part in parts if part is not None]
     if len(parts) == 1 or not present:

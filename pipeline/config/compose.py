@@ -25,7 +25,7 @@ from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def register() -> None:
     store.store(group="schema", name="run", node=RunConfig, package="_global_")
     for stage, (schema, _) in STAGES.items():
         store.store(group="schema/stage", name=stage, node=schema)
-    for family, schema in FAMILIES.items():
+    for family, schema in CONFIG_CLASSES.items():
         store.store(group="schema/model", name=family, node=schema)
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
-from pipeline.models import families
+from pipeline.models import config_classes
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -19,7 +19,7 @@ from pipeline.parallel.pieces import Piece
 
 def model_of(checkpoint: MergedWeights) -> ModelConfig:
     """Return the model configuration of a checkpoint."""
-    return families.from_dict(checkpoint.config["model"])
+    return config_classes.from_dict(checkpoint.config["model"])
 
 
 def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:

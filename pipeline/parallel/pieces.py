@@ -1,4 +1,4 @@
-"""Pieces: the slices of the full weights that a rank holds, computed from the parallel plan."""
+"""Pieces: the slices of the full weights that a rank holds, computed from the tensor-parallel table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from pipeline.models.plan import SPLITS
+from pipeline.models.tensor_parallel import SPLITS
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Piece:
         name: the weight's name in the full model; a tied weight has its first name.
         full_shape: the shape of the full weight.
         slices: at most one per dim.
-        role: its role in the plan.
+        role: its role in the tensor-parallel table.
         shared: "tied_embedding" if the last stage holds the weight too, "pipeline" if all stages hold it, else empty.
         copy: whether the primary copy is on another rank of the pipeline.
     """
@@ -76,7 +76,7 @@ def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str
     Args:
         name: the weight's name in the full model.
         shape: its full shape, (output, input) for a matrix, (experts, output, input) for stacked experts.
-        role: its role in the plan.
+        role: its role in the tensor-parallel table.
         axes: mesh axis -> (ranks, this rank's index), for "tensor" and "expert".
     """
     slices = []

@@ -18,7 +18,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
-from pipeline.models import families, registry
+from pipeline.models import config_classes, registry
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.stages import convert_gguf, convert_quantize
@@ -71,12 +71,12 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         return
 
     checkpoint = adapter.open_merged(path, stage.adapter)
-    model = families.from_dict(checkpoint.config["model"])
+    model = config_classes.from_dict(checkpoint.config["model"])
     collect_errors(
         lambda: _check_output(output),
         lambda: _check_vocabulary(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
-        lambda: registry.adapter(model),
+        lambda: registry.mapping_of(model),
         *([lambda: convert_gguf.check(config, stage, checkpoint, model, tokenizer)] if stage.format == "gguf" else []),
     )
     quantized = None
@@ -139,11 +139,11 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
     checkpoint = reader.Checkpoint(path)
-    model = families.from_dict(checkpoint.config["model"])
+    model = config_classes.from_dict(checkpoint.config["model"])
     if getattr(model, "labels", []):
         rule = "would leave out the head of the classifier, which is trained beside the adapter"
         raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapter is merged into full weights")
-    found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.adapter(model))
+    found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.mapping_of(model))
     saved = adapter.saved_weights(checkpoint)
     found = replace(found, saved=saved)
     if adapter.lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base

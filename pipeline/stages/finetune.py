@@ -11,7 +11,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.labels import labels_of
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.launch import preflight
-from pipeline.models import families
+from pipeline.models import config_classes
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended
 from pipeline.stages import pretrain
@@ -40,7 +40,7 @@ def prepare(config: RunConfig, world_size: int) -> None:
     except UserError as error:
         raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
     index = native.read_index(start)
-    config.model = families.from_dict(index.config["model"])
+    config.model = config_classes.from_dict(index.config["model"])
     if not (_in_run_dir(config, start) and index.train_state.samples):  # the checkpoints of the run have the longer context already
         config.model = extended(config.model, config.training.context_factor)
     if config.training.objective == "classification" and isinstance(config.model, BertConfig):

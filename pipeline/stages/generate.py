@@ -39,7 +39,7 @@ from pipeline.generation.speculative import DraftModel, PromptLookup, Speculativ
 from pipeline.generation.template import PromptTemplate
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.relay import Relay

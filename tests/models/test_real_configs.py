@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.common.errors import UserError
 from pipeline.layers.positions import SinusoidalPositions
 from pipeline.models import config_json, registry, stock_keys
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.models.real_configs import BASE_KEYS_OF_RELEASE_4, CONFIGS, shrunk
 from tools.audit import fuzz_import
 from tools.audit import stock_keys as stock_keys_tool
@@ -27,8 +27,8 @@ def quiet():
 
 
 def read(content: dict):
-    family, adapter = registry.find_adapter(content)
-    return config_json.read(adapter, FAMILIES[family], content)
+    family, mapping = registry.find_mapping(content)
+    return config_json.read(mapping, family.config, content)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -90,12 +90,12 @@ def test_the_keys_that_stock_classes_read_are_those_of_the_table():
             assert keys.aliases == entry["aliases"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIG_CLASSES)
 def test_only_keys_that_a_class_reads_need_an_exception(family):
-    for adapter in registry.adapters(family):
-        keys = stock_keys.keys_of(adapter.architecture)
+    for mapping in registry.FAMILIES[family].huggingface:
+        keys = stock_keys.keys_of(mapping.architecture)
         assert keys is not None
-        assert keys.reads >= {*adapter.ignored_keys}, adapter.architecture
+        assert keys.reads >= {*mapping.ignored_keys}, mapping.architecture
 
 
 def test_the_source_of_a_class_is_searched_where_it_leads(tmp_path):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.models import registry
-from pipeline.models.families import FAMILIES
 from pipeline.models.stock_keys import TABLE, StockKeys
 
 #: Files outside transformers/models whose definitions are followed; others do not read keys of the architecture.
@@ -38,10 +37,10 @@ def table() -> dict[str, Any]:
     """Return the content of the file, for the installed transformers."""
     source = installed_source()
     keys_by_class: dict[str, StockKeys] = {}
-    for adapter in (adapter for family in FAMILIES for adapter in registry.adapters(family)):
-        keys = source.keys(adapter.architecture, adapter.model_type)
-        assert keys is not None, f"transformers {source.release} has no {adapter.architecture} with model_type={adapter.model_type}"
-        keys_by_class[adapter.architecture] = keys
+    for mapping in (mapping for family in registry.FAMILIES.values() for mapping in family.huggingface):
+        keys = source.keys(mapping.architecture, mapping.model_type)
+        assert keys is not None, f"transformers {source.release} has no {mapping.architecture} with model_type={mapping.model_type}"
+        keys_by_class[mapping.architecture] = keys
     common = frozenset.intersection(*(keys.reads for keys in keys_by_class.values()))
     return {
         "transformers": source.release,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.decoder_sizes import RotaryDecoderConfig
 from pipeline.models.rules import heads_violations, window_violations
+from pipeline.models.shared_sizes import RotaryDecoderConfig
 
 
 @dataclass

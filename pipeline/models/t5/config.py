@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 
 
 @dataclass
