@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from pipeline.common import signals
+from pipeline.common import process_exit, signals
 
 if TYPE_CHECKING:
     from pipeline.common.errors import UserError
@@ -30,6 +30,23 @@ def main() -> None:
         if ranks.error_report_delay() == 0:  # only one rank reports it
             print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
+
+
+def main_and_leave() -> None:
+    """Run the command line and end the process; once PyTorch is loaded, without finalizing the interpreter (see process_exit.leave)."""
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if "torch" in sys.modules and "mpi4py.MPI" not in sys.modules:  # MPI_Finalize is part of the interpreter's finalization
+        process_exit.leave(code)
+    sys.exit(code)
 
 
 def run() -> None:
@@ -159,4 +176,4 @@ def report(error: UserError) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_and_leave()

@@ -98,7 +98,7 @@ def test_no_import_cycle_of_modules() -> None:
 
 def test_only_the_zero_engine_knows_deepspeed() -> None:
     known = {m for m in SOURCES if any(i.split(".")[0] == "deepspeed" for i in imports(m))}
-    assert known == {"pipeline.training.zero", "pipeline.training.zero_optimizer"}
+    assert known == {"pipeline.training.zero_engine", "pipeline.training.deepspeed_optimizer"}
 
 
 def test_process_groups_are_made_in_parallel_alone() -> None:

@@ -11,7 +11,7 @@ from pipeline.generation.cache import KeyValueCache, Pass, detach
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
-from pipeline.parallel.relay import Relay
+from pipeline.parallel.pipeline_relay import Relay
 
 
 class Runner:

@@ -41,7 +41,7 @@ class Router(nn.Module):
         scoring: "softmax" or "sigmoid", applied to the logits.
         normalize: whether the weights of the selected experts are normalized to sum to one.
         scaling_factor: factor of the weights after normalization.
-        correction_bias: add a bias to the scores for expert selection only; it has no gradient and is updated by training/routing.py.
+        correction_bias: add a bias to the scores for expert selection only; it has no gradient; training/router_statistics.py updates it.
         bias_update_speed: change of the correction bias per optimizer step.
         groups: number of expert groups of equal size.
         topk_group: number of groups that experts are selected from: those with the largest sum of the two highest scores.

@@ -25,7 +25,7 @@ from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import context, expert, float8, recomputation, tensor
+from pipeline.parallel import activation_checkpointing, context_parallel, expert_parallel, float8, tensor_parallel
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
@@ -100,7 +100,7 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
             again, recomputed = gather_again(config), config.training.activation_checkpointing != "none"
             sequence = config.parallel.sequence_parallel
             dispatched = mesh.layout.expert > 1
-            tensor.apply(
+            tensor_parallel.apply(
                 *(stage, model.pieces, table, mesh.tensor),
                 sequence=sequence,
                 gather_again=again,
@@ -109,18 +109,18 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
             )
         if config.precision.fp8 != "none":
             float8.apply(stage, config, mesh.device)
-        expert.apply(stage, mesh)
+        expert_parallel.apply(stage, mesh)
         budget, dtype = config.training.activation_budget, DTYPES[config.precision.dtype]
-        kept = {} if budget is None else recomputation.choose(stage, config, mesh, dtype)
+        kept = {} if budget is None else activation_checkpointing.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
             layer.core = core or attention_core(config, mesh)
         if mesh.layout.context > 1:
-            context.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
+            context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         if async_tensor_enabled(config, mesh.device):
-            tensor.fuse_collectives(mesh.tensor)
+            tensor_parallel.fuse_collectives(mesh.tensor)
         for name, block in stage.blocks.items():
             mode, compiled = config.training.activation_checkpointing, compile_enabled(config, mesh.device)
-            recomputation.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
+            activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
 
 
 def attention_core(config: RunConfig, mesh: Mesh) -> Core:

@@ -1,6 +1,6 @@
 """What the engine exchanges in a step besides the model's own collectives, as training/ and parallel/ do it: a list for every rank.
 
-Gradients are reduced bucket by bucket (training/buckets.py), weights are gathered under ZeRO (training/gathering.py), and activations are
+Gradients are reduced bucket by bucket (training/buckets.py), ZeRO gathers weights (training/weight_gathering.py), and activations are
 sent between pipeline stages. tests/planner/test_real_run.py compares the list with the collectives of real runs.
 """
 

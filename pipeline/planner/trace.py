@@ -30,7 +30,7 @@ from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
 from pipeline.parallel.partition import partition_weights
-from pipeline.parallel.tensor import VocabParallelEmbedding, sums_over_tensor
+from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner.fusion import fuse
 from pipeline.planner.operations import Part, Weights
 from pipeline.planner.recorder import Recorder, visible_share

@@ -25,8 +25,9 @@ from pipeline.evaluation import record, selection
 from pipeline.parallel import mesh as meshes
 from pipeline.stages import evaluate_tasks
 from pipeline.stages.pretrain import check_vocabulary
-from pipeline.training import loop, start, verification
+from pipeline.training import shard_verification, start
 from pipeline.training.trainer import Trainer
+from pipeline.training.validation import Validation, validate
 
 log = logging.getLogger("pipeline")
 
@@ -74,14 +75,16 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
             state = start.load(trainer, checkpoint)
             scores = {
-                name: _scores(*loop.validate(config, trainer, part, state.step, None, stage.batches)) if part is not None else {}
+                name: _scores(validate(trainer, part, config.training, batches=stage.batches, prefetch=config.data.prefetch))
+                if part is not None
+                else {}
                 for name, part in parts.items()
             }
             for name, masked in each.items():
-                scores[name] |= _pseudo_perplexity(config, trainer, masked, state.step, stage) if masked is not None else {}
+                scores[name] |= _pseudo_perplexity(config, trainer, masked, stage) if masked is not None else {}
             if ranks.rank == 0:
                 _write(config, path, state.step, scores, selection.settings_of(path, stage, settings))
-        verification.finish([*parts.values(), *each.values()])
+        shard_verification.finish([*parts.values(), *each.values()])
     finally:
         meshes.destroy_process_group()
 
@@ -111,16 +114,17 @@ def _write(config: RunConfig, path: Path, step: int, scores: dict[str, dict[str,
         log.info("step %d, %s: %s", step, name, _text(part) if part else "no sequence of training.sequence_length")
 
 
-def _scores(loss: float, bits: float | None) -> dict[str, float | None]:
+def _scores(result: Validation) -> dict[str, float | None]:
     """The scores of a validation split; the perplexity of a large loss is infinite, which JSON has no number for."""
-    return {"validation_loss": loss, "perplexity": math.exp(loss) if loss < 700 else None, "bits_per_byte": bits}
+    perplexity = math.exp(result.loss) if result.loss < 700 else None
+    return {"validation_loss": result.loss, "perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
 
 
-def _pseudo_perplexity(config: RunConfig, trainer: Trainer, data: PseudoLikelihood, step: int, stage: Evaluate) -> dict[str, float]:
+def _pseudo_perplexity(config: RunConfig, trainer: Trainer, data: PseudoLikelihood, stage: Evaluate) -> dict[str, float]:
     """The exponential of the mean negative log-probability of each token given all others, of the sequences of stage.batches."""
     batches = None if stage.batches is None else stage.batches * config.training.sequence_length
-    loss, _ = loop.validate(config, trainer, data, step, None, batches)
-    return {"pseudo_perplexity": math.exp(min(loss, 700))}
+    found = validate(trainer, data, config.training, batches=batches, prefetch=config.data.prefetch)
+    return {"pseudo_perplexity": math.exp(min(found.loss, 700))}
 
 
 def _text(scores: dict[str, float | None]) -> str:

@@ -23,7 +23,7 @@ from pipeline.generation.runner import Runner
 from pipeline.models.config import ModelConfig
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.relay import Relay
+from pipeline.parallel.pipeline_relay import Relay
 from pipeline.stages.convert import open_tokenizer
 
 log = logging.getLogger("pipeline")

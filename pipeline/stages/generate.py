@@ -42,7 +42,7 @@ from pipeline.models.config import ModelConfig
 from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import LocalModel
-from pipeline.parallel.relay import Relay
+from pipeline.parallel.pipeline_relay import Relay
 from pipeline.stages.convert import open_tokenizer
 from pipeline.stages.convert_import import FOLDER
 

@@ -36,7 +36,7 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner.flops import flops_per_token, peak_flops
 from pipeline.planner.parameters import count_model_parameters
-from pipeline.training import loop, start, verification
+from pipeline.training import loop, shard_verification, start
 from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics, last_loss
 from pipeline.training.step_control import StepControl
@@ -87,10 +87,21 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             length = config.training.sequence_length
             flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
             all_peaks = None if peak is None else peak * ranks.world_size
-            with report_disk_full(Path(config.run_dir)), Metrics(config, ranks.rank, state, length, flops, all_peaks) as metrics:
-                control = StepControl(config, ranks.rank)
+            writer = Metrics(
+                Path(config.run_dir),
+                config.tracking,
+                dataclasses.asdict(config),
+                ranks.rank,
+                state,
+                steps=config.training.steps,
+                tokens_per_sample=length,
+                flops_per_token=flops,
+                peak_flops=all_peaks,
+            )
+            with report_disk_full(Path(config.run_dir)), writer as metrics:
+                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
                 state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks)
-            unverified = verification.finish([training_data, validation_data])
+            unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 _finish(config, state, hosts, unverified)
     except ToBeContinued:

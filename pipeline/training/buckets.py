@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
-from pipeline.parallel.tensor import sums_over_tensor
+from pipeline.parallel.tensor_parallel import sums_over_tensor
 
 
 @dataclass(eq=False)

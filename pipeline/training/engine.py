@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragment import Fragment
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
@@ -20,7 +20,7 @@ from pipeline.training.buckets import is_primary_copy
 from pipeline.training.loss_scale import LossScale
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
-ENGINES = {0: "pipeline.training.replicated:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero:ZeroEngine")
+ENGINES = {0: "pipeline.training.replicated_engine:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero_engine:ZeroEngine")
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,25 @@ class Engine(ABC):
         """Adopt fragments that were loaded in place, as the state after `updates` updates."""
 
 
-def build_engine(config: RunConfig, model: LocalModel, mesh: Mesh) -> Engine:
-    """The engine of the configured ZeRO stage."""
-    engine: Engine = resolve_name(ENGINES[config.parallel.zero_stage])(config, model, mesh)
+def build_engine(
+    model: LocalModel,
+    mesh: Mesh,
+    optimizer: OptimizerConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+) -> Engine:
+    """Build the engine of the configured ZeRO stage.
+
+    Args:
+        model: this rank's stages.
+        mesh: this rank's process groups.
+        optimizer: optimizer, clipping and learning rate.
+        training: number of steps, over which the learning rate is scheduled.
+        parallel: ZeRO stage and sequence parallelism.
+        precision: dtype of the weights, and the loss scale.
+    """
+    engine: Engine = resolve_name(ENGINES[parallel.zero_stage])(model, mesh, optimizer, training, parallel, precision)
     return engine
 
 

@@ -8,10 +8,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast
-
-import torch
 
 from pipeline.checkpoint import save
 from pipeline.checkpoint.native import Index, TrainState
@@ -20,12 +18,12 @@ from pipeline.common.progress import Progress
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
-from pipeline.training.batches import BatchLoader
+from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.metrics import Metrics, memory_used
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
+from pipeline.training.validation import validate
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
@@ -79,7 +77,7 @@ def train(
         ToBeContinued: a signal announced the end of the job, and a checkpoint was written.
     """
     training, checkpoint = config.training, config.checkpoint
-    loader = BatchLoader(training_data, config, trainer.mesh)
+    loader = BatchLoader(training_data, training, trainer.mesh, config.data.prefetch)
     started = time.monotonic()
     with Progress(training.steps - state.step, config.stage.name, "step", trainer.mesh.rank, every=math.inf) as bar:
         watchdog.report(f"loading the batch of step {state.step + 1}")
@@ -97,8 +95,12 @@ def train(
             last = state.step == training.steps
             decision = control.after_step(result, last=last)
             if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
-                watchdog.report(f"validation after step {state.step}")
-                validate(config, trainer, validation_data, state.step, metrics, training.validation_batches, watchdog)
+                report = partial(watchdog.report, f"validation after step {state.step}")
+                report()
+                batches, prefetch = training.validation_batches, config.data.prefetch
+                metrics.validation(
+                    state.step, validate(trainer, validation_data, training, batches=batches, prefetch=prefetch, on_batch=report)
+                )
                 started = time.monotonic()
             hooked = hooks.writes(state.step)
             scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
@@ -120,43 +122,3 @@ def train(
                 raise ToBeContinued(decision.stop)
             watchdog.report(f"loading the batch of step {state.step + 1}")
     return state
-
-
-def validate(
-    config: RunConfig,
-    trainer: Trainer,
-    data: Objective,
-    step: int,
-    metrics: Metrics | None,
-    batches: int | None,
-    watchdog: Watchdog | None = None,
-) -> tuple[float, float | None]:
-    """Compute mean loss and bits per byte over the first `batches` global batches of the validation split (all of it when None).
-
-    Every target of these batches counts once, so the result for a full split does not depend on the batch size. The measures of
-    the objective are written to the metrics.
-
-    Returns:
-        (nats per target, bits per byte); the latter is None if the objective does not predict every token.
-    """
-    samples = int(data.samples.counts[0])
-    available = math.ceil(samples / config.training.global_batch_size)
-    count = available if batches is None else min(batches, available)
-    loader = BatchLoader(data, config, trainer.mesh)
-    measured = dict.fromkeys(data.measures, 0.0)
-    sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)  # of the losses, and the number of targets
-    with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
-        for tokens, batch in loader.validation(count, samples):
-            mean, targets = trainer.evaluate(tokens, batch)
-            sums += torch.stack([mean.double() * targets, targets.double()])
-            for name in measured:
-                value, _ = trainer.evaluate(tokens, cast(Batch, {**batch, name: torch.ones(len(tokens), device=tokens.device)}))
-                measured[name] += float(value.double() * targets.double())
-            bar.advance(1)
-            if watchdog is not None:
-                watchdog.report(f"validation after step {step}")
-    loss = float(sums[0] / sums[1])
-    bits = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else None
-    if metrics is not None:
-        metrics.validation(step, loss, bits, {name: value / float(sums[1]) for name, value in measured.items()})
-    return loss, bits

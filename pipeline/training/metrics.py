@@ -8,7 +8,6 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +20,10 @@ from torch import Tensor
 from pipeline.checkpoint.native import TrainState
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.files import atomic_file
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import TrackingConfig
 from pipeline.training.engine import StepResult
 from pipeline.training.step_control import HostCopy
+from pipeline.training.validation import Validation
 
 log = logging.getLogger("pipeline")
 
@@ -50,28 +50,41 @@ class Metrics:
     stays ahead of the device. On resume, lines after the checkpoint are removed first.
 
     Args:
-        config: configuration of the run.
+        run_dir: the run directory.
+        tracking: Weights & Biases, and how often a line is logged.
+        settings: the configuration as Weights & Biases shows it.
         rank: only rank 0 writes.
         resumed: the state that the run continues from.
+        steps: training.steps.
         tokens_per_sample: sequence length of a sample.
         flops_per_token: forward and backward FLOPs of the full model.
         peak_flops: peak of all devices of the job in FLOP/s, None if unknown (a CPU); mfu is null then.
     """
 
     def __init__(
-        self, config: RunConfig, rank: int, resumed: TrainState, tokens_per_sample: int, flops_per_token: float, peak_flops: float | None
+        self,
+        run_dir: Path,
+        tracking: TrackingConfig,
+        settings: dict[str, Any],
+        rank: int,
+        resumed: TrainState,
+        *,
+        steps: int,
+        tokens_per_sample: int,
+        flops_per_token: float,
+        peak_flops: float | None,
     ) -> None:
-        self._rank, self._config = rank, config
+        self._run_dir, self._rank, self._log_every = run_dir, rank, tracking.log_every
         self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
         self._skipped_before = resumed.step - resumed.updates
         self._pending: _Pending | None = None
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
-        self._steps, self._last = config.training.steps, {}  # type: int, dict[str, Any]
+        self._steps, self._last = steps, {}  # type: int, dict[str, Any]
         if rank == 0:
-            self._path = Path(config.run_dir) / FILE
+            self._path = run_dir / FILE
             _truncate_after(self._path, resumed.step)
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            self._wandb = _init_wandb(config, resumed.step)
+            self._wandb = _init_wandb(run_dir, tracking, {**settings, "resumed_at": resumed.step})
 
     def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
         """Record a step that was just queued, and write the previous one.
@@ -110,16 +123,16 @@ class Metrics:
             fix = (
                 "move the folder back if it was renamed, and run the same command again: it continues from the newest checkpoint in run_dir"
             )
-            raise UserError.of("run_dir", self._config.run_dir, rule, fix)
+            raise UserError.of("run_dir", self._run_dir, rule, fix)
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None, more: Mapping[str, float]) -> None:
+    def validation(self, step: int, result: Validation) -> None:
         """Write the line of a validation, with "validation_loss", "bits_per_byte" and more measures."""
         self.flush()
         if self._rank == 0:
-            self._emit({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte, **more})
-            bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
-            measures = "".join(f", {name} {value:.4f}" for name, value in more.items())
-            log.info("step %d: validation loss %.4f%s%s", step, loss, bits, measures)
+            self._emit({"step": step, "validation_loss": result.loss, "bits_per_byte": result.bits_per_byte, **result.measures})
+            bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
+            measures = "".join(f", {name} {value:.4f}" for name, value in result.measures.items())
+            log.info("step %d: validation loss %.4f%s%s", step, result.loss, bits, measures)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -149,7 +162,7 @@ class Metrics:
         self._emit(self._last)
         if skipped:
             log.warning("step %d was skipped: the gradient is not finite (%d skipped so far)", step, self._skipped_before)
-        if step % self._config.tracking.log_every == 0 or step == self._steps:
+        if step % self._log_every == 0 or step == self._steps:
             before, logged_step, since = self._last_log
             elapsed = max(time.monotonic() - since, 1e-9)
             mean = (pending.state.samples - before) * self._tokens_per_sample / elapsed
@@ -213,28 +226,26 @@ def _step(line: bytes) -> int | None:
         return None
 
 
-def _init_wandb(config: RunConfig, step: int) -> Any:
+def _init_wandb(run_dir: Path, tracking: TrackingConfig, settings: dict[str, Any]) -> Any:
     """Start the Weights & Biases run; None when it is disabled."""
-    if config.tracking.wandb == "disabled":
+    if tracking.wandb == "disabled":
         return None
-    import dataclasses
-
     import wandb
 
     try:
         return wandb.init(
-            project=config.tracking.project,
-            name=config.tracking.name or Path(config.run_dir).name,
-            id=_wandb_id(Path(config.run_dir)),
+            project=tracking.project,
+            name=tracking.name or run_dir.name,
+            id=_wandb_id(run_dir),
             resume="allow",
-            dir=config.run_dir,
-            mode=config.tracking.wandb,  # type: ignore[arg-type]
-            config={**dataclasses.asdict(config), "resumed_at": step},
+            dir=str(run_dir),
+            mode=tracking.wandb,  # type: ignore[arg-type]
+            config=settings,
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:  # no API key, no network
         fix = "run `wandb login` on a node with internet access, or set tracking.wandb=offline and `wandb sync` later"
-        raise UserError.of("tracking.wandb", config.tracking.wandb, f"Weights & Biases did not start: {error}", fix) from error
+        raise UserError.of("tracking.wandb", tracking.wandb, f"Weights & Biases did not start: {error}", fix) from error
 
 
 def _wandb_id(run_dir: Path) -> str:

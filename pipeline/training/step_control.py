@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pipeline.common import signals
-from pipeline.common.errors import CONTINUE, TERMINATED, UserError
-from pipeline.config.schema import RunConfig
+from pipeline.common.errors import CONTINUE, TERMINATED
 from pipeline.training.engine import StepResult
+from pipeline.training.skipped_steps import SkippedSteps
 
 log = logging.getLogger("pipeline")
 
@@ -39,15 +39,16 @@ class StepControl:
     """Collects the requests of this rank and turns those of all ranks into decisions.
 
     Args:
-        config: of the run.
         rank: the clock of rank 0 decides when a checkpoint is due.
+        save_minutes: checkpoint.every_minutes.
+        max_skipped: training.max_skipped_steps.
     """
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    def __init__(self, rank: int, save_minutes: float, max_skipped: int) -> None:
         self._rank = rank
-        self._save_seconds = config.checkpoint.every_minutes * 60
+        self._save_seconds = save_minutes * 60
         self._saved = time.monotonic()
-        self._max_skipped, self._skipped = config.training.max_skipped_steps, 0
+        self._skipped = SkippedSteps(max_skipped)
         self._pending: HostCopy | None = None
 
     def requests(self) -> tuple[bool, bool, bool]:
@@ -72,11 +73,7 @@ class StepControl:
         previous, self._pending = self._pending, HostCopy(torch.stack([*result.requests, result.skipped.to(result.requests)]))
         known = [copy.values() for copy in (previous, self._pending if last else None) if copy is not None]
         for *_, skipped in known:
-            self._skipped = self._skipped + 1 if skipped else 0
-            if self._skipped >= self._max_skipped:
-                rule = f"{self._skipped} steps in a row were skipped: their gradients are not finite"
-                fix = "reduce optimizer.lr, or continue from an older checkpoint; metrics.jsonl shows where the loss diverges"
-                raise UserError.of("training.max_skipped_steps", self._max_skipped, rule, fix)
+            self._skipped.count(skipped=bool(skipped))
         due, time_ends, canceled = (any(values) for values in list(zip(*known, strict=True))[:3]) if known else (False, False, False)
         return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None)
 

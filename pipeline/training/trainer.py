@@ -18,9 +18,9 @@ from pipeline.layers.loss import IGNORE
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.parallel.schedules import Pipeline
+from pipeline.parallel.pipeline_schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
-from pipeline.training.routing import RouterStatistics
+from pipeline.training.router_statistics import RouterStatistics
 
 
 class Trainer:
@@ -35,7 +35,7 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel | None = None) -> None:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
-        self.engine = build_engine(config, self.model, mesh)
+        self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision)
         self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}

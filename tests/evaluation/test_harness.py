@@ -151,7 +151,7 @@ def on_ranks(axis):
     from pipeline.config.layout import Layout
     from pipeline.generation import weights
     from pipeline.parallel import mesh as meshes
-    from pipeline.parallel.relay import Relay
+    from pipeline.parallel.pipeline_relay import Relay
 
     config = CONFIGS["llama-grouped"]
     sizes = () if axis == "data" else (f"parallel.{axis}=2",)

@@ -35,7 +35,7 @@ def runner_on_ranks(config, axis, lookahead=1, model=None):
     from pipeline.config.layout import Layout
     from pipeline.generation import weights
     from pipeline.parallel import mesh as meshes
-    from pipeline.parallel.relay import Relay
+    from pipeline.parallel.pipeline_relay import Relay
     from tests.world import configured
 
     run = weights.for_generation(configured("stage=generate", f"parallel.{axis}=2", "precision=fp32"), config)

@@ -82,7 +82,7 @@ class _AllRows(torch.autograd.Function):
 
 def _ring(x, group):
     """Ring attention as a function of one tensor."""
-    from pipeline.parallel.ring import RingCore
+    from pipeline.parallel.ring_attention import RingCore
 
     q, k, v = x.split((2, 1, 1), dim=1)
     return RingCore(group)(q, k, v, Mask(), window=5)
@@ -124,7 +124,7 @@ def test_gradcheck(world, name):
 def _gradcheck_of_the_loss(smoothing: float) -> bool:
     """The same for the cross-entropy over a sharded vocabulary, with a bias, label smoothing and an ignored target."""
     from pipeline.parallel.pieces import slice_weight
-    from pipeline.parallel.tensor import VocabParallelHead
+    from pipeline.parallel.tensor_parallel import VocabParallelHead
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     chance = torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ def _context(ranks: int):
 
 def _own(kind: str, group, tokens: int) -> torch.Tensor:
     """The positions of this rank's tokens."""
-    from pipeline.parallel.ring import token_positions
+    from pipeline.parallel.ring_attention import token_positions
 
     if kind == "ring":
         return token_positions(group.rank(), group.size(), tokens // group.size(), torch.device("cpu"))
@@ -50,7 +50,7 @@ def _whole(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
 
 def _gaps(kind: str, ranks: int, case: dict) -> list[float]:
     """Largest differences of the output and of the gradients of q, k, v from the reference, at this rank's tokens."""
-    from pipeline.parallel.ring import RingCore
+    from pipeline.parallel.ring_attention import RingCore
     from pipeline.parallel.ulysses import UlyssesCore
 
     group = _context(ranks)

@@ -64,7 +64,7 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
 def _experts(expert, tensor, counts_of_rank, dropped):
     """Values and gradients of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert import ExpertParallelExperts, _own_columns
+    from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_columns
 
     group, tensor_group = _groups(expert, tensor)
     which, piece = group.rank(), tensor_group.rank()
@@ -128,7 +128,7 @@ def test_expert_parallel_experts_equal_the_experts(world, counts, dropped, tenso
 def _events(layout):
     """What happens in forward and backward pass of a layer with a shared expert, and the bytes of each all-to-all of rows."""
     from pipeline.layers.moe import SharedExpertMoE
-    from pipeline.parallel.expert import Exchange
+    from pipeline.parallel.expert_parallel import Exchange
 
     config, mine = make(*DEEPSEEK, "parallel.expert=2", "parallel.zero_stage=0", "training.global_batch_size=8", *layout)
     layer = next(module for module in mine.model.modules() if isinstance(module, SharedExpertMoE))
@@ -167,7 +167,7 @@ def test_a_token_crosses_the_network_once_and_not_once_a_tensor_rank(world):
 
 
 def _gradcheck():
-    from pipeline.parallel.expert import Exchange
+    from pipeline.parallel.expert_parallel import Exchange
 
     rank, group = dist.get_rank(), dist.group.WORLD
     sent, received = [rank, 1, 0, 2], [[0, 1, 2, 3], [1] * 4, [0] * 4, [2] * 4][rank]
@@ -260,13 +260,15 @@ def test_statistics_are_in_the_metrics(tmp_path):
     import json
 
     from pipeline.checkpoint.native import TrainState
+    from pipeline.config.schema import TrackingConfig
     from pipeline.training.engine import StepResult
     from pipeline.training.metrics import Metrics
 
-    config = configured(*TINY, *MIXTRAL, f"run_dir={tmp_path}", "tracking=disabled")
+    tracking = TrackingConfig(wandb="disabled")
+    numbers = {"steps": 1, "tokens_per_sample": 8, "flops_per_token": 1.0, "peak_flops": None}
     more = {"aux_loss": torch.tensor(0.5), "router_load_max": torch.tensor(1.25)}
     result = StepResult(torch.tensor(2.0), torch.tensor(0.0), torch.tensor(0.1), more)
-    with Metrics(config, 0, TrainState(), 8, 1.0, None) as metrics:
+    with Metrics(tmp_path, tracking, {}, 0, TrainState(), **numbers) as metrics:
         metrics.add(TrainState(1, 16, 1), torch.tensor(3.0), result, 16, 1.0, {"data_seconds": 0.25})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert [line[key] for key in ("loss", "grad_norm", "aux_loss", "router_load_max", "data_seconds")] == [3.0, 2.0, 0.5, 1.25, 0.25]

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.common.errors import UserError
 from pipeline.config import check as rules
-from pipeline.parallel.recomputation import Result, fill
+from pipeline.parallel.activation_checkpointing import Result, fill
 from tests.world import configured, tiny, trainer
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, SEQUENCE, RANKS = 32, 88, 4, 4, 67, 2, 8, 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.training.reduction import MAX_PENDING
+from pipeline.training.gradient_reduction import MAX_PENDING
 from tests.world import causal, share, tiny, trainer
 from tools.audit.reduced_gradient import reduction_error
 

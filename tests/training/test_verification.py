@@ -11,7 +11,7 @@ from pipeline.common import artifact
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.token_shards import Shard
-from pipeline.training import verification
+from pipeline.training import shard_verification
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def test_a_run_that_ends_before_its_shards_are_verified_says_so(tokens, caplog, 
     stream = TokenStream(shards, lazy_checks=True)
     stream.read(np.cumsum([0, *(shard.entry["tokens"] for shard in shards[:2])]), 5)
     data = [SimpleNamespace(samples=SimpleNamespace(stream=stream)), None]
-    assert verification.finish(data, 0.01) == 3
+    assert shard_verification.finish(data, 0.01) == 3
     assert "3 of 3 token shards that this run has read were not verified" in caplog.text
     caplog.clear()
     busy.set()
-    assert verification.finish(data) == 0
+    assert shard_verification.finish(data) == 0
     assert not caplog.text

@@ -210,11 +210,13 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
     for stage in trainer.model.stage_modules():
         timer.count_as_model(stage, "forward")
     Path(config.run_dir).mkdir()
+    numbers = {"steps": training.steps, "tokens_per_sample": training.sequence_length, "flops_per_token": 0.0, "peak_flops": None}
+    control = StepControl(0, config.checkpoint.every_minutes, training.max_skipped_steps)
     with (
-        Metrics(config, 0, TrainState(), training.sequence_length, 0.0, None) as metrics,
-        Watchdog(config.training.timeout_minutes) as watchdog,
+        Metrics(Path(config.run_dir), config.tracking, {}, 0, TrainState(), **numbers) as metrics,
+        Watchdog(training.timeout_minutes) as watchdog,
     ):
-        loop.train(config, trainer, samples, None, TrainState(), metrics, StepControl(config, 0), watchdog)
+        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, loop.CheckpointHooks())
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)

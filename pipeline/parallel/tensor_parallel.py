@@ -210,7 +210,7 @@ def apply(
         sequence: shard activations along the sequence between the regions.
         gather_again: gather inputs of attention and feed-forward again in the backward pass instead of saving them.
         recomputed: the blocks are recomputed in the backward pass.
-        dispatched: expert parallelism dispatches tokens, a slice of the columns by each tensor rank (parallel/expert.py).
+        dispatched: expert parallelism dispatches tokens, a slice of the columns by each tensor rank (parallel/expert_parallel.py).
     """
     enter: RegionBoundary = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
     leave: RegionBoundary = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)

@@ -12,39 +12,48 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragment import Fragment
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
-from pipeline.training.reduction import GradientReducer, Reduction
+from pipeline.training.skipped_steps import is_skipped
 
 
 class ReplicatedEngine(Engine):
     """The optimizer on fp32 master weights; the weights of an fp32 model are their own master weights."""
 
-    def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        mesh: Mesh,
+        optimizer: OptimizerConfig,
+        training: TrainingConfig,
+        parallel: ParallelConfig,
+        precision: PrecisionConfig,
+    ) -> None:
         self.model = model
         self._mesh = mesh
-        self._clipping = config.optimizer.gradient_clipping
-        self.loss_scale = LossScale(config.precision, mesh.device)
-        buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+        self._clipping = optimizer.gradient_clipping
+        self.loss_scale = LossScale(precision, mesh.device)
+        buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel)
         self._reducer = GradientReducer(buckets, mesh, Reduction.ALL)
         self._parameters = list(model.pieces)
-        low = config.precision.dtype != "fp32"
+        low = precision.dtype != "fp32"
         self._masters: list[Tensor] = [p.detach().float() if low else p for p in self._parameters]
         self._low = [p.detach() for p in self._parameters] if low else []
 
-        rates = [learning_rate(update, config.optimizer, config.training) for update in range(config.training.steps)]
+        rates = [learning_rate(update, optimizer, training) for update in range(training.steps)]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=mesh.device)
         self._updates = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._lr = torch.zeros((), dtype=torch.float32, device=mesh.device)
-        self._kind = OPTIMIZERS[config.optimizer.name]
-        self._optimizer = self._kind.build(self._groups(config.optimizer.weight_decay), config.optimizer, self._lr)
+        self._kind = OPTIMIZERS[optimizer.name]
+        self._optimizer = self._kind.build(self._groups(optimizer.weight_decay), optimizer, self._lr)
 
     def _groups(self, weight_decay: float) -> Groups:
         """Parameter groups of the master weights: those of a bucket decay, or none of them."""
@@ -71,7 +80,7 @@ class ReplicatedEngine(Engine):
         primary = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
         model = (self._mesh.tensor, self._mesh.expert, self._mesh.pipeline)  # one replica
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, model, self._mesh.device))
-        skipped = (~norm.isfinite()).float()
+        skipped = is_skipped(norm)
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self._optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, self.loss_scale.factor)  # type: ignore[attr-defined]

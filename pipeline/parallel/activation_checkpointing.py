@@ -21,7 +21,7 @@ from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
-from pipeline.parallel import ring, tensor  # noqa: F401 - ring registers its operator
+from pipeline.parallel import ring_attention, tensor_parallel  # noqa: F401 - ring_attention registers its operator
 from pipeline.parallel.mesh import Mesh
 
 Kind = Literal["reduction", "attention", "product"]
@@ -63,7 +63,7 @@ class Result:
 
 def kind_of(operation: Any) -> Kind | None:
     """The kind of an operation whose result may be kept, None for others."""
-    return "product" if tensor.is_saved_product(operation) else _SAVED_OPS.get(operation)
+    return "product" if tensor_parallel.is_saved_product(operation) else _SAVED_OPS.get(operation)
 
 
 def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept: Collection[Result] | None = None) -> None:

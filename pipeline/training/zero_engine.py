@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragment import Fragment
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
-from pipeline.training.gathering import WeightGatherer
+from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, create_state
-from pipeline.training.reduction import GradientReducer, Reduction
+from pipeline.training.weight_gathering import WeightGatherer
 
 #: ZeRO stage -> what remains of a gradient, and when it is reduced.
 REDUCTIONS = {1: Reduction.PARTITION, 2: Reduction.PARTITION_EACH, 3: Reduction.PARTITION_EACH}
@@ -43,21 +43,34 @@ def _prepare_deepspeed(device: torch.device) -> None:
 class ZeroEngine(Engine):
     """ZeRO 1, 2 and 3: the state of every bucket is sharded over the ranks that hold the same weights."""
 
-    def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        mesh: Mesh,
+        optimizer: OptimizerConfig,
+        training: TrainingConfig,
+        parallel: ParallelConfig,
+        precision: PrecisionConfig,
+    ) -> None:
         _prepare_deepspeed(mesh.device)
-        from pipeline.training.zero_optimizer import BucketZeroOptimizer
+        from pipeline.training.deepspeed_optimizer import BucketZeroOptimizer
 
         self.model = model
-        self._config, self._mesh = config, mesh
-        self._kind = OPTIMIZERS[config.optimizer.name]
-        self._buckets = build_buckets(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
-        decay = config.optimizer.weight_decay
+        self._mesh, self._optimizer, self._training = mesh, optimizer, training
+        self._kind = OPTIMIZERS[optimizer.name]
+        self._buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel)
+        decay = optimizer.weight_decay
         groups: list[dict[str, Any]] = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0} for b in self._buckets]
-        optimizer = self._kind.build(groups, config.optimizer, config.optimizer.lr)
-        clipping, stage = config.optimizer.gradient_clipping, config.parallel.zero_stage
-        self.loss_scale = LossScale(config.precision, mesh.device)
+        stage = parallel.zero_stage
+        self.loss_scale = LossScale(precision, mesh.device)
         self._zero = BucketZeroOptimizer(
-            optimizer, self._buckets, self._global_norm, clipping, self.loss_scale, model.materialize, shard_weights=stage == 3
+            self._kind.build(groups, optimizer, optimizer.lr),
+            self._buckets,
+            self._global_norm,
+            optimizer.gradient_clipping,
+            self.loss_scale,
+            model.materialize,
+            shard_weights=stage == 3,
         )
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
         self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished)
@@ -79,14 +92,14 @@ class ZeroEngine(Engine):
 
     def step(self) -> StepResult:
         """See Engine. DeepSpeed waits for the device once, to learn whether the norm is finite."""
-        rate = learning_rate(self._updates, self._config.optimizer, self._config.training)
+        rate = learning_rate(self._updates, self._optimizer, self._training)
         for index, (group, bucket) in enumerate(zip(self._zero.param_groups, self._buckets, strict=True)):
             group["lr"] = rate
             self._zero.set_gradient(index, self._reducer.reduced(bucket))
         self._reducer.release()
         self._zero.step()
         self._gatherer.refresh()
-        skipped = bool(self._zero.overflow)
+        skipped = bool(self._zero.overflow)  # on the host since step(); is_skipped(norm) would wait for the device once more
         self._updates += not skipped
         norm = torch.as_tensor(self._zero._global_grad_norm, dtype=torch.float32)
         result = StepResult(norm, torch.tensor(float(skipped)), torch.tensor(rate))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket
-from pipeline.training.gathering import FlatWeights
 from pipeline.training.loss_scale import LossScale
+from pipeline.training.weight_gathering import FlatWeights
 
 
 class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's optimizer of ZeRO 1 and 2, without its reductions and its gathering of weights: training/gathering.py gathers them.
+    """DeepSpeed's optimizer of ZeRO 1 and 2, without its reductions and without gathering of weights (training/weight_gathering.py).
 
     Attributes:
         weights: the flat weights of every bucket.
@@ -126,7 +126,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         self.partition_count = [bucket.group.size() for bucket in self._buckets]
 
     def create_gradient_handling_hooks(self) -> None:
-        """Create none: training/reduction.py reduces the gradients."""
+        """Create none: training/gradient_reduction.py reduces the gradients."""
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Do nothing: a gradient that is not finite has a norm that is not finite, and step() examines the norm."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pipeline.parallel.tensor import VocabParallelEmbedding
+from pipeline.parallel.tensor_parallel import VocabParallelEmbedding
 from pipeline.training.buckets import Bucket
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import warmup
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import TrainingConfig
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import Mesh
@@ -26,12 +26,18 @@ class BatchLoader:
 
     A batch of n samples that starts at sample s has on data rank d of r the samples s + d*m .. s + (d+1)*m - 1 with m = n / r.
 
+    Args:
+        objective: builds the samples.
+        training: sequence length and batch sizes.
+        mesh: this rank's process groups.
+        prefetch: batches that are loaded ahead, each in a thread.
+
     Attributes:
         stalls: number of batches that were not ready when requested, including the first one of a run.
     """
 
-    def __init__(self, objective: Objective, config: RunConfig, mesh: Mesh) -> None:
-        self._objective, self._config, self._device = objective, config, mesh.device
+    def __init__(self, objective: Objective, training: TrainingConfig, mesh: Mesh, prefetch: int) -> None:
+        self._objective, self._training, self._device, self._ahead = objective, training, mesh.device, prefetch
         self._rank, self._ranks = mesh.layout.batch_shard(mesh.coordinates), mesh.layout.batch_shards
         self.stalls = 0
 
@@ -40,15 +46,15 @@ class BatchLoader:
 
         def requests(first: int) -> Iterator[tuple[int, ...]]:
             for step in steps:
-                size = warmup.batch_size(self._config.training, step)
-                yield first, size, warmup.sequence_length(self._config.training, step)
+                size = warmup.batch_size(self._training, step)
+                yield first, size, warmup.sequence_length(self._training, step)
                 first += size
 
         return self._prefetch(requests(first))
 
     def validation(self, count: int, samples: int) -> Iterator[DeviceBatch]:
         """Yield the first `count` global batches of a split with this number of samples; the last one is padded without targets."""
-        size, length = self._config.training.global_batch_size, self._config.training.sequence_length
+        size, length = self._training.global_batch_size, self._training.sequence_length
         return self._prefetch((number * size, size, length, samples) for number in range(count))
 
     def load(self, first: int, size: int, length: int, samples: int | None = None) -> DeviceBatch:
@@ -76,14 +82,13 @@ class BatchLoader:
         return batch.pop("tokens"), cast(Batch, batch)
 
     def _prefetch(self, requests: Iterator[tuple[int, ...]]) -> Iterator[DeviceBatch]:
-        """Prefetch data.prefetch batches, each in a thread, and yield them in order."""
-        prefetch = self._config.data.prefetch
-        with ThreadPoolExecutor(prefetch, initializer=self._use_device) as pool:
+        """Load batches ahead, each in a thread, and yield them in order."""
+        with ThreadPoolExecutor(self._ahead, initializer=self._use_device) as pool:
             pending: deque[Future[DeviceBatch]] = deque()
             try:
                 for request in requests:
                     pending.append(pool.submit(self.load, *request))
-                    if len(pending) > prefetch:
+                    if len(pending) > self._ahead:
                         yield self._next(pending)
                 while pending:
                     yield self._next(pending)

@@ -1,6 +1,6 @@
 """Ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889): keys and values rotate around the ring, queries stay local.
 
-Each of n ranks holds two of 2n chunks of every sequence, chunks r and 2n-1-r (parallel/context.py). Under a causal mask, every step of the
+Each of n ranks holds two of 2n chunks of a sequence, r and 2n-1-r (parallel/context_parallel.py). Under a causal mask, every step of the
 ring then has the same cost on every rank: first the local keys under the mask, then either all local queries with the first half of the
 received keys (if they belong to a lower rank) or the second half of the local queries with all received keys (a higher rank).
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.moe import moe_layers
-from pipeline.parallel import context
+from pipeline.parallel import context_parallel
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES
 
@@ -91,7 +91,7 @@ class Pipeline:
 
     def _run_schedule(self, step: Any, inputs: Tensor, batch: Batch, *, reduced: bool = True) -> Tensor:
         if self._mesh.layout.context > 1:
-            inputs, batch = context.shard_sequence(inputs, batch, self._mesh.context, self._context_kind, self.micro_batches)
+            inputs, batch = context_parallel.shard_sequence(inputs, batch, self._mesh.context, self._context_kind, self.micro_batches)
         losses: list[Tensor] = []
         arguments = (inputs,) if self.is_first else ()
         with_loss = {"target": batch["targets"], "losses": losses} if self.is_last else {}
