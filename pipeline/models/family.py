@@ -28,7 +28,7 @@ class Family:
         config: its configuration dataclass.
         build: configuration -> the full model with uninitialized weights on torch's default device (meta included).
         initial_std: (configuration, name of a weight) -> the standard deviation of its initial values, or another Init.
-        tensor_parallel: the tensor-parallel table: pattern (fnmatch) of the names of weights -> role (models/tensor_parallel.py).
+        tensor_parallel: the tensor-parallel table: pattern (fnmatch) of the names of weights -> role (models/tensor_parallel_roles.py).
         huggingface: its mappings, one for each Hugging Face class.
         tied_weights: configuration -> name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to.
         on_every_stage: patterns (fnmatch) of the weights that every pipeline stage holds.

@@ -12,7 +12,7 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.tensor_parallel import role
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece, slice_weight
 
 

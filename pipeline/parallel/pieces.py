@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from pipeline.models.tensor_parallel import SPLITS
+from pipeline.models.tensor_parallel_roles import SPLITS
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
-from pipeline.models.tensor_parallel import role
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel import collectives
 from pipeline.parallel.pieces import Piece
 

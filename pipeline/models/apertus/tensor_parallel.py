@@ -1,4 +1,4 @@
-"""Tensor-parallel table of Apertus (roles: models/tensor_parallel.py)."""
+"""Tensor-parallel table of Apertus (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
