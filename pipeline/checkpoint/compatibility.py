@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from pipeline.checkpoint.adapter import MergedWeights, lora_of
+from pipeline.checkpoint.lora_adapter import lora_of
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.fragments import Fragment
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
 from pipeline.models import registry

@@ -1,6 +1,6 @@
 """The native checkpoint format: a folder `step-00000100` with one safetensors file per rank and an index that is written last.
 
-A file contains the fragments that its rank owns: per weight, a run of elements of the rank's piece, as fp32 "weight",
+A file contains the fragments that its rank owns (words: parallel/pieces.py), as fp32 "weight",
 "exp_avg" and "exp_avg_sq" (an imported model has no moments yet). A frozen weight has no moments, and the dtype of the run. The file's
 header stores the position of each fragment in the full weight, so a checkpoint of any layout can be loaded into any other. The index
 contains the configuration and counters of the run, and length and checksum of every file.

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.checkpoint.lora_adapter import Adapter, Factors
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.files import apply_umask
 from pipeline.config.lora import LoraConfig

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.consolidate import consolidate_fragments
+from pipeline.checkpoint.fragments import consolidate_fragments
 from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
 from pipeline.common.errors import UserError
 from pipeline.common.files import verify

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_classes

@@ -1,4 +1,17 @@
-"""Pieces: the slices of the full weights that a rank holds, computed from the tensor-parallel table."""
+"""Pieces: the part of each full weight that a rank holds, computed from the tensor-parallel table.
+
+The words for parts of a weight, in all packages:
+
+- A *full weight* is the tensor of the model on one rank without parallelism.
+- A *piece* is what a rank's model holds of it under tensor and expert parallelism: the full weight, restricted by a *slice* along a dim for
+  each of these axes.
+- A *bucket* is a flat buffer of the pieces of several weights, which one collective reduces or gathers. Under ZeRO it is divided into one
+  equal *partition* per data-parallel rank (training/buckets.py).
+- A *fragment* is the run of elements of a flattened piece that lies in a rank's partition: what the rank optimizes, saves and loads
+  (checkpoint/fragments.py). Without ZeRO it is the whole piece.
+
+To *shard* a weight is to divide it into pieces; a *shard* is a file, of data or of a Hugging Face model.
+"""
 
 from __future__ import annotations
 

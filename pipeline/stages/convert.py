@@ -6,9 +6,10 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.checkpoint import adapter, huggingface_export, peft_format, reader
-from pipeline.checkpoint.adapter_factors import Adapter
+from pipeline.checkpoint import huggingface_export, peft_format, reader
 from pipeline.checkpoint.huggingface_export import Original
+from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, lora_of, saved_weights
+from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, collect_errors
@@ -70,7 +71,7 @@ def export_model(config: RunConfig, stage: Convert) -> None:
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
-    checkpoint = adapter.open_merged(path, stage.adapter)
+    checkpoint = open_merged(path, stage.adapter)
     model = config_classes.from_dict(checkpoint.config["model"])
     collect_errors(
         lambda: _check_output(output),
@@ -96,7 +97,7 @@ def _write_huggingface(
     folder: Path,
     config: RunConfig,
     stage: Convert,
-    checkpoint: adapter.MergedWeights,
+    checkpoint: MergedWeights,
     model: ModelConfig,
     tokenizer: TextEncoder,
     quantized: convert_quantize.Quantization | None,
@@ -144,13 +145,13 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
         rule = "would leave out the head of the classifier, which is trained beside the adapter"
         raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapter is merged into full weights")
     found, *_ = collect_errors(lambda: _adapter(checkpoint), lambda: _check_output(output), lambda: registry.mapping_of(model))
-    saved = adapter.saved_weights(checkpoint)
+    saved = saved_weights(checkpoint)
     found = replace(found, saved=saved)
-    if adapter.lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base
-        found = replace(found, base=adapter.base_hash(checkpoint, model, saved))
+    if lora_of(checkpoint.config).quantize == "none":  # else the checkpoint has the rounded weights of its base
+        found = replace(found, base=base_hash(checkpoint, model, saved))
     base = checkpoint.config["checkpoint"].get("initialize_from") or ""
     with atomic_folder(output) as folder:
-        dropout = adapter.lora_of(checkpoint.config).dropout
+        dropout = lora_of(checkpoint.config).dropout
         parameters = peft_format.write_peft(folder, found, model, dropout=dropout, base_name=base)
         files = {file.name: artifact.entry(file) for file in sorted(folder.iterdir())}
         artifact.write(folder, artifact.Manifest("convert", settings, files, {"step": checkpoint.step, "parameters": parameters}))
@@ -159,7 +160,7 @@ def export_adapter(config: RunConfig, stage: Convert) -> None:
 
 def _adapter(checkpoint: reader.Checkpoint) -> Adapter:
     """Return the adapter of a checkpoint; refuse a checkpoint without one."""
-    if (found := adapter.of_checkpoint(checkpoint)) is None:
+    if (found := adapter_of(checkpoint)) is None:
         rule = f"requires an adapter, and {checkpoint.path} has none"
         raise UserError.of("stage.format", "peft", rule, "choose a run with lora.rank above 0, or stage.format=huggingface")
     return found

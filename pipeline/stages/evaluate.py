@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import compatibility
-from pipeline.checkpoint.adapter import open_merged
+from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.common.errors import UserError
 from pipeline.common.files import atomic_file
 from pipeline.common.ranks import Ranks

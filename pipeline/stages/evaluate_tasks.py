@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from pipeline.checkpoint.adapter import open_merged
+from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.check import layout_violations

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import MergedWeights, open_merged
 from pipeline.checkpoint.huggingface_import import read_generation_config
+from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.common.errors import UserError, collect_errors
