@@ -119,7 +119,7 @@ def report_composition_error(error: Exception, arguments: list[str]) -> None:
     from pipeline.common import ranks
     from pipeline.common.errors import UserError
     from pipeline.config import compose, layout
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
 
     overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
     violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
@@ -127,7 +127,7 @@ def report_composition_error(error: Exception, arguments: list[str]) -> None:
         raise error
     try:
         config = compose.to_run_config(valid)
-        violations += preflight.violations(config, layout.job_size(config, ranks.detect().world_size))
+        violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
     except UserError as more:
         violations += more.violations
     report(UserError(violations))
@@ -141,15 +141,16 @@ def run_one(composed: object) -> None:
     from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
+    from pipeline.launch import job
 
     assert isinstance(composed, DictConfig)
     try:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
-        preflight.check(config, layout.job_size(config, here.world_size))
-        preflight.warn_of_other_size(config, here)
+        check.check(config, layout.job_size(config, here.world_size))
+        job.warn_of_other_size(config.cluster, config.stage.name, here)
         from pipeline import stages
 
         gc.freeze()

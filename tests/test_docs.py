@@ -15,9 +15,9 @@ from pipeline.common import knobs
 from pipeline.config import layout
 from pipeline.config.compose import normalize_overrides, register, to_run_config
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.launch import preflight
 from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, pipeline
 
@@ -80,7 +80,7 @@ def checked(overrides: list[str], ranks: int) -> RunConfig:
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         composed = compose("config", normalize_overrides(overrides), return_hydra_config=False)
     config = to_run_config(composed)
-    preflight.check(config, layout.job_size(config, ranks))
+    check.check(config, layout.job_size(config, ranks))
     return config
 
 

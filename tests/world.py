@@ -93,13 +93,13 @@ def composed(*overrides: str) -> Any:
 def trainer(*overrides: str) -> tuple[Any, Any]:
     """Return the checked configuration and this rank's trainer. Collective."""
     from pipeline.config.layout import Layout
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
     config = meshes.on_rank_0(lambda: composed(*overrides))  # once: it takes 0.2 s of a core
     assert not isinstance(config, str), config
-    preflight.check(config, dist.get_world_size())
+    check.check(config, dist.get_world_size())
     return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 

@@ -16,13 +16,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.paths import CONF_DIR
-from pipeline.config.renamed import new_name
+from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.config_classes import CONFIG_CLASSES
@@ -31,6 +31,8 @@ from pipeline.models.config_classes import CONFIG_CLASSES
 @functools.cache
 def register() -> None:
     """Register the dataclasses as schemas of the files in conf/, and the resolver `${python_stdlib:}`, a path."""
+    # OmegaConf makes nodes of frozen dataclasses read-only: overrides could not change them. The composed objects are frozen all the same.
+    dictconfig.is_structured_config_frozen = lambda _: False
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=RunConfig, package="_global_")
     for stage, (schema, _) in STAGES.items():
@@ -170,6 +172,8 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
         return Violation(key, value, "contains characters with a special meaning in Hydra", fix)
     if "Ambiguous value" in reason:
         return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
+    if key in REMOVED:
+        return Violation(key, value, "is no longer a key", REMOVED[key])
     if renamed := new_name(key):
         return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
     if key not in keys and (error is None or not override.startswith("++")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,6 +21,7 @@ class Hardware:
     """A GPU and the node it is in. Rates of links are in one direction. The second half are constants that are fitted to measurements."""
 
     name: str = knob("", "name in the output")
+    device: str = knob("", "regular expression that matches all of the GPU's name in CUDA (torch.cuda.get_device_name); empty for none")
     tflops: float = knob(0.0, "dense peak of matrix products in 16 bits", unit="TFLOP/s", above=0)
     tflops_fp8: float = knob(0.0, "dense peak in 8 bits; 0 for none", unit="TFLOP/s", at_least=0)
     tflops_fp32: float = knob(0.0, "peak of matrix products in fp32", unit="TFLOP/s", above=0)
@@ -69,6 +71,13 @@ def load(name: str) -> Hardware:
     if found := knobs.range_violations(hardware, f"{path}: "):
         raise UserError(found)
     return hardware
+
+
+@cache
+def of_device(device_name: str) -> Hardware | None:
+    """Return the hardware whose `device` matches a name of torch.cuda.get_device_name, ignoring case; None if no file does."""
+    files = map(load, names())
+    return next((file for file in files if file.device and re.fullmatch(file.device, device_name, re.IGNORECASE)), None)
 
 
 def with_node(hardware: Hardware, *, gpus_per_node: int = 0, network_gb_s: float = 0.0) -> Hardware:

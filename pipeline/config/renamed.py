@@ -1,4 +1,4 @@
-"""Renamed configuration keys: an old name is rejected on the command line and updated in the configuration of an older checkpoint."""
+"""Renamed and removed configuration keys: the command line rejects them, and the configuration of an older checkpoint is updated."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ RENAMED = {
     "model.routed_factor": "model.routed_scaling_factor",
     "model.bias_step": "model.bias_update_speed",
 }
+
+#: removed key -> what replaces it
+REMOVED = {"stage.table": "run tools/plan_table ROWS.csv OUT.csv"}
 
 
 def new_name(key: str) -> str | None:

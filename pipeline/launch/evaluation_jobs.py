@@ -19,9 +19,10 @@ import xxhash
 from pipeline.checkpoint import native
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose
+from pipeline.config.rules import check
 from pipeline.config.schema import ClusterConfig, RunConfig
 from pipeline.evaluation import record
-from pipeline.launch import job, preflight
+from pipeline.launch import job
 from pipeline.launch.hydra_launcher import quote
 
 log = logging.getLogger("pipeline")
@@ -132,5 +133,5 @@ def _violations(config: RunConfig, each: job.Job) -> list[Violation]:
     found, composed = compose.diagnose(["stage=evaluate", *each.overrides])
     if not found:
         size = config.evaluation.nodes * config.evaluation.tasks_per_node
-        found = preflight.violations(compose.to_run_config(composed), size)
+        found = check.violations(compose.to_run_config(composed), size)
     return [dataclasses.replace(one, rule=f"{one.rule} (in the jobs of evaluation.every; evaluation.overrides sets it)") for one in found]

@@ -31,8 +31,9 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.files import atomic_file, atomic_folder
 from pipeline.config import compose, layout
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
-from pipeline.launch import job, preflight
+from pipeline.launch import job
 
 #: Record of the submitted jobs in the sweep folder, one entry per run.
 RECORD = "sweep.json"
@@ -97,7 +98,7 @@ class ValidatingLauncher(Launcher):
                 composed.run_dir = str(Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir))
             try:
                 config = compose.to_run_config(_without_hydra(composed))
-                preflight.check(config, self.world_size(config))
+                check.check(config, self.world_size(config))
                 found.append(SweepRun(tuple(filter_overrides(overrides)), composed, config))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}
@@ -202,10 +203,10 @@ class SlurmLauncher(ValidatingLauncher):
                 refuse("run_dir", folder, rule, fix)
         for run in runs:
             if run.config.stage.name == "pretrain" and run.config.cluster.hardware and run.config.cluster.check_memory:
-                from pipeline.planner import gate  # loads torch
+                from pipeline.planner import memory_check  # loads torch
 
                 size = self.world_size(run.config)
-                if too_large := gate.violation(run.config, size, gate.planned(run.config, size)):
+                if too_large := memory_check.violation(run.config, size, memory_check.planned(run.config, size)):
                     violations[str(too_large)] = too_large
         if violations:
             raise UserError(list(violations.values()))

@@ -1,14 +1,13 @@
-"""FLOPs of a training step, and peak FLOP/s of devices."""
+"""FLOPs of a training step, and the peak FLOP/s of devices: MFU is their ratio over the time of the step."""
 
 from __future__ import annotations
 
 import torch
 
+from pipeline.config import hardware as hardware_files
+from pipeline.config.schema import ClusterConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.registry import family_of
-
-#: Dense bf16 tensor-core peak of one device, FLOP/s, by a substring of its name; from manufacturers' data sheets.
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> float:
@@ -16,10 +15,19 @@ def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: in
     return family_of(model).costs_per_token(model, sequence_length, decoder_length).total
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of a device in FLOP/s; None for a CPU or an unknown device."""
+def peak_flops(cluster: ClusterConfig, device: torch.device) -> float | None:
+    """Return the dense 16-bit peak of a device in FLOP/s, from conf/hardware/; None for a CPU or an unknown device.
+
+    Args:
+        cluster: its `hardware` names the file; otherwise the name of the device does.
+        device: of the rank.
+
+    Raises:
+        UserError: cluster.hardware names no file.
+    """
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    known = [part for part in PEAKS if part in name]
-    return PEAKS[max(known, key=len)] if known else None
+    if cluster.hardware is not None:
+        return hardware_files.load(cluster.hardware).tflops * 1e12
+    hardware = hardware_files.of_device(torch.cuda.get_device_name(device))
+    return None if hardware is None else hardware.tflops * 1e12

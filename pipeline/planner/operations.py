@@ -129,10 +129,11 @@ Operation = Product | AttentionCall | Elementwise | Collective
 
 
 @dataclass(frozen=True)
-class Weights:
+class TracedWeights:
     """Weights of a part that the engine treats alike.
 
     Attributes:
+        name: of the weight in the full model; in blocks, that of the traced block of its kind.
         elements: on this rank.
         axis: the ranks that hold the same ones: dense, or data for experts.
         matrix: whether they are matrices (decayed, and freed by ZeRO 3) or vectors.
@@ -144,6 +145,7 @@ class Weights:
         gathers: under ZeRO 3, how often a rank that holds the whole model gathers them for a micro-batch.
     """
 
+    name: str
     elements: int
     axis: str = "dense"
     matrix: bool = True
@@ -156,7 +158,7 @@ class Weights:
 
 
 @dataclass
-class Part:
+class TracedPart:
     """The operations of one micro-batch in one part of the model: its embedding, one block, or norm and head.
 
     Attributes:
@@ -173,7 +175,7 @@ class Part:
     producers: dict[str, int] = field(default_factory=dict)
     output: int = 0
     peak: int = 0
-    weights: list[Weights] = field(default_factory=list)
+    weights: list[TracedWeights] = field(default_factory=list)
 
     @property
     def saved(self) -> int:

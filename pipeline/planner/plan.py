@@ -10,18 +10,16 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner.estimate import Estimate, axis_groups, estimate, operation_time
-from pipeline.planner.exchange import stage_parts
-from pipeline.planner.frameworks import engine_practice
-from pipeline.planner.kernels import product_time
+from pipeline.planner.engine_model import engine_model
+from pipeline.planner.estimate import Estimate, estimate
+from pipeline.planner.kernel_time import product_time
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise
-from pipeline.planner.practice import Practice
-from pipeline.planner.ranks import state_format
+from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import Trace, trace
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A configuration with its trace and prediction."""
 
     config: RunConfig
@@ -32,7 +30,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class OperationRow:
     """A line of the table of matrix products: all calls of one kind on the ranks of one pipeline, for a step.
 
     Attributes:
@@ -69,7 +67,7 @@ def hardware_of(config: RunConfig) -> Hardware:
     return hardware_files.with_node(hardware, gpus_per_node=max(1, cluster.tasks_per_node), network_gb_s=cluster.network_gb_s)
 
 
-def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace | None = None, practice: Practice | None = None) -> Plan:
+def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace | None = None) -> JobPlan:
     """Predict a step of a valid configuration.
 
     Args:
@@ -77,7 +75,6 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         world_size: ranks.
         hardware: GPU, node and network.
         traced: the trace of the configuration; traced here when None.
-        practice: what the engine does; this project's when None.
     """
     traced = traced or trace(config)
     layout = Layout.of(config, world_size)
@@ -85,11 +82,11 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         traced,
         layout,
         hardware,
-        state_format(config),
+        state_format_of(config),
         hidden_bytes=hidden_bytes(config) * hidden_states(config),
-        practice=practice or engine_practice(config.parallel.zero_stage),
+        engine=engine_model(config.parallel.zero_stage),
     )
-    return Plan(config, layout, hardware, traced, predicted)
+    return JobPlan(config, layout, hardware, traced, predicted)
 
 
 def hidden_bytes(config: RunConfig) -> float:
@@ -105,17 +102,18 @@ def hidden_states(config: RunConfig) -> int:
     return 2 if hasattr(config.model, "encoder_blocks") or config.model.objective == "encoder_decoder" else 1
 
 
-def table(plan: Plan) -> list[Row]:
+def table(plan: JobPlan) -> list[OperationRow]:
     """Return the operations of a step on the ranks of one pipeline (all its stages), longest first."""
-    groups, practice = axis_groups(plan.layout, plan.hardware), engine_practice(plan.config.parallel.zero_stage)
-    parts = [part for stage in range(plan.layout.stage_count) for part in stage_parts(plan.trace, plan.layout, stage)]
+    engine = engine_model(plan.config.parallel.zero_stage)
+    groups = engine.axis_groups(plan.layout, plan.hardware)
+    parts = [part for stage in range(plan.layout.stage_count) for part in plan.trace.stage_parts(plan.layout, stage)]
     counts: dict[str, int] = {}
     for part in parts:
         counts[part.name] = counts.get(part.name, 0) + plan.layout.micro_batches
-    rows: dict[tuple[str, str, str], Row] = {}
+    rows: dict[tuple[str, str, str], OperationRow] = {}
     for name, part in plan.trace.parts.items():
         for operation in part.operations:
-            _, time = operation_time(operation, plan.hardware, groups, practice)
+            _, time = engine.operation_time(operation, plan.hardware, groups)
             shape, bound = "", "memory"
             if isinstance(operation, Elementwise):
                 label, flops = "elementwise", 0.0
@@ -133,5 +131,5 @@ def table(plan: Plan) -> list[Row]:
             count = counts[name] + (old.count if old else 0)
             moved = (operation.bytes * counts[name] + (old.bytes * old.count if old else 0)) / count
             mean = (time * counts[name] + (old.time * old.count if old else 0)) / count
-            rows[key] = Row(label, operation.phase, shape, count, flops, moved, mean, bound)
+            rows[key] = OperationRow(label, operation.phase, shape, count, flops, moved, mean, bound)
     return sorted(rows.values(), key=lambda row: -row.time * row.count)

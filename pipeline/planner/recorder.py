@@ -210,10 +210,10 @@ class Recorder(TorchDispatchMode):
         if name and self.phase == "forward":
             self._pending.append((shape, name))
         elif not name:  # the gradient of a weight has the dimensions of its forward product
-            found = next((pair for pair in reversed(self._pending) if pair[0] == shape), None)
-            if found is not None and self.phase == "backward":
-                self._pending.remove(found)
-                name = found[1]
+            forward = next((pair for pair in reversed(self._pending) if pair[0] == shape), None)
+            if forward is not None and self.phase == "backward":
+                self._pending.remove(forward)
+                name = forward[1]
         return Product(name, self.phase, m, n, k, batch, first.element_size())
 
     def _attention(self, inputs: list[Tensor], ring: bool, kwargs: Any) -> AttentionCall:

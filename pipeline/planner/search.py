@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from pipeline.config import check
-from pipeline.config.check import may_compile
 from pipeline.config.hardware import Hardware
-from pipeline.config.layout import Layout
+from pipeline.config.layout import Layout, may_compile
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.planner.estimate import axis_groups, part_time
-from pipeline.planner.frameworks import engine_practice
-from pipeline.planner.plan import Plan, plan
+from pipeline.planner.buckets import PlannedBucket
+from pipeline.planner.engine_model import engine_model
+from pipeline.planner.plan import JobPlan, plan
+from pipeline.planner.state_memory import model_state, state_format_of
 from pipeline.planner.trace import Trace, trace
 
 #: Micro-batches, recomputation and stages per rank that are tried.
@@ -48,7 +48,7 @@ class Choice:
         settings: the keys that differ from the configuration that was searched from, as on the command line.
     """
 
-    plan: Plan
+    plan: JobPlan
     settings: tuple[str, ...]
 
     @property
@@ -58,7 +58,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -104,17 +104,17 @@ class Traces:
         parallel, training = config.parallel, config.training
         sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.sequence_parallel
         batch = training.micro_batch_size, training.sequence_length, training.activation_checkpointing
-        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config)}"
+        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config.training, config.parallel)}"
 
     def block_and_ends(self, config: RunConfig, layout: Layout, hardware: Hardware) -> tuple[float, float]:
         """Seconds of a micro-batch in all blocks, and in embedding and head."""
         node = hardware.gpus_per_node
         key = f"{self.key(config)} {hardware.name} {node} {config.parallel.zero_stage == 3}"
         if key not in self.sums:
-            found, groups = self.get(config), axis_groups(layout, hardware)
-            practice = engine_practice(config.parallel.zero_stage)
-            times = {name: part_time(part, hardware, groups, practice).total for name, part in found.parts.items()}
-            self.sums[key] = sum(times[kind] for kind in found.kinds), times["embed"] + times["head"]
+            traced, engine = self.get(config), engine_model(config.parallel.zero_stage)
+            groups = engine.axis_groups(layout, hardware)
+            times = {name: engine.part_time(part, hardware, groups).total for name, part in traced.parts.items()}
+            self.sums[key] = sum(times[kind] for kind in traced.kinds), times["embed"] + times["head"]
         return self.sums[key]
 
 
@@ -130,11 +130,11 @@ def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Trace
         hardware: GPU, node and network.
         traces: of earlier calls for the same model.
     """
-    found = search(config, nodes * hardware.gpus_per_node, hardware, traces)
-    return found.choices[0] if found.choices else None
+    result = search(config, nodes * hardware.gpus_per_node, hardware, traces)
+    return result.choices[0] if result.choices else None
 
 
-def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None) -> Found:
+def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None) -> SearchResult:
     """Search over tensor, pipeline, context, expert and data sizes, schedules, ZeRO stages, micro-batches and recomputation.
 
     Legal is what config/check.py accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
@@ -142,7 +142,7 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     """
     started, traces = time.perf_counter(), traces or Traces()
     config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
-    candidates = [c for c in _candidates(config, world_size, hardware) if not check.violations(c, world_size)]
+    candidates = [c for c in _candidates(config, world_size, hardware) if not check.training_violations(c, world_size)]
     limit = hardware.memory_gb * 1e9
     bounded: list[tuple[float, int, RunConfig]] = []
     tight: list[tuple[float, int, RunConfig]] = []
@@ -163,7 +163,7 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     roomy = [choice for choice in choices if choice.plan.estimate.memory.total <= USABLE * limit]
     fitting = roomy or [choice for choice in choices if choice.plan.estimate.fits]
     smallest = min(choices, key=lambda choice: choice.plan.estimate.memory.total) if choices and not fitting else None
-    return Found(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
+    return SearchResult(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
 
 
 def _simulated(candidates: list[RunConfig], world_size: int, hardware: Hardware, traces: Traces) -> list[Choice]:
@@ -217,22 +217,20 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _memory_bound(found: Trace, config: RunConfig, layout: Layout) -> float:
+def _memory_bound(traced: Trace, config: RunConfig, layout: Layout) -> float:
     """Bytes that the first pipeline rank needs at least: state and activations in flight."""
-    per_rank = len(found.kinds) / layout.pipeline
-    blocks = [found.parts[kind] for kind in found.kinds]
+    per_rank = len(traced.kinds) / layout.pipeline
+    blocks = [traced.parts[kind] for kind in traced.kinds]
 
-    def elements(axis: str) -> float:
-        each = {name: sum(w.elements for w in part.weights if w.axis == axis) for name, part in found.parts.items()}
-        return per_rank * sum(each[kind] for kind in found.kinds) / len(found.kinds) + each["embed"]
+    def elements(axis: str) -> int:
+        sums = {name: sum(w.elements for w in part.weights if w.axis == axis) for name, part in traced.parts.items()}
+        return round(per_rank * sum(sums[kind] for kind in traced.kinds) / len(traced.kinds)) + sums["embed"]
 
-    dense, experts = elements("dense"), elements("data")
     data = layout.data * layout.context
-    share = dense / (data * layout.expert) + experts / data
-    whole, zero = dense + experts, config.parallel.zero_stage
-    state = (share if zero == 3 else whole) * 2 + (share if zero >= 2 else whole) * 4 + share * 12
-    flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
-    return state + flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
+    weights = [PlannedBucket("dense", data * layout.expert, elements("dense")), PlannedBucket("data", data, elements("data"))]
+    in_flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
+    activations = in_flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
+    return model_state(weights, state_format_of(config)).total + activations
 
 
 def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: Traces) -> float:
@@ -241,8 +239,8 @@ def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: T
     micro, stages = layout.micro_batches, layout.pipeline
     rank = blocks / stages + (ends if stages == 1 else max(0.0, ends - blocks / stages / layout.stages_per_rank))
     work = micro * rank + (stages - 1) / layout.stages_per_rank * blocks / stages
-    found = traces.get(config)
-    parameters = sum(found.parts[kind].parameters for kind in found.kinds) / stages
+    traced = traces.get(config)
+    parameters = sum(traced.parts[kind].parameters for kind in traced.kinds) / stages
     rounds = {1: 1, 2: micro, 3: 3 * micro}[config.parallel.zero_stage]
     network = hardware.network_gb_s * 1e9 * hardware.network_share * max(1, hardware.gpus_per_node // layout.tensor)
     within = hardware.link_gb_s * 1e9 * hardware.link_share

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.check import may_compile
-from pipeline.config.layout import Coordinates, Layout
+from pipeline.config.layout import Coordinates, Layout, may_compile
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.batch import Batch
@@ -31,8 +30,8 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
 from pipeline.parallel.partition import partition_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
-from pipeline.planner.fusion import fuse
-from pipeline.planner.operations import Part, Weights
+from pipeline.planner.kernel_fusion import fuse
+from pipeline.planner.operations import TracedPart, TracedWeights
 from pipeline.planner.recorder import Recorder, visible_share
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -47,12 +46,18 @@ class Trace:
         kinds: the kind (a key of parts) of every block of the model.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, TracedPart]
     kinds: tuple[str, ...]
 
-    def block(self, index: int) -> Part:
+    def block(self, index: int) -> TracedPart:
         """The operations of a block of the model."""
         return self.parts[self.kinds[index]]
+
+    def stage_parts(self, layout: Layout, stage: int) -> list[TracedPart]:
+        """The parts of a pipeline stage, in order."""
+        parts = [self.block(index) for index in layout.layers(stage, len(self.kinds))]
+        first, last = stage == 0, stage == layout.stage_count - 1
+        return [*([self.parts["embed"]] if first else []), *parts, *([self.parts["head"]] if last else [])]
 
 
 def trace(
@@ -68,7 +73,7 @@ def trace(
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
-    fused = may_compile(config) if fused is None else fused
+    fused = may_compile(config.training, config.parallel) if fused is None else fused
     layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
     stage, kinds = _stack(config, every_block=every_block)
     excepthook = sys.excepthook  # every process group wraps it once more
@@ -88,10 +93,10 @@ def trace(
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
-    found = fuse(recorder.recording, fused=fused, copies=copies)
-    memory = found if fused_saves in (None, fused) else fuse(recorder.recording, fused=not fused)
+    operations = fuse(recorder.recording, fused=fused, copies=copies)
+    memory = operations if fused_saves in (None, fused) else fuse(recorder.recording, fused=not fused)
     parts = {
-        name: Part(name, found.operations.get(name, []), producers=memory.saved.get(name, {}), peak=memory.peak.get(name, 0))
+        name: TracedPart(name, operations.operations.get(name, []), producers=memory.saved.get(name, {}), peak=memory.peak.get(name, 0))
         for name in ("embed", *stage.blocks, "head")
     }
     for name, weights in _weights(stage, model, config):
@@ -138,12 +143,12 @@ def kinds_of(model: Stack) -> tuple[str, ...]:
 
 def _signature(block: nn.Module) -> Hashable:
     """What distinguishes blocks: the types of their modules, shapes of weights, and plain settings (windows, rotary tables)."""
-    found: list[Hashable] = []
+    signature: list[Hashable] = []
     for name, module in block.named_modules():
         settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and isinstance(v, int | float | str | bool | None)}
         shapes = tuple((k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False))
-        found.append((name, type(module).__name__, tuple(sorted(settings.items(), key=str)), shapes))
-    return tuple(found)
+        signature.append((name, type(module).__name__, tuple(sorted(settings.items(), key=str)), shapes))
+    return tuple(signature)
 
 
 def _recorded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
@@ -226,7 +231,7 @@ def _setter(recorder: Recorder, name: str) -> Any:
     return mark
 
 
-def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tuple[str, Weights]]:
+def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tuple[str, TracedWeights]]:
     """Yield the weights with the part that holds them."""
     family = registry.family_of(config.model)
     tied, everywhere = set(family.tied_weights(config.model).values()), family.on_every_stage
@@ -234,7 +239,8 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
         piece = model.pieces[parameter]
         shared = "tied_embedding" if piece.name in tied else "pipeline" if any(fnmatchcase(piece.name, p) for p in everywhere) else ""
         words = names[0].split(".")
-        weights = Weights(
+        weights = TracedWeights(
+            piece.name,
             parameter.numel(),
             axis="data" if piece.is_sliced_along("expert") else "dense",
             matrix=len(piece.full_shape) >= 2,

@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from pipeline.certification.certificate import Certificate, certify, table
 from pipeline.certification.comparison import Difference
-from pipeline.common.errors import CheckFailed, UserError, Violation
+from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.files import atomic_file, make_folder, report_disk_full
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout, job_size
@@ -37,14 +37,15 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Write run_dir/certificate.json, also if the job is not certified.
 
     Raises:
-        UserError: this process is one of several ranks, or the configuration cannot be compared.
+        UserError: this process is one of several ranks.
         CheckFailed: the layout differs from the plain loop by more than rounding, or its ranks failed.
     """
     stage = config.stage
     assert isinstance(stage, Certify)
     world_size = job_size(config, ranks.world_size)
-    if problems := violations(config, ranks):
-        raise UserError(problems)
+    if ranks.world_size > 1:
+        rule = "starts the ranks of the small job itself, on this machine"
+        raise UserError.of("world size", ranks.world_size, rule, "run it as one process; stage.world_size is the size of the planned job")
     make_folder(Path(config.run_dir))
     layout = Layout.of(config, world_size)
     log.info("certify: %s on %d ranks, %s, ZeRO %d", config.model.family, world_size, axes(layout), config.parallel.zero_stage)
@@ -61,21 +62,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         lines = [f"certify: {shrunk}; not certified:", *(f"  - {failure}" for failure in found.failures), f"see {path}"]
         raise CheckFailed("\n".join(lines))
     print("\n".join([shrunk, *table(found), f"certified: {path}"]))
-
-
-def violations(config: RunConfig, ranks: Ranks) -> list[Violation]:
-    """Return the reasons why this job cannot be certified by this process."""
-    found = []
-    if ranks.world_size > 1:
-        rule = "starts the ranks of the small job itself, on this machine"
-        found.append(
-            Violation("world size", ranks.world_size, rule, "run it as one process; stage.world_size is the size of the planned job")
-        )
-    capacity = getattr(config.model, "capacity_factor", None)
-    if capacity is not None and config.parallel.context > 1:
-        rule = f"drops other tokens with parallel.context={config.parallel.context} than in one process, so that the results differ"
-        found.append(Violation("model.capacity_factor", capacity, rule, "set it to null, or parallel.context=1"))
-    return found
 
 
 def axes(layout: Layout) -> str:

@@ -13,17 +13,16 @@ from pipeline.common.ranks import Ranks
 from pipeline.config import warmup
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES
 from pipeline.data.load.blend import phases
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.launch import job
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.planner import gate
-from pipeline.planner.parameters import count_local_parameters, count_model_parameters, count_primary_parameters
-from pipeline.planner.plan import Plan
-from pipeline.planner.ranks import frozen_bytes, rank_state
+from pipeline.planner import memory_check
+from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.planner.plan import JobPlan
+from pipeline.planner.state_memory import frozen_bytes, rank_state
 from pipeline.stages import finetune
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -34,13 +33,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the cluster options of the job are invalid, or the job does not fit in memory.
     """
-    if config.stage.name not in TRAINING_STAGES:
-        rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
-        raise UserError.of("dry_run.enabled", True, rule, fix)
     if config.stage.name == "finetune":
-        finetune.prepare(config, job_size(config, ranks.world_size))
+        config = finetune.completed(config, job_size(config, ranks.world_size))
     if problems := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(problems)
     if ranks.rank > 0:
@@ -51,9 +47,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     sbatch = job.sbatch_line(config.cluster, config.stage.name, layout.world_size, HydraConfig.get().overrides.task)
     lines = [*rank_lines(config, layout), *stage_lines(config, local, model), *memory_lines(config, local, model)]
     lines += [*batch_lines(config, layout), "", sbatch]
-    result = gate.planned(config, layout.world_size)
+    result = memory_check.planned(config, layout.world_size)
     print("\n".join([*lines, *([] if result is None else ["", *plan_lines(result)])]))
-    if refused := gate.violation(config, layout.world_size, result):
+    if refused := memory_check.violation(config, layout.world_size, result):
         raise UserError([refused])
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")
 
@@ -76,7 +72,7 @@ def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {axis:<16}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
 
 
-def plan_lines(result: Plan) -> Iterator[str]:
+def plan_lines(result: JobPlan) -> Iterator[str]:
     """Yield the planned memory of the fullest rank and time of a step; stage=plan prints their parts."""
     memory = result.estimate.memory.total / 1e9
     yield f"planned on {result.hardware.name} (details: stage=plan)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -67,7 +68,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
         settings = _settings(config, stage, data)
         paths = meshes.on_rank_0(lambda: selection.checkpoints(Path(config.run_dir), stage, "validation", settings, config.training.steps))
-        config.lora = LoraConfig()
+        config = dataclasses.replace(config, lora=LoraConfig())
         trainer: Trainer | None = None
         for path in paths:
             checkpoint = open_merged(path, stage.adapter)

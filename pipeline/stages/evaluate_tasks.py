@@ -11,8 +11,8 @@ import xxhash
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
+from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import harness, record, selection

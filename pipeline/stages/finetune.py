@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from pipeline.checkpoint import native, peft_format
+from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labels import labels_of
-from pipeline.data.load.objectives.registry import objective_of
-from pipeline.launch import preflight
 from pipeline.models import config_classes
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended
@@ -23,32 +24,34 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     Raises:
         UserError: there is no checkpoint to start from, the data is missing, or a setting does not fit the model; else as pretrain.
     """
-    prepare(config, ranks.world_size)
-    pretrain.run(config, ranks)
+    pretrain.run(completed(config, ranks.world_size), ranks)
 
 
-def prepare(config: RunConfig, world_size: int) -> None:
-    """Complete the configuration: the objective, the model of the checkpoint, and the layers of lora.adapter.
+def completed(config: RunConfig, world_size: int) -> RunConfig:
+    """Return the configuration with the objective, the model of the checkpoint, and the layers of lora.adapter.
 
     Raises:
         UserError: as run.
     """
     if config.training.objective == "auto":
-        config.training.objective = "supervised"
+        config = knobs.changed(config, {"training.objective": "supervised"})
     try:
         start = _start(config)
     except UserError as error:
-        raise UserError([*error.violations, *objective_of(config).violations(config)]) from error
+        raise UserError([*error.violations, *objectives.violations(config)]) from error
     index = native.read_index(start)
-    config.model = config_classes.from_dict(index.config["model"])
+    model = config_classes.from_dict(index.config["model"])
     if not (_in_run_dir(config, start) and index.train_state.samples):  # the checkpoints of the run have the longer context already
-        config.model = extended(config.model, config.training.context_factor)
-    if config.training.objective == "classification" and isinstance(config.model, BertConfig):
-        config.model = config.model.classifier(_labels(config, config.model))
-    if config.lora.adapter is not None:
-        peft_format.configure(config.lora, peft_format.read_peft(Path(config.lora.adapter), config.model, "lora.adapter"))
-    if found := preflight.training_violations(config, world_size):
+        model = extended(model, config.training.context_factor)
+    if config.training.objective == "classification" and isinstance(model, BertConfig):
+        model = model.classifier(_labels(config, model))
+    lora = config.lora
+    if lora.adapter is not None:
+        lora = peft_format.configured(lora, peft_format.read_peft(Path(lora.adapter), model, "lora.adapter"))
+    config = dataclasses.replace(config, model=model, lora=lora)
+    if found := check.training_violations(config, world_size):
         raise UserError(found)
+    return config
 
 
 def _labels(config: RunConfig, model: BertConfig) -> list[str]:

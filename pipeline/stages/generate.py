@@ -19,8 +19,8 @@ from pipeline.common.files import digest
 from pipeline.common.progress import Progress
 from pipeline.common.ranks import Ranks
 from pipeline.common.unfinished import work
-from pipeline.config.check import layout_violations
 from pipeline.config.layout import Layout
+from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
 from pipeline.data.load.objectives.encoder_decoder import decoder_start
@@ -153,10 +153,9 @@ def _open_prompts(stage: Generate) -> PromptFile:
     """Open the prompts.
 
     Raises:
-        UserError: they are not set, missing or empty.
+        UserError: they are missing or empty.
     """
-    if stage.prompts is None:
-        raise UserError.of("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
+    assert stage.prompts is not None
     return PromptFile(Path(stage.prompts))
 
 

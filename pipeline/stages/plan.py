@@ -16,12 +16,10 @@ from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.launch import job
-from pipeline.planner import roofline
-from pipeline.planner.exchange import stage_parts
-from pipeline.planner.plan import Plan, Row, hardware_of, plan, table
-from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import beyond_saved, largest_activations
-from pipeline.planner.tables import predict_table
+from pipeline.planner import roofline_plot
+from pipeline.planner.engine_model import engine_model
+from pipeline.planner.peak_memory import beyond_saved, largest_activations
+from pipeline.planner.plan import JobPlan, OperationRow, hardware_of, plan, table
 from pipeline.stages import plan_run, plan_search
 
 GB = 1e9
@@ -30,19 +28,16 @@ LINES, TENANTS = 28, 4
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Print the plan of the configured job, or of the runs of stage.table or stage.run.
+    """Print the plan of the configured job, or of the run of stage.run.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.table or stage.run cannot be read.
+        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.run cannot be read.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
     if ranks.rank > 0:
         return  # additional ranks do nothing
     started = time.perf_counter()
-    if stage.table:
-        predict(Path(stage.table), Path(stage.out or "predictions.csv"))
-        return
     if stage.run:
         plan_run.run(config, Path(stage.run), stage.out)
         return
@@ -55,22 +50,14 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     print("\n".join(lines))
     print("\nsubmit\n" + override_line(result))
     if stage.plot:
-        roofline.draw(result, rows, Path(stage.plot))
+        roofline_plot.draw(result, rows, Path(stage.plot))
         print(f"\nroofline\n{stage.plot}")
     if stage.out:
         write_json(Path(stage.out), result, rows)
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")
 
 
-def predict(source: Path, target: Path) -> None:
-    """Predict the runs of a table, and print how many were refused."""
-    started = time.perf_counter()
-    predicted, refused = predict_table(source, target)
-    print(f"{predicted:,} rows predicted, {refused:,} refused (column refused has the reason), in {time.perf_counter() - started:.0f} s")
-    print(target)
-
-
-def head_lines(result: Plan) -> Iterator[str]:
+def head_lines(result: JobPlan) -> Iterator[str]:
     """Yield model, layout and hardware."""
     layout, training = result.layout, result.config.training
     yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
@@ -80,7 +67,7 @@ def head_lines(result: Plan) -> Iterator[str]:
     yield f"  {'a rank':<14}{batch}, activation checkpointing {training.activation_checkpointing}"
 
 
-def table_lines(rows: list[Row]) -> Iterator[str]:
+def table_lines(rows: list[OperationRow]) -> Iterator[str]:
     """Yield the table of matrix products and all else that takes time."""
     total = sum(row.time * row.count for row in rows)
     yield "operations of a step on the ranks of one pipeline; shapes per rank"
@@ -99,11 +86,12 @@ def table_lines(rows: list[Row]) -> Iterator[str]:
     yield f"  matrix products and attention take {products:.1%} of the time of all operations"
 
 
-def memory_lines(result: Plan) -> Iterator[str]:
+def memory_lines(result: JobPlan) -> Iterator[str]:
     """Yield the memory of the fullest rank, when that is, and the largest activations."""
     memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
-    stages = [stage_parts(result.trace, result.layout, stage) for stage in result.layout.stages(rank)]
-    moments = [(*beyond_saved(parts, Practice()), parts) for parts in stages]
+    stages = [result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)]
+    engine = engine_model(result.config.parallel.zero_stage)
+    moments = [(*beyond_saved(parts, engine), parts) for parts in stages]
     _, index, parts = max(moments, key=lambda moment: moment[0])
     kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
     yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
@@ -119,7 +107,7 @@ def memory_lines(result: Plan) -> Iterator[str]:
         yield "  or more tensor or pipeline ranks"
 
 
-def time_lines(result: Plan) -> Iterator[str]:
+def time_lines(result: JobPlan) -> Iterator[str]:
     """Yield the time of a step by cause."""
     estimate, training = result.estimate, result.config.training
     tokens = training.global_batch_size * training.sequence_length
@@ -132,7 +120,7 @@ def time_lines(result: Plan) -> Iterator[str]:
     yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
 
 
-def cost(result: Plan, stage: PlanConfig) -> dict[str, float]:
+def cost(result: JobPlan, stage: PlanConfig) -> dict[str, float]:
     """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run."""
     training, layout, hardware = result.config.training, result.layout, result.hardware
     batch = training.global_batch_size * training.sequence_length
@@ -148,7 +136,7 @@ def cost(result: Plan, stage: PlanConfig) -> dict[str, float]:
     }
 
 
-def cost_lines(result: Plan, stage: PlanConfig) -> Iterator[str]:
+def cost_lines(result: JobPlan, stage: PlanConfig) -> Iterator[str]:
     """Yield the cost of the run."""
     costs = cost(result, stage)
     yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
@@ -156,13 +144,13 @@ def cost_lines(result: Plan, stage: PlanConfig) -> Iterator[str]:
     yield f"  {costs['mwh']:,.2f} MWh at the stated power of GPUs and nodes"
 
 
-def override_line(result: Plan) -> str:
+def override_line(result: JobPlan) -> str:
     """Return the sbatch line of the job."""
     words = [w for w in HydraConfig.get().overrides.task if not w.startswith("stage")]
     return job.sbatch_line(result.config.cluster, "pretrain", result.layout.world_size, words)
 
 
-def write_json(path: Path, result: Plan, rows: list[Row]) -> None:
+def write_json(path: Path, result: JobPlan, rows: list[OperationRow]) -> None:
     """Write everything that is printed as JSON."""
     estimate, stage = result.estimate, result.config.stage
     assert isinstance(stage, PlanConfig)

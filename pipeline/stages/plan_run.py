@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
-from pipeline.planner import measured
-from pipeline.planner.plan import Plan, hardware_of, plan
+from pipeline.planner import measured_run
+from pipeline.planner.plan import JobPlan, hardware_of, plan
 
 GB = 1e9
 
 
-def run(config: RunConfig, run_dir: Path, out: str | None = None) -> Plan:
+def run(config: RunConfig, run_dir: Path, out: str | None = None) -> JobPlan:
     """Print the comparison, and return the plan.
 
     Args:
@@ -26,7 +26,7 @@ def run(config: RunConfig, run_dir: Path, out: str | None = None) -> Plan:
     Raises:
         UserError: run_dir has no configuration or too few steps, or no hardware is named.
     """
-    job = measured.read(run_dir)
+    job = measured_run.read(run_dir)
     cluster = config.cluster if config.cluster.hardware else job.config.cluster
     planned = plan(job.config, job.world_size, hardware_of(replace(job.config, cluster=cluster)))
     print("\n".join(lines(run_dir, job, planned)))
@@ -36,7 +36,7 @@ def run(config: RunConfig, run_dir: Path, out: str | None = None) -> Plan:
     return planned
 
 
-def content(job: measured.Run, planned: Plan) -> dict[str, object]:
+def content(job: measured_run.MeasuredRun, planned: JobPlan) -> dict[str, object]:
     """The table as JSON."""
     return {
         "hardware": planned.hardware.name,
@@ -47,9 +47,9 @@ def content(job: measured.Run, planned: Plan) -> dict[str, object]:
     }
 
 
-def lines(run_dir: Path, job: measured.Run, planned: Plan) -> Iterator[str]:
+def lines(run_dir: Path, job: measured_run.MeasuredRun, planned: JobPlan) -> Iterator[str]:
     """Yield the table."""
-    yield f"{run_dir}: {job.world_size:,} x {planned.hardware.name}, median of {job.steps:,} steps after the first {measured.WARMUP}"
+    yield f"{run_dir}: {job.world_size:,} x {planned.hardware.name}, median of {job.steps:,} steps after the first {measured_run.WARMUP}"
     yield f"  {'':<10}{'planned':>14}{'measured':>14}{'planned / measured':>22}"
     seconds = planned.estimate.step_time
     yield f"  {'step':<10}{seconds:>12.4f} s{job.step_time:>12.4f} s{seconds / job.step_time:>22.3f}"

@@ -14,9 +14,9 @@ from pipeline.common.files import atomic_file
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.launch import job
-from pipeline.planner.curves import Point, draw_scaling, draw_search
 from pipeline.planner.plan import hardware_of
-from pipeline.planner.search import CHOSEN, Choice, Found, Traces, best_layout, search, why_slower
+from pipeline.planner.search import CHOSEN, Choice, SearchResult, Traces, best_layout, search, why_slower
+from pipeline.planner.search_plots import ScalingPoint, draw_scaling, draw_search
 
 GB = 1e9
 #: Layouts that are printed.
@@ -68,7 +68,7 @@ def scale(config: RunConfig, stage: PlanConfig) -> None:
         _write_json(Path(stage.out), [scaling_content(point) for point in points])
 
 
-def found_lines(found: Found) -> Iterator[str]:
+def found_lines(found: SearchResult) -> Iterator[str]:
     """Yield the best layouts with the reason why each loses, and the Pareto front of time and memory."""
     best = found.choices[0]
     counts = f"{found.legal:,} legal layouts, {found.fitting:,} may fit, {len(found.choices):,} of the simulated ones fit"
@@ -87,7 +87,7 @@ def gigabytes(choice: Choice) -> str:
     return f"{choice.plan.estimate.memory.total / GB:>9.1f} GB"
 
 
-def scaling_points(config: RunConfig, tokens: float) -> Iterator[Point]:
+def scaling_points(config: RunConfig, tokens: float) -> Iterator[ScalingPoint]:
     """Yield the best layout of 1, 2, 4, ... nodes with the same global batch."""
     hardware, training, traces = hardware_of(config), config.training, Traces()
     steps = tokens / (training.global_batch_size * training.sequence_length)
@@ -96,15 +96,15 @@ def scaling_points(config: RunConfig, tokens: float) -> Iterator[Point]:
     while nodes <= config.cluster.nodes:
         best = best_layout(config, nodes, hardware, traces)
         if best is None:
-            yield Point(nodes, None)
+            yield ScalingPoint(nodes, None)
         else:
             days = steps * best.step_time / 86400
             least = least or days * nodes
-            yield Point(nodes, best, days, least / (days * nodes))
+            yield ScalingPoint(nodes, best, days, least / (days * nodes))
         nodes = config.cluster.nodes if nodes < config.cluster.nodes < 2 * nodes else 2 * nodes
 
 
-def scaling_line(point: Point) -> str:
+def scaling_line(point: ScalingPoint) -> str:
     """A line of the strong-scaling curve."""
     if point.choice is None:
         return f"  {point.nodes:>6}  no layout is legal with this batch and fits"
@@ -130,7 +130,7 @@ def content(choice: Choice) -> dict[str, object]:
     }
 
 
-def scaling_content(point: Point) -> dict[str, object]:
+def scaling_content(point: ScalingPoint) -> dict[str, object]:
     """A number of nodes as JSON."""
     costs = {"days": point.days, "node_hours": point.node_hours, "efficiency": point.efficiency}
     return {"nodes": point.nodes, **({} if point.choice is None else {**costs, **content(point.choice)})}

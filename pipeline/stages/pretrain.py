@@ -35,7 +35,7 @@ from pipeline.launch.evaluation_jobs import Schedule
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner.flops import flops_per_token, peak_flops
-from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.training import loop, shard_verification, start
 from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics, last_loss
@@ -85,7 +85,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if ranks.rank == 0:
                 _write_config(config)
             length = config.training.sequence_length
-            flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(device)
+            flops, peak = flops_per_token(config.model, length, training_data.decoder_length), peak_flops(config.cluster, device)
             all_peaks = None if peak is None else peak * ranks.world_size
             writer = Metrics(
                 Path(config.run_dir),

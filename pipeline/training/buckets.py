@@ -5,7 +5,6 @@ A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer sta
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import sums_over_tensor
+from pipeline.training.bucket_rule import VECTORS, bucket_name, padded_elements
 
 
 @dataclass(eq=False)
@@ -44,9 +44,7 @@ class Bucket:
         for parameter, piece in self.pieces.items():
             self.offsets[parameter] = end
             end += piece.elements
-        # Partitions start at even elements: DeepSpeed aligns the partitions of 16-bit weights to 4 bytes.
-        alignment = 2 * self.ranks
-        self.elements = math.ceil(end / alignment) * alignment
+        self.elements = padded_elements(end, self.ranks)
 
     @property
     def ranks(self) -> int:
@@ -86,9 +84,9 @@ def build_buckets(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> 
     members: dict[tuple[str, str], dict[nn.Parameter, Piece]] = {}
     for parameter, piece in model.pieces.items():
         replicas = "expert" if piece.is_sliced_along("expert") else "dense"
-        unit = units[parameter] if len(piece.full_shape) >= 2 else "vectors"
-        members.setdefault((piece.name if piece.shared else unit, replicas), {})[parameter] = piece
-    ordered = sorted(members, key=lambda key: key[0] == "vectors")
+        bucket = bucket_name(piece.name, units[parameter], matrix=len(piece.full_shape) >= 2, shared=bool(piece.shared))
+        members.setdefault((bucket, replicas), {})[parameter] = piece
+    ordered = sorted(members, key=lambda key: key[0] == VECTORS)
     return [
         Bucket(
             name=" ".join((unit, replicas)),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.config import layout
 from pipeline.config.balance import balanced
-from pipeline.launch import preflight
+from pipeline.config.rules import check
 from pipeline.models.registry import family_of
 from tests.world import configured
 
@@ -53,7 +53,7 @@ def test_the_head_of_llama3_70b_counts(pipeline, expected):
     config, sizes = blocks_of("model=llama3-70b", length, f"parallel.pipeline={pipeline}", "parallel.balance=flops")
     assert sorted(sizes) == expected
     assert sizes[-1] == min(sizes)
-    costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
+    costs = family_of(config.model).family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
     even = 80 // pipeline * costs.blocks[0] + costs.last
     assert max(max(sizes) * costs.blocks[0], sizes[-1] * costs.blocks[0] + costs.last) < even
 
@@ -78,5 +78,5 @@ def test_numbers_that_do_not_match_are_refused(numbers, words):
         "stage=pretrain", "model=llama-tiny", "model.layers=8", "parallel.pipeline=4", f"parallel.layers_per_stage={numbers}"
     )
     with pytest.raises(UserError) as raised:
-        preflight.check(config, 4)
+        check.check(config, 4)
     assert words in str(raised.value)

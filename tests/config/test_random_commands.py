@@ -51,6 +51,7 @@ def command(choose: random.Random) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_random_command_lines(monkeypatch, capsys):
     monkeypatch.setattr(pipeline.stages, "run", lambda *_: None)
     choose = random.Random(8)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from pipeline.common import artifact
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
-from pipeline.config import check, warmup
+from pipeline.config import warmup
 from pipeline.config.layout import Layout
+from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
@@ -26,7 +27,6 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.data.load.stream import TokenStream
 from pipeline.data.load.windows import Windows
-from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline
@@ -61,7 +61,7 @@ def config_of(folder, *overrides):
         "optimizer.warmup_steps=1",
         *overrides,
     )
-    preflight.check(config, 1)
+    check.check(config, 1)
     return config
 
 

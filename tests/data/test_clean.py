@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
+from pipeline.common.knobs import changed
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean.batch import BATCH_CHARACTERS, Batch, batches
 from pipeline.data.clean.cleaner import Cleaner
@@ -29,11 +30,9 @@ PROSE = (
 
 def config(*steps: str, **knobs: dict) -> CleanConfig:
     """A configuration with the given steps, and the given knobs of each step."""
-    made = CleanConfig(steps=list(steps))
-    for step, values in knobs.items():
-        for key, value in values.items():
-            setattr(getattr(made, step), key, value)
-    return made
+    return changed(
+        CleanConfig(steps=list(steps)), {f"{step}.{key}": value for step, values in knobs.items() for key, value in values.items()}
+    )
 
 
 def clean(texts: list[str], wanted: CleanConfig, meta: dict | None = None) -> tuple[list[str | None], dict]:

@@ -123,6 +123,7 @@ TRAINING = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_job_array_shards_without_mpi(corpus: Path, shards: Path, tmp_path: Path) -> None:
     settings = ["slurm/shard.sbatch", f"data.input=[{corpus}]", *SHARDS, f"data.shards={tmp_path}/shards"]
     number = sbatch(tmp_path / "log-%a", "--array=1-3", *settings)
@@ -135,6 +136,7 @@ def test_a_job_array_shards_without_mpi(corpus: Path, shards: Path, tmp_path: Pa
     assert same_files(shards, tmp_path / "shards")
 
 
+@pytest.mark.long
 def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_path: Path) -> None:
     """The full pipeline as a chain of dependent jobs; multi-rank stages use 2 nodes x 2 tasks, and checkpoints are evaluated by one."""
     run = tmp_path / "run"
@@ -192,6 +194,7 @@ def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("next-*"))
 
 
+@pytest.mark.long
 def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Path) -> None:
     """Two runs, held until the launcher has exited. Their folder name requires quoting for the shell, Slurm and Hydra."""
     sweep = tmp_path / "a sweep #1 100%"

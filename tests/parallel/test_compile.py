@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from pipeline.common.errors import UserError
-from pipeline.launch import preflight
+from pipeline.config.rules import check
 from tests.world import causal, configured, share, tiny, trainer
 
 STEPS, BLOCKS, MICRO_BATCHES = 3, 2, 2
@@ -152,4 +152,4 @@ def test_compilation_of_all_axes_together(worlds):
 def test_fusion_requires_sharded_sequences_and_compiled_blocks(override):
     config = configured("stage=pretrain", "model=llama-tiny", "parallel.async_tensor=on", "parallel.tensor=2", override)
     with pytest.raises(UserError, match=r"parallel\.async_tensor=on: requires"):
-        preflight.check(config, 2)
+        check.check(config, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.common.errors import UserError
-from pipeline.launch.preflight import violations
+from pipeline.config.rules.check import violations
 from tests.world import causal, configured, share, tiny, trainer
 
 #: Widths that are multiples of 16, also when they are divided by two.

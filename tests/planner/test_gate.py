@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.planner import gate
+from pipeline.planner import memory_check
 from pipeline.planner.plan import hardware_of, plan
 from tests.helpers import pipeline
 from tests.world import configured
@@ -17,26 +17,27 @@ V100 = ("cluster.hardware=v100-16", "cluster.tasks_per_node=4")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     config = configured(*JOB, *V100)
-    result = gate.planned(config, 4)
+    result = memory_check.planned(config, 4)
     assert result is not None
     assert not result.estimate.fits
-    refused = gate.violation(config, 4, result)
+    refused = memory_check.violation(config, 4, result)
     assert refused is not None
     assert "nearest layout that fits" in refused.fix
-    nearest = gate.nearest_layout(config, 4)
+    nearest = memory_check.nearest_layout(config, 4)
     assert nearest is not None
     again = plan(nearest.plan.config, 4, hardware_of(config))
     assert again.estimate.fits
     anyway = replace(config, cluster=replace(config.cluster, check_memory=False))
-    assert gate.violation(anyway, 4, result) is None
+    assert memory_check.violation(anyway, 4, result) is None
 
 
 def test_without_hardware_nothing_is_planned():
     config = configured(*JOB)
-    assert gate.planned(config, 4) is None
-    assert gate.violation(config, 4, None) is None
+    assert memory_check.planned(config, 4) is None
+    assert memory_check.violation(config, 4, None) is None
 
 
 @pytest.mark.slow

@@ -12,9 +12,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from pipeline.config.layout import Layout
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
-from pipeline.planner.exchange import stage_parts
-from pipeline.planner.practice import Practice
-from pipeline.planner.rank_memory import beyond_saved
+from pipeline.planner.engine_model import EngineModel
+from pipeline.planner.peak_memory import beyond_saved
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 
@@ -26,8 +25,8 @@ BAND = 0.08
 def planned(*settings: str) -> float:
     """Bytes in flight and the largest temporary tensors."""
     config = configured(*settings)
-    parts = stage_parts(trace(config), Layout.of(config, 1), 0)
-    return sum(part.saved for part in parts) + beyond_saved(parts, Practice())[0]
+    parts = trace(config).stage_parts(Layout.of(config, 1), 0)
+    return sum(part.saved for part in parts) + beyond_saved(parts, EngineModel())[0]
 
 
 def real(*settings: str) -> float:

@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
-from pipeline.planner.exchange import stage_parts
 from pipeline.planner.operations import AttentionCall, Collective, Product
-from pipeline.planner.parameters import count_model_parameters
+from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 
@@ -32,7 +31,7 @@ def test_one_block_of_a_kind_composes_to_the_whole_model(family):
     composed, whole = trace(config), trace(config, every_block=True)
     layout = Layout.of(config, 1)
     assert len(composed.parts) < len(whole.parts) or config.model.layers == len(composed.parts) - 2
-    (flops, saved, collectives), expected = sums(stage_parts(composed, layout, 0)), sums(stage_parts(whole, layout, 0))
+    (flops, saved, collectives), expected = sums(composed.stage_parts(layout, 0)), sums(whole.stage_parts(layout, 0))
     assert (flops, collectives) == (expected[0], expected[2])
     # The output of an encoder is saved once for all decoder blocks, and composed once for each.
     assert saved == (pytest.approx(expected[1], rel=0.01) if family == "t5-tiny" else expected[1])
@@ -41,7 +40,7 @@ def test_one_block_of_a_kind_composes_to_the_whole_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_model(family):
     config = configured(f"model={family}", *ONE)
-    parts = stage_parts(trace(config), Layout.of(config, 1), 0)
+    parts = trace(config).stage_parts(Layout.of(config, 1), 0)
     assert sum(part.parameters for part in parts) == count_model_parameters(config.model)
 
 
@@ -116,6 +115,6 @@ def test_tensor_parallel_collectives_and_products_are_those_of_a_real_run(worlds
     settings = (f"model={family}", *ONE, "parallel.tensor=2", "precision=fp32", "training.compile=off", *more)
     seen, flops = worlds(2).run(one_micro_batch, *settings)[0]
     traced = trace(configured(*settings))
-    operations = [o for part in stage_parts(traced, Layout.of(configured(*settings), 2), 0) for o in part.operations]
+    operations = [o for part in traced.stage_parts(Layout.of(configured(*settings), 2), 0) for o in part.operations]
     assert Counter((o.kind, o.bytes) for o in operations if isinstance(o, Collective)) == seen
     assert sum(o.flops for o in operations if isinstance(o, Product)) == flops

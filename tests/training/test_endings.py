@@ -63,7 +63,7 @@ def test_checkpoints_by_time(tokens, tmp_path):
     assert steps == ["2", "3", "4", "5", "6"], "decided after step s, written after step s + 1"
 
 
-@pytest.mark.parametrize("suspended", [0, 1])
+@pytest.mark.parametrize("suspended", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_suspended_rank_is_named_with_its_stacks(tokens, tmp_path, started, suspended):
     with open(tmp_path / "log", "wb") as output:
         steps = ("training.steps=100000", "training.timeout_minutes=0.05")
@@ -75,6 +75,26 @@ def test_a_suspended_rank_is_named_with_its_stacks(tokens, tmp_path, started, su
     assert f"the run waits for rank {suspended} (host " in log
     assert "suspended or dead" in log
     assert "in train" in log, "the stacks show the training loop"
+
+
+@pytest.mark.parametrize("suspended", [pytest.param((0, 1), id="all ranks"), pytest.param((1,), id="one rank", marks=pytest.mark.long)])
+def test_a_suspended_and_continued_run_goes_on(tokens, tmp_path, started, suspended):
+    """All ranks for longer than the timeout, as by scontrol suspend; one rank for less than it."""
+    with open(tmp_path / "log", "wb") as output:
+        steps = ("training.steps=100000", "training.timeout_minutes=0.08")
+        processes = started(2, *arguments(tokens, tmp_path / "run", *steps), output=output.fileno())
+        wait_for_step(tmp_path / "run", 3)
+        for rank in suspended:
+            processes[rank].send_signal(signal.SIGSTOP)
+        time.sleep(8 if len(suspended) == 2 else 3)
+        for rank in suspended:
+            processes[rank].send_signal(signal.SIGCONT)
+        wait_for_step(tmp_path / "run", len(lines(tmp_path / "run")) + 20)
+        time.sleep(2)
+        wait_for_step(tmp_path / "run", len(lines(tmp_path / "run")) + 20)
+        processes[1].send_signal(signal.SIGUSR1)
+        assert [process.wait(60) for process in processes] == [75, 75]
+    assert "no progress" not in (tmp_path / "log").read_text()
 
 
 def test_a_second_job_is_refused_and_a_killed_one_does_not_block(tokens, tmp_path, started):

@@ -14,13 +14,14 @@ from pipeline.config.lora import is_adapter
 from pipeline.layers.attention import sdpa
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear
+from pipeline.layers.moe import moe_layers
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.models import registry
 from pipeline.parallel.parallelize import adapter_std, attention_layers, build_model
 from pipeline.parallel.pieces import Piece
-from tests.training.plain_loop import Trained, plain_loop
-from tests.training.test_layouts import MODELS
+from tests.training.expected import Trained, train_plain
+from tests.training.layouts import MODELS
 from tests.world import configured, share, tiny, trainer, unsharded
 
 STEPS = 3
@@ -92,9 +93,11 @@ def is_trained(config: Any, name: str) -> bool:
 
 @functools.cache
 def reference(name: str) -> Trained:
-    config, model = configured(*settings(name)), model_of(name)
-    config.model.bias_update_speed = 0.0  # with LoRA, routers are not changed
-    return plain_loop(config, [model.batch(config, step) for step in range(STEPS)], own_loss=model.own_loss, model=initialized(config))
+    config = configured(*settings(name))
+    model = initialized(config)
+    for moe in moe_layers(model):
+        moe.router.bias_update_speed = 0.0  # with LoRA, routers are not changed
+    return train_plain(config, [model_of(name).batch(config, step) for step in range(STEPS)], model=model)
 
 
 def train(name: str, layout: str) -> tuple[Trained, set[str], int]:

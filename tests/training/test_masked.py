@@ -21,7 +21,7 @@ def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("model, kind", [("bert-tiny", "bert"), ("roberta-tiny", "roberta")])
+@pytest.mark.parametrize("model, kind", [("bert-tiny", "bert"), pytest.param("roberta-tiny", "roberta", marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     paths = (f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"data.shards={shards}")

@@ -146,7 +146,7 @@ def test_a_finished_run_does_nothing_and_a_longer_one_continues(eight, tokens, t
     assert [line[0] for line in exact(tmp_path / "run") if len(line) > 2] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("zero, ranks", [(0, 2), (2, 4)])
+@pytest.mark.parametrize("zero, ranks", [pytest.param(0, 2, marks=pytest.mark.long), (2, 4)])
 def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, ranks):
     arguments = (
         f"parallel.zero_stage={zero}",

@@ -107,13 +107,13 @@ def trillion(job: Job) -> Job:
 
 def first_batch(job: Job) -> Job:
     """Return the seconds to the first batch of 1,024 samples from a blend of the folders of `trillion`, and the added memory in bytes."""
+    from pipeline.common import knobs
     from pipeline.config.data import CorpusConfig
     from pipeline.config.schema import RunConfig
     from pipeline.data.load import blend
 
-    config = RunConfig()
-    config.training.sequence_length = job["sequence"]
-    config.data.blend = {name: CorpusConfig(weight, f"{job['input']}/{name}") for name, weight in (("web", 0.7), ("books", 0.3))}
+    blended = {name: CorpusConfig(weight, f"{job['input']}/{name}") for name, weight in (("web", 0.7), ("books", 0.3))}
+    config = knobs.changed(RunConfig(), {"training.sequence_length": job["sequence"], "data.blend": blended})
     before, start = resident_bytes("VmRSS"), time.perf_counter()
     batch = blend.open_training(config).samples(np.arange(BATCH))
     seconds = time.perf_counter() - start

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from pipeline.config.hardware import Hardware
-from pipeline.planner.kernels import attention_time, product_time
-from pipeline.planner.network import Group, collective_time
+from pipeline.planner.collective_time import Group, collective_time
+from pipeline.planner.kernel_time import attention_time, product_time
 from pipeline.planner.operations import AttentionCall, Kind, Product
 
 #: Sizes of products: m, n, k of the layers of transformers from 1 to 70 billion parameters, and some that do not fill the GPU.

@@ -10,7 +10,7 @@ from pipeline.models.rules import heads_violations
 from pipeline.models.shared_sizes import MultiHead
 
 
-@dataclass
+@dataclass(frozen=True)
 class BloomConfig(MultiHead):
     """GPT with ALiBi instead of position embeddings and a norm after the embedding: pre-norm LayerNorm, GELU, tied embeddings."""
 

@@ -10,7 +10,7 @@ from pipeline.models.rules import heads_violations, window_violations
 from pipeline.models.shared_sizes import MultiHead
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig(MultiHead):
     """Learned position embeddings, pre-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 

@@ -10,7 +10,7 @@ from pipeline.models.rules import heads_violations
 from pipeline.models.shared_sizes import MultiHead
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPT1Config(MultiHead):
     """Learned position embeddings, post-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 

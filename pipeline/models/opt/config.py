@@ -10,7 +10,7 @@ from pipeline.models.rules import heads_violations
 from pipeline.models.shared_sizes import MultiHead
 
 
-@dataclass
+@dataclass(frozen=True)
 class OPTConfig(MultiHead):
     """Learned position embeddings that start in row 2, LayerNorm, ReLU, tied embeddings, biases in all layers."""
 

@@ -10,7 +10,7 @@ from pipeline.models.rules import heads_violations
 from pipeline.models.shared_sizes import EncoderDecoderSizes
 
 
-@dataclass
+@dataclass(frozen=True)
 class TransformerConfig(EncoderDecoderSizes):
     """Encoder-decoder with post-norm LayerNorm, ReLU, sinusoidal position embeddings and shared embeddings."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Self
 
 import numpy as np
 
-from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
@@ -27,11 +25,6 @@ class Causal(TokenShardObjective):
         """
         self.samples, self.bytes_per_token = samples, samples.bytes_per_token
         self._document_mask, self._padded = document_mask, padded
-
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:  # noqa: ARG004
-        """See Objective: every configuration is supported."""
-        yield from ()
 
     @staticmethod
     def every_position_counts(config: RunConfig) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import xxhash
 
-from pipeline.common.errors import UserError, Violation
+from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.instructions import open_files
 from pipeline.data.load.labels import LabelReader
@@ -27,30 +26,6 @@ class Classification(Supervised):
 
     _between: int
     _segments: int
-
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """See Objective."""
-        labels: list[str] = getattr(config.model, "labels", [])
-        if config.model.objective not in ("masked", "classification"):
-            rule = f"classifies with a bidirectional encoder; model.family={config.model.family} is none"
-            yield Violation("training.objective", "classification", rule, "choose a BERT or RoBERTa")
-        elif config.stage.name != "finetune":
-            rule = f"is not supported by stage={config.stage.name}"
-            yield Violation("training.objective", "classification", rule, "use stage=finetune, whose metrics.jsonl has the accuracy")
-        elif not config.data.instructions.train:
-            fix = 'name .jsonl files with lines {"text": ..., "label": ...}'
-            yield Violation("data.instructions.train", [], "names no file", fix)
-        elif len(set(labels)) < max(2, len(labels)):
-            rule = f"are the labels {', '.join(labels) or 'of no line'}; at least two different ones are required"
-            yield Violation("data.instructions.labels", labels, rule, "add lines with other labels, or list the labels")
-        for key, value, plain in (
-            ("data.blend", ", ".join(sorted(config.data.blend)), ""),
-            ("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", "0 entries"),
-            ("parallel.context", config.parallel.context, 1),
-        ):
-            if value != plain:
-                yield Violation(key, value, "is not supported by training.objective=classification", "leave it out")
 
     @classmethod
     def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
-from pipeline.common.errors import UserError, Violation
+from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.boundaries import document_ids
 from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import sentences
-from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens, whole_sequence_violations
+from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.permutation import random_words
 from pipeline.models.config import MaskedModelConfig
 
@@ -53,22 +52,6 @@ class Masked(TokenShardObjective):
         self._document_mask, self._next_sentence = config.training.document_mask, _model(config).next_sentence
         self._is_ordinary = np.zeros(samples.vocab_size, dtype=bool)
         self._is_ordinary[vocabulary.ordinary] = True
-
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """See Objective."""
-        yield from whole_sequence_violations(config)
-        training, masking, paired = config.training, config.data.masking, _model(config).next_sentence
-        if masking.random + masking.keep > 1:
-            rule = f"and data.masking.keep={masking.keep} have a sum above 1"
-            yield Violation("data.masking.random", masking.random, rule, "lower one of them")
-        least = 5 if paired else 3
-        if training.sequence_length < least:
-            rule = f"leaves no room for text between the special tokens, which takes {least}"
-            yield Violation("training.sequence_length", training.sequence_length, rule, f"choose {least} or more")
-        if paired and training.document_mask:
-            rule = "would hide the second segment, which may come from another document"
-            yield Violation("training.document_mask", True, rule, "set it to false, or set model.next_sentence=false")
 
     @staticmethod
     def sample_settings(config: RunConfig) -> dict[str, Any]:

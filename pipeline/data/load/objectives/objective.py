@@ -1,19 +1,18 @@
 """The interface of a training objective: which samples a model reads, and what it predicts.
 
-An objective owns everything that follows from this choice: its configuration rules, how its data is opened, the arrays of a batch, whether
-every position of a batch has a target, and the fingerprint that a resumed run must match. registry.py lists the objectives by name.
+An objective owns what follows from this choice: how its data is opened, the arrays of a batch, whether every position of a batch has a
+target, and the fingerprint that a resumed run must match. registry.py lists the objectives by name; their configuration rules are in
+config/rules/objectives.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.loader import Samples, Source
@@ -45,11 +44,6 @@ class Objective(ABC):
     samples: Source
     decoder_length: int = 0
     bytes_per_token: float | None = None
-
-    @staticmethod
-    @abstractmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """The configuration rules of this objective that a run breaks."""
 
     @staticmethod
     def every_position_counts(config: RunConfig) -> bool:  # noqa: ARG004
@@ -142,17 +136,3 @@ class TokenShardObjective(Objective):
 def special_tokens(config: RunConfig, samples: Source) -> SpecialTokens:
     """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
     return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])
-
-
-def whole_sequence_violations(config: RunConfig) -> Iterator[Violation]:
-    """Rules of objectives whose samples cannot be split along the sequence, and whose text must keep its order."""
-    if config.data.infill.rate > 0:
-        rule = "reorders documents for models that predict the next token"
-        yield Violation("data.infill.rate", config.data.infill.rate, rule, "set it to 0, or choose another model")
-    if config.training.sequence_warmup:
-        rule = f"splits samples; the samples of model.family={config.model.family} are complete sequences"
-        yield Violation("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", rule, "leave it empty")
-    if config.parallel.context > 1:
-        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.model.objective}"
-        fix = "set parallel.context=1 and use more data, tensor or pipeline ranks"
-        yield Violation("parallel.context", config.parallel.context, rule, fix)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
 import xxhash
 
-from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.loader import Source
@@ -69,17 +67,6 @@ class Pairs(Objective):
         self._length = self.decoder_length = length
         self._start = start
         self._truncated = 0
-
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """See Objective."""
-        yield from encoder_decoder.violations(config)
-        if not config.data.pairs.train:
-            fix = "name .tsv or .jsonl files with a source and a target per line"
-            yield Violation("data.pairs.train", [], "names no file, and the model is trained on pairs", fix)
-        if config.data.blend:
-            rule = "blends token shards; the model is trained on data.pairs"
-            yield Violation("data.blend", ", ".join(sorted(config.data.blend)), rule, "leave it empty")
 
     @classmethod
     def of(cls, config: RunConfig, samples: TokenizedPairs) -> Self:

@@ -25,8 +25,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 def objective_of(config: RunConfig) -> type[Objective]:
     """The configured objective; that of the model's family with training.objective=auto."""
-    name = config.training.objective
-    return OBJECTIVES[config.model.objective if name == "auto" else name]
+    return OBJECTIVES[config.objective]
 
 
 def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective:

@@ -9,13 +9,11 @@ The number of removed tokens and of spans depends on the length of the text only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.common.errors import Violation
 from pipeline.config.data import SpansConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.loader import Samples
@@ -90,17 +88,6 @@ class SpanCorruption(TokenShardObjective):
         self.samples, self._sizes, self._seed, self._start = samples, sizes, seed, start
         self._sentinels = sentinels
         self.decoder_length = decoder_length or sizes.decoder
-
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """See Objective."""
-        yield from encoder_decoder.violations(config)
-        length, sentinel = config.training.sequence_length, config.data.spans.sentinel
-        if length < 4:
-            rule = "leaves no room for a token, a sentinel and the end token"
-            yield Violation("training.sequence_length", length, rule, "choose 4 or more")
-        if sentinel.count("*") != 1:
-            yield Violation("data.spans.sentinel", sentinel, "must contain one *, for the number", "use a pattern like <extra_id_*>")
 
     @staticmethod
     def sample_settings(config: RunConfig) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
 import xxhash
 
-from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.examples import ExampleReader
 from pipeline.data.load.instructions import Instructions, open_files
@@ -31,31 +29,6 @@ class Supervised(Objective):
     def __init__(self, samples: Instructions, length: int) -> None:
         """Use sequences of `length` tokens."""
         self.samples, self._length = samples, length
-
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """See Objective."""
-        data, training = config.data, config.training
-        if config.model.objective != "causal":
-            rule = f"trains models that predict the next token; model.family={config.model.family} has another objective"
-            yield Violation("training.objective", training.objective, rule, "choose a decoder, or set training.objective=auto")
-        if config.stage.name != "evaluate" and not data.instructions.train:
-            fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}'
-            yield Violation("data.instructions.train", [], "names no file", fix)
-        if data.infill.rate > 0:
-            yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
-        if data.blend:
-            rule = "blends token shards; fine-tuning reads data.instructions"
-            yield Violation("data.blend", ", ".join(sorted(data.blend)), rule, "leave it empty")
-        if training.sequence_warmup:
-            rule = "splits samples, and examples are not split"
-            yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", rule, "leave it empty")
-        if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions, and prompts have none
-            rule = "predicts further tokens from the labels of all positions, and prompts have none"
-            yield Violation("model.mtp_depth", depth, rule, "choose a model without it")
-        if config.parallel.context > 1:
-            rule = "splits sequences by their positions, and those of packed examples begin at 0 several times"
-            yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
 
     @classmethod
     def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:

@@ -1,0 +1,77 @@
+"""The gradient buckets of a rank from the traced weights, by the rule of training/bucket_rule.py that the engine follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeline.config.layout import Layout
+from pipeline.planner.operations import TracedWeights
+from pipeline.planner.trace import Trace
+from pipeline.training.bucket_rule import bucket_name, padded_elements
+
+
+@dataclass
+class PlannedBucket:
+    """Weights whose gradients are reduced together.
+
+    Attributes:
+        axis: the ranks that hold them: dense, or data for experts.
+        ranks: number of these ranks.
+        elements: with the padding.
+        summed: elements whose gradients are first summed over the tensor ranks.
+        shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
+        decays: whether the weights are matrices, which ZeRO 3 frees after use.
+        gathers: how often ZeRO 3 gathers them for a micro-batch.
+    """
+
+    axis: str
+    ranks: int
+    elements: int = 0
+    summed: int = 0
+    shared: str = ""
+    decays: bool = True
+    gathers: int = 0
+
+
+def rank_weights(trace: Trace, layout: Layout, stages: list[int]) -> Iterator[tuple[str, TracedWeights]]:
+    """Yield the weights of some stages of one rank, each with the part of the stages that holds it.
+
+    The copy of a tied embedding counts where the embedding is on another rank, and weights that all stages use count on all ranks.
+    """
+    first = 0 in stages
+    if not first:
+        yield from (("", weights) for weights in trace.parts["embed"].weights if weights.shared == "pipeline")
+    for stage in stages:
+        for index, part in enumerate(trace.stage_parts(layout, stage)):
+            for weights in part.weights:
+                if not (weights.copy and first):
+                    yield f"{stage} {index}", weights
+
+
+def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[PlannedBucket]:
+    """Return the buckets of some stages of one rank."""
+    sizes = {"dense": layout.context * layout.expert * layout.data, "data": layout.context * layout.data}
+    buckets: dict[tuple[str, str], PlannedBucket] = {}
+    for part, weights in rank_weights(trace, layout, stages):
+        if weights.fixed:
+            continue
+        shared = weights.shared if layout.pipeline > 1 else ""
+        key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared)), weights.axis
+        if key not in buckets:
+            buckets[key] = PlannedBucket(weights.axis, sizes[weights.axis], shared=_other_ranks(shared, layout), decays=weights.matrix)
+        bucket = buckets[key]
+        bucket.elements += weights.elements
+        bucket.summed += weights.elements if weights.summed else 0
+        # Ranks of different pipeline stages each use their own copy.
+        bucket.gathers = max(bucket.gathers, 1 if shared == "tied_embedding" else weights.gathers)
+    for bucket in buckets.values():
+        bucket.elements = padded_elements(bucket.elements, bucket.ranks)
+    return list(buckets.values())
+
+
+def _other_ranks(shared: str, layout: Layout) -> str:
+    """The axis over which the gradient of a shared weight is summed; empty if one rank holds all its copies."""
+    if shared == "tied_embedding" and layout.holder(0) == layout.holder(layout.stage_count - 1):
+        return ""
+    return shared

@@ -1,0 +1,67 @@
+"""The collectives of a step besides the model's own, as training/ and parallel/ execute them: a list for every rank.
+
+Gradients are reduced bucket by bucket (training/buckets.py), ZeRO gathers weights (training/weight_gathering.py), and activations are
+sent between pipeline stages. tests/planner/test_real_run.py compares the list with the collectives of real runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config.layout import Layout
+from pipeline.planner.buckets import PlannedBucket
+from pipeline.planner.operations import Collective, Kind, Phase
+from pipeline.planner.state_memory import FP32
+
+
+@dataclass(frozen=True)
+class RepeatedCollective:
+    """A collective that is repeated `count` times in a step; on the pipeline axis, a tensor that the rank sends."""
+
+    collective: Collective
+    count: int
+
+
+def reductions(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gradient_bytes: int = FP32) -> list[RepeatedCollective]:
+    """Return the reductions of gradients in a step."""
+    kind: Kind = "all_reduce" if zero_stage == 0 else "reduce_scatter"
+    collectives = []
+    for bucket in buckets:
+        count, size = layout.micro_batches if zero_stage >= 2 and not bucket.shared else 1, float(gradient_bytes * bucket.elements)
+        if bucket.summed:
+            summed = Collective("all_reduce", "tensor", "backward", float(gradient_bytes * bucket.summed))
+            collectives.append(RepeatedCollective(summed, count))
+        if bucket.ranks > 1:
+            collectives.append(RepeatedCollective(Collective(kind, bucket.axis, "backward", size), count))
+        if bucket.shared:
+            collectives.append(RepeatedCollective(Collective("all_reduce", bucket.shared, "backward", size), 1))
+    return collectives
+
+
+def gathers(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, weight_bytes: int) -> list[RepeatedCollective]:
+    """Return the gatherings of weights in a step: after it, or under ZeRO 3 before every use of matrices."""
+    collectives = []
+    for bucket in buckets:
+        if zero_stage > 0 and bucket.ranks > 1:
+            count = bucket.gathers * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
+            gathered = Collective("all_gather", bucket.axis, "forward", float(weight_bytes * bucket.elements))
+            collectives.append(RepeatedCollective(gathered, count))
+    return collectives
+
+
+def sends(layout: Layout, rank: int, hidden_bytes: float, states: int = 1) -> list[RepeatedCollective]:
+    """Return the activations and gradients that a pipeline rank sends in a step.
+
+    Args:
+        layout: of the job.
+        rank: coordinate on the pipeline axis.
+        hidden_bytes: of one hidden state of a micro-batch.
+        states: number of hidden states between stages (encoder-decoders: 2).
+    """
+    neighbors: tuple[tuple[Phase, int], ...] = (("forward", 1), ("backward", -1))
+    return [
+        RepeatedCollective(Collective("send", "pipeline", phase, hidden_bytes), states * layout.micro_batches)
+        for stage in layout.stages(rank)
+        for phase, distance in neighbors
+        if 0 <= stage + distance < layout.stage_count and layout.holder(stage + distance) != rank
+    ]

@@ -1,0 +1,130 @@
+"""What the planner assumes of the training engine: constants that are documented here, and the time and memory of its operations.
+
+`tools/study` overrides the methods for other frameworks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.config.hardware import Hardware
+from pipeline.config.layout import Layout
+from pipeline.planner import kernel_time
+from pipeline.planner.buckets import PlannedBucket
+from pipeline.planner.collective_time import Group, collective_time, group
+from pipeline.planner.communication import RepeatedCollective, gathers, reductions
+from pipeline.planner.operations import AttentionCall, Collective, Operation, Product, TracedPart
+from pipeline.planner.state_memory import ModelState, StateFormat, model_state
+
+#: Rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power, over their rate alone. Fitted to
+#: published runs by tools/plan_score --fit (`sharded_products`).
+SHARDED_PRODUCTS = 0.802
+
+
+@dataclass
+class PartTime:
+    """Seconds of one micro-batch in a part of the model, by cause."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Forward and backward pass."""
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """This project's engine on GPUs.
+
+    Attributes:
+        products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
+        overlap_data: share of the compute during which collectives of data parallelism run beside it.
+        gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
+        accumulation_bytes: bytes that the accumulation of gradients moves for each weight and micro-batch.
+        context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
+        keeps_outputs: a pipeline stage keeps the output of every micro-batch in flight, as PyTorch's schedules do.
+        reduction_buffers: flat gradients of a block that are allocated at a time under ZeRO 3: one that is filled, and two in reductions.
+    """
+
+    products: float = 1.0
+    overlap_data: float = 0.9
+    gradient_bytes: int = 4
+    accumulation_bytes: float = 10.0
+    context_bytes: float = 1.6e9
+    keeps_outputs: bool = True
+    reduction_buffers: int = 3
+
+    def axis_groups(self, layout: Layout, hardware: Hardware) -> dict[str, Group]:
+        """Return the groups of ranks of every axis: `dense` shards the same dense weights, `data` the same experts."""
+        node, inner = hardware.gpus_per_node, layout.tensor * layout.context
+        pipeline = layout.world_size // layout.pipeline
+        return {
+            "tensor": group(layout.tensor, 1, node),
+            "context": group(layout.context, layout.tensor, node),
+            "expert": group(layout.expert, inner, node),
+            "dense": group(layout.context * layout.expert * layout.data, layout.tensor, node),
+            "data": group(layout.context * layout.data, layout.tensor if layout.expert == 1 else inner * layout.expert, node),
+            "pipeline": group(layout.pipeline, pipeline, node),
+            "tied_embedding": group(2, pipeline * max(1, layout.pipeline - 1), node),
+        }
+
+    def operations(self, part: TracedPart) -> list[Operation]:
+        """Return the operations that a part executes."""
+        return part.operations
+
+    def attention_time(self, call: AttentionCall, hardware: Hardware) -> float:
+        """Return the seconds of an attention call, without the exchange of keys and values."""
+        return kernel_time.attention_time(call, hardware)
+
+    def operation_time(self, operation: Operation, hardware: Hardware, groups: dict[str, Group]) -> tuple[str, float]:
+        """Return the cause and the seconds of an operation."""
+        if isinstance(operation, Product):
+            return "products", kernel_time.product_time(operation, hardware)[0] / self.products
+        if isinstance(operation, AttentionCall):
+            time = self.attention_time(operation, hardware)
+            if operation.ring > 1:  # keys and values are sent while the previous ones are used
+                time = max(time, collective_time("send", operation.sent, groups["context"], hardware))
+            return "attention", time
+        if isinstance(operation, Collective):
+            return operation.axis, collective_time(operation.kind, operation.bytes, groups[operation.axis], hardware)
+        return "elementwise", kernel_time.elementwise_time(operation.bytes, hardware)
+
+    def part_time(self, part: TracedPart, hardware: Hardware, groups: dict[str, Group]) -> PartTime:
+        """Return the seconds of a part by cause."""
+        result = PartTime()
+        for operation in self.operations(part):
+            cause, time = self.operation_time(operation, hardware, groups)
+            side = result.forward if operation.phase == "forward" else result.backward
+            side[cause] = side.get(cause, 0.0) + time
+        return result
+
+    def accumulation_time(self, parts: list[TracedPart], hardware: Hardware) -> float:
+        """Return the seconds to add the 16-bit gradients of a micro-batch to their sum."""
+        return kernel_time.elementwise_time(self.accumulation_bytes * sum(part.parameters for part in parts), hardware)
+
+    def reductions(self, buckets: list[PlannedBucket], layout: Layout, zero_stage: int) -> list[RepeatedCollective]:
+        """Return the reductions of gradients in a step of ZeRO 0 to 2."""
+        return reductions(buckets, layout, zero_stage, self.gradient_bytes)
+
+    def sharded_exchanges(self, buckets: list[PlannedBucket], layout: Layout) -> list[RepeatedCollective]:
+        """Return the gatherings of weights and reductions of gradients in a step of ZeRO 3."""
+        return gathers(buckets, layout, 3, 2) + reductions(buckets, layout, 3, self.gradient_bytes)
+
+    def model_state(self, buckets: list[PlannedBucket], state_format: StateFormat) -> ModelState:
+        """Return the bytes of weights, gradients and optimizer state."""
+        return model_state(buckets, state_format, gradient_bytes=self.gradient_bytes)
+
+    def saved_bytes(self, part: TracedPart) -> float:
+        """Return the bytes that a part keeps for its backward pass."""
+        return part.saved
+
+    def transient_bytes(self, part: TracedPart) -> float:
+        """Return the most bytes that a part allocates besides what it saves."""
+        return part.peak
+
+
+def engine_model(zero_stage: int) -> EngineModel:
+    """Return the model of this project's engine under a ZeRO stage."""
+    return EngineModel(products=SHARDED_PRODUCTS if zero_stage == 3 else 1.0)

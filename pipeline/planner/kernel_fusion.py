@@ -1,0 +1,218 @@
+"""The operations and the memory of each part of a model, from a recording: memory-bound kernels are fused as a compiler does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+
+from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product
+from pipeline.planner.recorder import Kernel, Recording
+
+
+@dataclass(frozen=True)
+class Fused:
+    """By part: operations in order, bytes saved for the backward pass by their producer, and the most that is allocated besides."""
+
+    operations: dict[str, list[Operation]]
+    saved: dict[str, dict[str, int]]
+    peak: dict[str, int]
+
+
+def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
+    """Turn a recording into the operations and the memory of each part.
+
+    Args:
+        recording: of a forward and a backward pass.
+        fused: fuse memory-bound kernels between two other kernels into one, as a compiler does: a tensor that is only used inside is never
+            written, and one that follows from saved tensors is computed again in the backward pass instead of being saved.
+        copies: count the copies beside collectives and of concatenated weights, which engines do not make that keep the sequence in the
+            first dimension and these weights as one.
+    """
+    kernels, storages = recording.kernels, recording.storages
+    if not copies:
+        dropped = _layout_copies(recording)
+        kernels = [replace(k, reads={}, writes={}) if index in dropped else k for index, k in enumerate(kernels)]
+    groups = _groups(kernels, fused=fused)
+    readers: dict[int, set[int]] = {}
+    for index, kernel in enumerate(kernels):
+        for key in kernel.reads:
+            readers.setdefault(key, set()).add(groups[index])
+    recomputed = _recomputed(recording) if fused else {}
+    saved_keys: dict[int, str] = {}
+    for key, parts in _backward_readers(recording).items():
+        storage = storages[key]
+        if storage.part and storage.phase == "forward" and key not in recomputed:
+            saved_keys[key] = storage.part if storage.part in parts else parts[0]
+    saved: dict[str, dict[str, int]] = {}
+    for key, part in saved_keys.items():
+        made, producers = storages[key].kernel, saved.setdefault(part, {})
+        producer = "input" if made is None else _label(kernels[made])
+        producers[producer] = producers.get(producer, 0) + storages[key].bytes
+    inside = {
+        key
+        for key, storage in storages.items()
+        if fused
+        and storage.kernel is not None
+        and kernels[storage.kernel].operation is None
+        and readers.get(key) == {groups[storage.kernel]}
+    }
+    absent = inside | {key for key in recomputed if storages[key].phase == "forward"}
+    return Fused(_operations(kernels, groups, readers, recomputed), saved, _peaks(recording, saved_keys, absent))
+
+
+def _label(kernel: Kernel) -> str:
+    """What a kernel is called in a table of memory: the weight of a product, or the operator."""
+    match kernel.operation:
+        case Product(name=name) if name:
+            return name
+        case Collective(kind=kind, axis=axis):
+            return f"{kind} ({axis})"
+        case AttentionCall():
+            return "attention"
+    return f"elementwise ({kernel.name.partition('.')[0].strip('_')})"
+
+
+def _layout_copies(recording: Recording) -> set[int]:
+    """Indices of the kernels that concatenate only weights or results of collectives, or whose result only collectives read."""
+    kernels, storages = recording.kernels, recording.storages
+    readers: dict[int, list[Operation | None]] = {}
+    for kernel in kernels:
+        for key in kernel.reads:
+            readers.setdefault(key, []).append(kernel.operation)
+
+    def from_elsewhere(key: int) -> bool:
+        """Whether a storage is a weight or the result of a collective."""
+        made = storages[key].kernel
+        return not storages[key].part or (made is not None and isinstance(kernels[made].operation, Collective))
+
+    copies = set()
+    for index, kernel in enumerate(kernels):
+        if kernel.name.partition(".")[0] == "cat":
+            sent = [operation for key in kernel.writes for operation in readers.get(key, [])]
+            if all(map(from_elsewhere, kernel.reads)) or (sent and all(isinstance(operation, Collective) for operation in sent)):
+                copies.add(index)
+    return copies
+
+
+def _operations(
+    kernels: list[Kernel], groups: list[int], readers: dict[int, set[int]], recomputed: dict[int, dict[int, int]]
+) -> dict[str, list[Operation]]:
+    """The operations of each part: calls, and memory-bound kernels of the groups."""
+    operations: dict[str, list[Operation]] = {}
+    start = 0
+    while start < len(kernels):
+        stop = start + 1
+        while stop < len(kernels) and groups[stop] == groups[start]:
+            stop += 1
+        first = kernels[start]
+        if first.operation is not None:
+            operations.setdefault(first.part, []).append(first.operation)
+        else:
+            moved = _moved(kernels[start:stop], groups[start], readers, recomputed)
+            names = list(dict.fromkeys(kernel.name for kernel in kernels[start:stop]))
+            label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more, fused"
+            if moved:
+                operations.setdefault(first.part, []).append(Elementwise(label, first.phase, moved))
+        start = stop
+    return operations
+
+
+def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dict[str, int]:
+    """The most bytes that are allocated during a pass of a part, beyond what all parts have saved at the boundary to its backward pass.
+
+    Args:
+        recording: of a forward and a backward pass.
+        saved: storages that are saved for the backward pass.
+        absent: storages that fused kernels never write.
+    """
+    kernels = recording.kernels
+    changes, kept = [0] * (len(kernels) + 2), [0] * (len(kernels) + 2)
+    for key, storage in recording.storages.items():
+        if storage.part and key not in absent:
+            died = len(kernels) + 1 if storage.died is None else storage.died + 1  # it is still there while its last reader runs
+            for counter in (changes, kept) if key in saved else (changes,):
+                counter[storage.born] += storage.bytes
+                counter[died] -= storage.bytes
+    alive = list(accumulate(changes))
+    keeps = list(accumulate(kept))
+    peaks: dict[str, int] = {}
+    for (part, backward), run in groupby(range(len(kernels)), lambda index: (kernels[index].part, kernels[index].phase != "forward")):
+        indices = list(run)
+        before, after = indices[0] - 1, indices[-1]
+        base = keeps[before if backward else after] if after else 0
+        peaks[part] = max(peaks.get(part, 0), *(alive[index] - base for index in indices))
+    return peaks
+
+
+def _backward_readers(recording: Recording) -> dict[int, list[str]]:
+    """The parts whose backward pass reads a storage: the input of a block is saved for that block."""
+    readers: dict[int, list[str]] = {}
+    for kernel in recording.kernels:
+        if kernel.phase != "forward":
+            for key in kernel.reads:
+                readers.setdefault(key, []).append(kernel.part)
+    return readers
+
+
+def _groups(kernels: list[Kernel], *, fused: bool) -> list[int]:
+    """The number of the fused kernel of each call: consecutive memory-bound calls of one part and phase share one."""
+    groups, current = [], 0
+    for index, kernel in enumerate(kernels):
+        previous = kernels[index - 1] if index else None
+        joins = previous is not None and previous.operation is None and kernel.operation is None
+        if not (fused and joins and previous is not None and (previous.part, previous.phase) == (kernel.part, kernel.phase)):
+            current += 1
+        groups.append(current)
+    return groups
+
+
+def _recomputed(recording: Recording) -> dict[int, dict[int, int]]:
+    """Storages that the fused backward pass computes again, each with the saved storages (and bytes) that it follows from.
+
+    It must be the result of a memory-bound kernel of the forward pass, follow from saved tensors, and be read by memory-bound kernels of
+    the same part only: a matrix product needs its operands in memory, and each block is compiled by itself.
+    """
+    kernels, storages = recording.kernels, recording.storages
+    used: set[int] = set()
+    needed: set[int] = set()
+    for kernel in kernels:
+        if kernel.phase != "forward":
+            used |= kernel.reads.keys()
+            if kernel.operation is not None:
+                needed |= kernel.reads.keys()
+    readers = _backward_readers(recording)
+    recomputed: dict[int, dict[int, int]] = {}
+    for key in sorted(used):
+        storage = storages[key]
+        outside = set(readers[key]) != {storage.part}
+        if storage.kernel is None or storage.phase != "forward" or key in needed or outside:
+            continue
+        kernel = kernels[storage.kernel]
+        sources_stay = all(source in used or source in recomputed or not storages[source].part for source in kernel.reads)
+        if kernel.operation is None and kernel.reads and sources_stay:
+            sources: dict[int, int] = {}
+            for source, size in kernel.reads.items():
+                sources.update(recomputed.get(source, {source: size}))
+            recomputed[key] = sources
+    return recomputed
+
+
+def _moved(kernels: list[Kernel], group: int, readers: dict[int, set[int]], recomputed: dict[int, dict[int, int]]) -> float:
+    """Bytes that a group of memory-bound calls reads and writes."""
+    if len(kernels) == 1:
+        kernel = kernels[0]
+        return float(sum(kernel.reads.values()) + sum(kernel.writes.values()))
+    written: set[int] = set()
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for kernel in kernels:
+        for key, size in kernel.reads.items():
+            for source, amount in recomputed.get(key, {key: size}).items() if kernel.phase == "backward" else [(key, size)]:
+                if source not in written:
+                    reads[source] = max(reads.get(source, 0), amount)
+        for key, size in kernel.writes.items():
+            written.add(key)
+            outside = readers.get(key, set()) - {group}
+            if outside or not readers.get(key):
+                writes[key] = max(writes.get(key, 0), size)
+    return float(sum(reads.values()) + sum(size for key, size in writes.items() if key not in recomputed or kernels[0].phase != "forward"))

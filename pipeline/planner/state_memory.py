@@ -1,0 +1,106 @@
+"""Memory of weights, gradients and optimizer state of a rank under each ZeRO stage: one formula for the dry run and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from pipeline.config.schema import RunConfig
+from pipeline.layers.nf4 import stored_bytes
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import DTYPES, LocalModel, layers_in_4_bits
+from pipeline.training.buckets import build_buckets
+from pipeline.training.optimizers import OPTIMIZERS
+
+FP32 = 4
+
+
+class Sharded(Protocol):
+    """Weights that ZeRO shards together: a bucket of training/buckets.py or of planner/buckets.py."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, with the padding."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that shard them."""
+
+    @property
+    def decays(self) -> bool:
+        """Whether they are matrices, which ZeRO 3 frees after use."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """How a rank stores its weights.
+
+    Attributes:
+        zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights other than vectors.
+        weight_bytes: of a weight in matrix products.
+        state_tensors: fp32 tensors that the optimizer keeps for each weight.
+    """
+
+    zero_stage: int
+    weight_bytes: int = 2
+    state_tensors: int = 2
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes of a rank at the end of the backward pass, without activations and communication buffers."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Total bytes."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradient_bytes: int = FP32) -> ModelState:
+    """Return the bytes of a rank under ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3), as training/ does it.
+
+    Not counted: gradients of the buckets that are being reduced (at most four), under ZeRO 3 the gathered weights of two or three blocks.
+
+    Args:
+        buckets: the rank's weights.
+        state_format: how it stores them.
+        gradient_bytes: of an accumulated gradient.
+    """
+    buckets, zero = list(buckets), state_format.zero_stage
+    whole, share = sum(bucket.elements for bucket in buckets), sum(bucket.elements / bucket.ranks for bucket in buckets)
+    # Under ZeRO 3, matrices are rounded from the master weights when they are gathered.
+    vectors = sum(bucket.elements for bucket in buckets if not bucket.decays or bucket.ranks == 1)
+    # Without ZeRO, fp32 weights are their own master copy; DeepSpeed always keeps a separate one.
+    master = 0 if zero == 0 and state_format.weight_bytes == FP32 else FP32
+    return ModelState(
+        weights=(vectors if zero == 3 else whole) * state_format.weight_bytes,
+        gradients=(share if zero >= 2 else whole) * gradient_bytes,
+        optimizer=(share if zero else whole) * (master + state_format.state_tensors * FP32),
+    )
+
+
+def state_format_of(config: RunConfig) -> StateFormat:
+    """Return how the ranks of a job store their weights."""
+    weight_bytes = DTYPES[config.precision.dtype].itemsize
+    return StateFormat(config.parallel.zero_stage, weight_bytes, len(OPTIMIZERS[config.optimizer.name].state))
+
+
+def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
+    """Return the bytes of a rank's state from its buckets, as training/ shards them. The model is on the meta device."""
+    trained = copy(model)
+    trained.pieces = {parameter: piece for parameter, piece in model.pieces.items() if parameter not in model.frozen}
+    state = model_state(build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel), state_format_of(config))
+    return replace(state, weights=state.weights + frozen_bytes(config, model))
+
+
+def frozen_bytes(config: RunConfig, model: LocalModel) -> int:
+    """Return the bytes of the weights that are not trained, on the meta device. They are not sharded over data ranks."""
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config, model)}
+    itemsize = DTYPES[config.precision.dtype].itemsize
+    return sum(stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize for p in model.frozen)

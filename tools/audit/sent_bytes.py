@@ -1,0 +1,47 @@
+"""Bytes that a rank sends in a step, by mesh axis."""
+
+from __future__ import annotations
+
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.parallelize import DTYPES
+from pipeline.planner.buckets import planned_buckets
+from pipeline.planner.communication import gathers, reductions, sends
+from pipeline.planner.operations import AttentionCall, Collective
+from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.trace import Trace
+
+#: Columns of a table, in the order of its axes.
+AXES = ("tensor", "context", "expert", "data", "pipeline")
+
+
+def sent_bytes(config: RunConfig, trace: Trace, layout: Layout, rank: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step along each axis of `AXES`.
+
+    Of a collective over n ranks, a rank sends (n - 1) / n of the whole buffer, of an all-reduce twice as much. Gradients and weights are
+    counted as data, also where context and expert ranks hold the same ones; those of a tied embedding as pipeline.
+    """
+    coordinates, zero_stage = layout.coordinates(rank), config.parallel.zero_stage
+    stages = layout.stages(coordinates.pipeline)
+    buckets = planned_buckets(trace, layout, stages)
+    exchanges = reductions(buckets, layout, zero_stage) + gathers(buckets, layout, zero_stage, DTYPES[config.precision.dtype].itemsize)
+    exchanges += sends(layout, coordinates.pipeline, hidden_bytes(config), hidden_states(config))
+    sent = dict.fromkeys(AXES, 0.0)
+    for exchange in exchanges:
+        _add(sent, exchange.collective, layout, exchange.count)
+    for operation in (operation for stage in stages for part in trace.stage_parts(layout, stage) for operation in part.operations):
+        if isinstance(operation, Collective):
+            _add(sent, operation, layout, layout.micro_batches)
+        elif isinstance(operation, AttentionCall) and operation.sent:  # keys and values along the ring
+            sent["context"] += layout.micro_batches * operation.sent
+    return sent
+
+
+def _add(sent: dict[str, float], collective: Collective, layout: Layout, count: int) -> None:
+    """Add the bytes that a rank sends in `count` repetitions of a collective."""
+    replicas = layout.context * layout.data
+    sizes = {"dense": replicas * layout.expert, "data": replicas, "tied_embedding": 2}
+    ranks = sizes[collective.axis] if collective.axis in sizes else getattr(layout, collective.axis)
+    axis = {"dense": "data", "tied_embedding": "pipeline"}.get(collective.axis, collective.axis)
+    share = 1.0 if collective.kind == "send" else (2 if collective.kind == "all_reduce" else 1) * (ranks - 1) / ranks
+    sent[axis] += share * collective.bytes * count
