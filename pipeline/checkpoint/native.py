@@ -112,10 +112,10 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
         UserError: it does not exist.
     """
     if which == "latest":
-        found = complete(run_dir)
-        if not found:
+        folders = complete(run_dir)
+        if not folders:
             raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
-        return found[-1]
+        return folders[-1]
     if not (Path(which) / INDEX).is_file():
         raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
@@ -130,8 +130,8 @@ def find_start(where: str, key: str, fix: str) -> Path:
     folder = Path(where)
     if (folder / INDEX).is_file():
         return folder
-    if found := complete(folder):
-        return found[-1]
+    if folders := complete(folder):
+        return folders[-1]
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
 

@@ -82,11 +82,11 @@ class Checkpoint:
     @cached_property
     def _fragments(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         """Weight -> its fragments, each (file, geometry), from the headers of all files."""
-        found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        fragments: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for file in sorted(self._files):
             for name, geometry in self._geometries(file).items():
-                found.setdefault(name, []).append((file, geometry))
-        return found
+                fragments.setdefault(name, []).append((file, geometry))
+        return fragments
 
     def _geometries(self, file: str) -> dict[str, dict[str, Any]]:
         """Weight -> geometry of the file's fragment of it, from the header of the file."""

@@ -67,8 +67,8 @@ def _check_finite(fragments: list[Fragment], step: int) -> None:
     names = (f.piece.name for f in fragments if f.owned and not bool(f.tensors["weight"].detach().isfinite().all()))
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, next(names, None))
-    if found := sorted(name for name in answers if name):
-        rule = f"{found[0]} contains values that are not finite; no checkpoint was written"
+    if not_finite := sorted(name for name in answers if name):
+        rule = f"{not_finite[0]} contains values that are not finite; no checkpoint was written"
         fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
         raise UserError.of("weights after step", step, rule, fix)
 

@@ -24,10 +24,10 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 
 def _size(content: dict[str, Any], names: tuple[str, ...], default: int) -> int:
     """Return the size that a key contains, under any of its names."""
-    found = {name: content[name] for name in names if content.get(name) is not None}
-    if len(set(map(str, found.values()))) > 1:
-        raise refusal(*next(iter(found.items())), f"contradicts {found}, other names of it", "remove one of them from config.json")
-    return positive(*next(iter(found.items()))) if found else default
+    sizes = {name: content[name] for name in names if content.get(name) is not None}
+    if len(set(map(str, sizes.values()))) > 1:
+        raise refusal(*next(iter(sizes.items())), f"contradicts {sizes}, other names of it", "remove one of them from config.json")
+    return positive(*next(iter(sizes.items()))) if sizes else default
 
 
 def _read_exact(content: dict[str, Any]) -> dict[str, Any]:

@@ -33,5 +33,5 @@ class Gemma3Config(RotaryDecoderConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates; the Hugging Face class requires heads to divide hidden."""
-        found = [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
-        return found if self.head_width is None else [*found, *heads_violations(self.hidden, self.heads)]
+        violations = [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
+        return violations if self.head_width is None else [*violations, *heads_violations(self.hidden, self.heads)]

@@ -20,8 +20,8 @@ class LlamaConfig(RotaryDecoderConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = super().violations()
+        violations = super().violations()
         if self.qkv_bias and self.attention_bias:
             rule = "adds biases to the query, key and value projections, which model.attention_bias=true has already"
-            found.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))
-        return found
+            violations.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))
+        return violations

@@ -14,14 +14,14 @@ _PLAIN, _GATED = "relu", "gated-gelu"
 
 def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
     """Return whether the feed-forward is gated."""
-    found = content.get("feed_forward_proj", _PLAIN)
-    if found not in (_PLAIN, _GATED):
-        raise refusal("feed_forward_proj", found, f"is not supported by this family; only {_PLAIN} and {_GATED} are supported")
-    derived = {"dense_act_fn": "gelu_new" if found == _GATED else _PLAIN, "is_gated_act": found == _GATED}
+    kind = content.get("feed_forward_proj", _PLAIN)
+    if kind not in (_PLAIN, _GATED):
+        raise refusal("feed_forward_proj", kind, f"is not supported by this family; only {_PLAIN} and {_GATED} are supported")
+    derived = {"dense_act_fn": "gelu_new" if kind == _GATED else _PLAIN, "is_gated_act": kind == _GATED}
     for key, expected in derived.items():  # the class derives them, and a file can override them
         if content.get(key, expected) != expected:
-            raise refusal(key, content[key], f"contradicts feed_forward_proj={found}, which means {expected}", f"remove {key}")
-    return {"gated": found == _GATED}
+            raise refusal(key, content[key], f"contradicts feed_forward_proj={kind}, which means {expected}", f"remove {key}")
+    return {"gated": kind == _GATED}
 
 
 def _write_tie(config: T5Config) -> dict[str, Any]:
