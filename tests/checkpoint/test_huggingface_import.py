@@ -370,4 +370,4 @@ def test_folders_without_a_model(tmp_path):
         registry.find_mapping(read_config(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"contains neither model\.safetensors"):
-        StockWeights(tmp_path, registry.CONFIG_CLASSES["gpt"].huggingface[0])
+        StockWeights(tmp_path, registry.FAMILIES["gpt"].huggingface[0])
