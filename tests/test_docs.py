@@ -20,7 +20,7 @@ from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, pipeline
 
 #: Where is what, on one page.
@@ -161,7 +161,7 @@ def test_paths_in_sentences_exist() -> None:
 
 def test_keys_in_sentences_exist() -> None:
     keys = {key for key, _, _ in knobs.walk(RunConfig())}
-    keys |= {key for family in FAMILIES.values() for key, _, _ in knobs.walk(family(), "model.")}
+    keys |= {key for family in CONFIG_CLASSES.values() for key, _, _ in knobs.walk(family(), "model.")}
     keys |= {key for name, (stage, _) in STAGES.items() for key, _, _ in knobs.walk(stage(name=name), "stage.")}
     groups = "|".join({key.partition(".")[0] for key in keys if "." in key})
     shown = set(re.findall(rf"(?:^|[` '])((?:{groups})\.(?!py\b|json\b)[a-z_0-9]+(?:\.[a-z_0-9]+)*)", TEXT))

@@ -135,9 +135,9 @@ def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
     if parallel.balance == "layers" or parallel.pipeline == 1:
         return ()
     from pipeline.config.balance import balanced
-    from pipeline.models.costs import costs_per_token  # loads torch
+    from pipeline.models.registry import family_of  # loads torch
 
-    costs = costs_per_token(config.model, config.training.sequence_length)
+    costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
     return balanced(costs.first, costs.blocks, costs.last, parallel.pipeline * stages_per_rank(parallel))
 
 

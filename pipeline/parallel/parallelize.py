@@ -94,14 +94,14 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         model: this rank's stages.
         core: the attention core on local heads; that of training.attention when None.
     """
-    plan = registry.plan(config.model)
+    table = registry.family_of(config.model).tensor_parallel
     for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
             again, recomputed = gather_again(config), config.training.activation_checkpointing != "none"
             sequence = config.parallel.sequence_parallel
             dispatched = mesh.layout.expert > 1
             tensor_parallel.apply(
-                *(stage, model.pieces, plan, mesh.tensor),
+                *(stage, model.pieces, table, mesh.tensor),
                 sequence=sequence,
                 gather_again=again,
                 recomputed=recomputed,
@@ -191,7 +191,7 @@ def init_weights(
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
         if value is not None:
             return value(piece, dtype)
-        std = adapter_std(piece) if lora.is_adapter(piece.name) else registry.initial_std(config.model, piece.name)
+        std = adapter_std(piece) if lora.is_adapter(piece.name) else registry.family_of(config.model).initial_std(config.model, piece.name)
         return init_piece(piece, std, config.training.seed, dtype=dtype, device=device)
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor | NF4Weight:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import MergedWeights, open_merged
+from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
@@ -28,7 +28,7 @@ from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptPart
 from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.generation.template import open_template
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 
 log = logging.getLogger("pipeline")

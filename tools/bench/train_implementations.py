@@ -314,10 +314,10 @@ def our_model(config: RunConfig) -> Stack:
 
 def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the stock transformers class with the same weights."""
-    adapter, weights = registry.adapter(config.model), our_model(config).state_dict()
-    stock_config = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
+    mapping, weights = registry.mapping_of(config.model), our_model(config).state_dict()
+    stock_config = AutoConfig.for_model(**mapping.config_json(config.model), use_cache=False)
     model = AutoModelForCausalLM.from_config(stock_config, dtype=dtype, attn_implementation="sdpa")
-    stock_weights = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_rows(config.model)[0]}
+    stock_weights = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_tensors(config.model)[0]}
     incompatible = model.load_state_dict(stock_weights, strict=False)
     assert not incompatible.unexpected_keys
     assert set(incompatible.missing_keys) <= {"lm_head.weight"}, incompatible.missing_keys  # a tied head shares the tensor of the embedding
