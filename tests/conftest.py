@@ -1,9 +1,10 @@
-"""The processes and artifacts that several test files use, and which tests run beside which."""
+"""The processes and artifacts that several test files use."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes depends on the machine
 hypothesis.settings.load_profile("tests")
 
+pytest_plugins = ["tests.order"]
+
 SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
 
 
@@ -38,6 +41,9 @@ def pytest_configure(config):
         while not Path(os.environ[warm.ADDRESS]).exists():
             assert config.stash[SERVER][0].poll() is None, "the server of warm processes ended"
             time.sleep(0.01)
+        if config.getoption("tx", None):  # a worker of pytest-xdist is forked from the server as well: it need not import torch
+            warm_python = f"popen//python={shlex.join([sys.executable, '-S', warm.__file__])}"
+            config.option.tx = [spec.replace("popen", warm_python, 1) if spec == "popen" else spec for spec in config.option.tx]
 
 
 def pytest_unconfigure(config):
@@ -47,13 +53,14 @@ def pytest_unconfigure(config):
         server[1].cleanup()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tests of several ranks first, then other slow ones, so that both workers end at the same time."""
-    for item in items:
-        if "worlds" in item.fixturenames or item.get_closest_marker("slurm"):
-            item.add_marker("world")
-    items.sort(key=lambda item: (item.get_closest_marker("world") is None, item.get_closest_marker("slow") is None))
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """What no test may leave to the next one: the state of PyTorch's random numbers, and a composition of Hydra."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    yield
+    if hydra := sys.modules.get("hydra.core.global_hydra"):
+        hydra.GlobalHydra.instance().clear()
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +114,7 @@ def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
     started: dict[int, World] = {}
 
     def world(size: int) -> World:
-        if size not in started:
+        if size not in started or started[size].stopped:
             started[size] = World(size, tmp_path_factory.mktemp("world"))
         return started[size]
 

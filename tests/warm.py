@@ -203,6 +203,9 @@ def execute(first: str, *arguments: str) -> None:
     """As `python FIRST ARGUMENTS`."""
     import runpy
 
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        first, *arguments = arguments
     if first == "-m":
         sys.argv = list(arguments)
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,11 +22,13 @@ class Outcome:
         losses: mean loss of each step's global batch.
         norms: global gradient norm of each step before clipping.
         tensors: "gradient", "moment" and "weight" -> name in the full model -> unsharded tensor, fp32 or fp64.
+        router_records: what every MoE layer of the plain loop recorded in each step (MoELayer.take_record); not compared.
     """
 
     losses: list[float]
     norms: list[float]
     tensors: dict[str, dict[str, Tensor]]
+    router_records: list[list[Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ It uses the model of the package and nothing of its engines, process groups or p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 from pipeline.training.lr_schedule import learning_rate
 
+#: Tokens and other inputs of a micro-batch -> its loss.
+Loss = Callable[[Tensor, Batch], Tensor]
+
 
 def initial_noise(name: str, shape: tuple[int, ...]) -> Tensor:
     """Return noise that is added to an initial weight, so that no bias is zero and no norm weight is one."""
@@ -30,7 +34,7 @@ def initial_noise(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None) -> Outcome:
-    """Train in a plain loop.
+    """Train the model of a run on random batches in a plain loop.
 
     Args:
         config: of the run; its parallel layout is ignored.
@@ -38,20 +42,43 @@ def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: in
             are fp32, or fp64 for an fp64 model.
         steps: number of steps; training.steps when None.
     """
-    model = _build(config, dtype)
+    batches = ((tokens, with_loss_scale(batch)) for tokens, batch in random_batches(config, steps))
+    return plain_loop(config, _build(config, dtype), batches, dtype=dtype)
+
+
+def plain_loop(
+    config: RunConfig,
+    model: nn.Module,
+    batches: Iterable[RandomBatch],
+    loss: Loss | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    micro_batches: int | None = None,
+) -> Outcome:
+    """Train an initialized model in place.
+
+    Args:
+        config: of the run: optimizer, schedule and micro-batch size.
+        model: parameters that do not require a gradient are fixed.
+        batches: one global batch a step.
+        loss: (tokens, other inputs) -> loss of a micro-batch; the step's loss is the mean of its micro-batches. reference_loss when
+            None.
+        dtype: of weights and activations.
+        micro_batches: number of micro-batches of a step; that of training.micro_batch_size when None.
+    """
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
     _cast(learned.values(), dtype)
     optimizer = _optimizer(config, masters)
     clipping = config.optimizer.gradient_clipping or math.inf
-    losses: list[float] = []
-    norms: list[float] = []
-    first: dict[str, Tensor] = {}
-    for step, batch in enumerate(random_batches(config, steps)):
-        losses.append(_accumulate(config, model, learned, masters, batch))
-        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
-        first = first or {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
+    outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
+    for step, (tokens, fields) in enumerate(batches):
+        parts = split(tokens, fields, micro_batches or _micro_batches(config, tokens))
+        outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, config, model)))
+        outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
+        if step == 0:
+            outcome.tensors["gradient"] = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training)
         optimizer.step()
@@ -59,11 +86,24 @@ def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: in
         with torch.no_grad():
             for name, parameter in learned.items():
                 parameter.copy_(masters[name])
-        _update_router_biases(model)
+        outcome.router_records.append(_update_router_biases(model))
     fixed = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    weights = {**{name: master.detach() for name, master in masters.items()}, **fixed}
-    moments = {name: optimizer.state[master]["exp_avg"] for name, master in masters.items()}
-    return Outcome(losses, norms, {"gradient": first, "moment": moments, "weight": weights})
+    outcome.tensors["weight"] = {**{name: master.detach() for name, master in masters.items()}, **fixed}
+    outcome.tensors["moment"] = {name: optimizer.state[master]["exp_avg"] for name, master in masters.items()}
+    return outcome
+
+
+def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of a micro-batch: stock cross-entropy of the logits of a causal model, otherwise the loss that the model returns.
+
+    The batch has the field loss_scale.
+    """
+    if config.model.objective != "causal" or getattr(config.model, "mtp_depth", 0) > 0:
+        return model(tokens, **batch)
+    inputs = {name: value for name, value in batch.items() if name not in ("targets", "loss_scale")}
+    targets = batch["targets"].flatten()
+    loss = F.cross_entropy(model(tokens, **inputs).flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
+    return loss * batch["loss_scale"][0] / targets.numel()
 
 
 def _build(config: RunConfig, dtype: torch.dtype) -> nn.Module:
@@ -92,23 +132,30 @@ def _optimizer(config: RunConfig, masters: dict[str, nn.Parameter]) -> torch.opt
     return torch.optim.AdamW(groups, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps)
 
 
-def _accumulate(
-    config: RunConfig, model: nn.Module, learned: dict[str, nn.Parameter], masters: dict[str, nn.Parameter], batch: RandomBatch
-) -> float:
-    """Add the gradients of all micro-batches of a global batch to those of the masters, and return the mean loss.
+def _micro_batches(config: RunConfig, tokens: Tensor) -> int:
+    """Return how many micro-batches a global batch has.
 
     A micro-batch has the tokens of training.micro_batch_size samples, also when a sequence warm-up splits them.
     """
-    tokens, fields = batch[0], with_loss_scale(batch[1])
-    samples = len(tokens) * tokens.shape[1] // config.training.sequence_length
-    micro_batches = samples // config.training.micro_batch_size
+    return tokens.numel() // config.training.sequence_length // config.training.micro_batch_size
+
+
+def _accumulate(
+    config: RunConfig,
+    model: nn.Module,
+    learned: dict[str, nn.Parameter],
+    masters: dict[str, nn.Parameter],
+    parts: list[RandomBatch],
+    loss_of: Loss,
+) -> float:
+    """Add the gradients of all micro-batches of a global batch to those of the masters, and return the mean loss."""
     fp16 = next(iter(learned.values())).dtype == torch.float16
     loss_scale = config.precision.initial_loss_scale if fp16 else 1.0
     for moe in moe_layers(model):
-        moe.loss_scale = loss_scale / micro_batches
+        moe.loss_scale = loss_scale / len(parts)
     total = 0.0
-    for inputs, rest in split(tokens, fields, micro_batches):
-        loss = _loss(config, model, inputs, rest) / micro_batches
+    for inputs, rest in parts:
+        loss = loss_of(inputs, rest) / len(parts)
         (loss * loss_scale).backward()
         total += float(loss.detach())
         for name, parameter in learned.items():
@@ -119,21 +166,15 @@ def _accumulate(
     return total
 
 
-def _loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
-    """Return the loss of a micro-batch: stock cross-entropy of the logits of a causal model, otherwise the loss that the model returns."""
-    if config.model.objective != "causal" or getattr(config.model, "mtp_depth", 0) > 0:
-        return model(tokens, **batch)
-    inputs = {name: value for name, value in batch.items() if name not in ("targets", "loss_scale")}
-    targets = batch["targets"].flatten()
-    loss = F.cross_entropy(model(tokens, **inputs).flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
-    return loss * batch["loss_scale"][0] / targets.numel()
-
-
 @torch.no_grad()
-def _update_router_biases(model: nn.Module) -> None:
-    """Update the biases of the routers from the expert load of the step."""
+def _update_router_biases(model: nn.Module) -> list[Tensor]:
+    """Update the biases of the routers from the expert load of the step, and return the record of every MoE layer."""
+    records = []
     for moe in moe_layers(model):
         record, bias = moe.take_record(), moe.router.bias
-        if record is not None and bias is not None:
-            load = record[: len(bias)]
-            bias.add_(moe.router.bias_update_speed * (load.mean() - load).sign())
+        if record is not None:
+            records.append(record)
+            if bias is not None:
+                load = record[: len(bias)]
+                bias.add_(moe.router.bias_update_speed * (load.mean() - load).sign())
+    return records

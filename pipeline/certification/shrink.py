@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -54,22 +53,19 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
         steps: optimizer steps of the small run.
     """
     before = Layout.of(planned, world_size)
-    small = copy.deepcopy(planned)
-    small.stage = StageConfig(name="pretrain")
-    _shrink_axes(small)
-    _shrink_schedule(small, steps)
-    _shrink_sequence(small)
-    _shrink_layers(small, planned, before)
-    if planned.model.head_dim >= HEAD_WIDTH:  # else the model is as small already
-        _shrink_heads(small, planned)
-        _shrink_widths(small, planned)
-    _shrink_experts(small, planned)
     data = min(before.data, 2)
-    _shrink_batch(small, planned, before, data)
-    _use_cpu_kernels(small)
-    parallel = small.parallel
-    ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline * data
-    return Shrunk(small, ranks, changes(planned, small))
+    small = dataclasses.replace(planned, stage=StageConfig(name="pretrain"))
+    small = _shrink_axes(small)
+    small = _shrink_schedule(small, steps)
+    small = _shrink_sequence(small)
+    small = _shrink_layers(small, planned, before)
+    if planned.model.head_dim >= HEAD_WIDTH:  # else the model is as small already
+        small = _shrink_heads(small, planned)
+        small = _shrink_widths(small, planned)
+    small = _shrink_experts(small, planned)
+    small = _shrink_batch(small, planned, before, data)
+    small = _use_cpu_kernels(small)
+    return Shrunk(small, small.parallel.model_ranks * data, changes(planned, small))
 
 
 def changes(planned: RunConfig, small: RunConfig) -> list[Change]:
@@ -92,30 +88,31 @@ def _factor(size: int) -> int:
     return next((divisor for divisor in range(2, size + 1) if size % divisor == 0), 1)
 
 
-def _shrink_axes(small: RunConfig) -> None:
+def _shrink_axes(small: RunConfig) -> RunConfig:
     parallel = small.parallel
-    for axis in ("tensor", "context", "expert"):
-        setattr(parallel, axis, _factor(getattr(parallel, axis)))
-    parallel.pipeline = min(parallel.pipeline, 3 if parallel.schedule == "1f1b" else 2)
+    sizes: dict[str, Any] = {f"parallel.{axis}": _factor(getattr(parallel, axis)) for axis in ("tensor", "context", "expert")}
+    sizes["parallel.pipeline"] = min(parallel.pipeline, 3 if parallel.schedule == "1f1b" else 2)
     if parallel.stages_per_rank is not None:
-        parallel.stages_per_rank = min(parallel.stages_per_rank, 2)
+        sizes["parallel.stages_per_rank"] = min(parallel.stages_per_rank, 2)
+    return knobs.changed(small, sizes)
 
 
-def _shrink_schedule(small: RunConfig, steps: int) -> None:
+def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:
     """Scale the phases of the learning rate to the small number of steps; each phase in use keeps at least one step."""
     training, optimizer = small.training, small.optimizer
     ratio = steps / training.steps
-    training.steps = steps
+    values: dict[str, Any] = {"training.steps": steps}
     for name in ("decay_steps", "warmup_steps"):
         planned = getattr(optimizer, name)
-        setattr(optimizer, name, min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0)
+        values[f"optimizer.{name}"] = min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0
     for name in ("sequence_warmup", "batch_rampup"):
         entries: list[WarmupConfig] = getattr(training, name)
-        kept = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
-        setattr(training, name, [WarmupConfig(number, entry.value) for number, entry in enumerate(kept, 1)])
+        ends = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
+        values[f"training.{name}"] = [WarmupConfig(number, entry.value) for number, entry in enumerate(ends, 1)]
+    return knobs.changed(small, values)
 
 
-def _shrink_sequence(small: RunConfig) -> None:
+def _shrink_sequence(small: RunConfig) -> RunConfig:
     """Shorten sequences. The k-th longest sequence of a warm-up is 2**k times shorter than the full length."""
     training, parallel = small.training, small.parallel
     model: Any = small.model
@@ -126,75 +123,78 @@ def _shrink_sequence(small: RunConfig) -> None:
     least = max(SEQUENCE, 4 * (1 + getattr(model, "mtp_depth", 0)), 2 * unit if entries else unit)
     length = -(-least // unit) * unit
     if length >= planned:
-        return
-    training.sequence_length = length
-    for entry in entries:
-        entry.value = length >> lengths.index(entry.value)
+        return small
+    values: dict[str, Any] = {
+        "training.sequence_length": length,
+        "training.sequence_warmup": [WarmupConfig(entry.until_step, length >> lengths.index(entry.value)) for entry in entries],
+        "model.max_positions": length if model.max_positions == planned else min(model.max_positions, 2 * length),
+    }
     for name in ("window", "banded_window"):
         if window := getattr(model, name, None):
-            setattr(model, name, max(1, min(window, 3 * length // 8)) if window < planned else length)
-    model.max_positions = length if model.max_positions == planned else min(model.max_positions, 2 * length)
+            values[f"model.{name}"] = max(1, min(window, 3 * length // 8)) if window < planned else length
     if hasattr(model, "buckets") and model.buckets > 8:
-        model.buckets, model.max_distance = 8, min(model.max_distance, 12)
+        values |= {"model.buckets": 8, "model.max_distance": min(model.max_distance, 12)}
+    return knobs.changed(small, values)
 
 
-def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> None:
+def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunConfig:
     """Keep a layer per stage, one more if the planned stages differ in size, and layers of every kind."""
     model: Any = small.model
-    stages = small.parallel.pipeline * stages_per_rank(small)
-    layers = stages + (planned.model.layers % before.stage_count != 0)
-    model.layers = min(planned.model.layers, max(2, layers))
+    stages = small.parallel.pipeline * stages_per_rank(small.parallel)
+    layers = min(planned.model.layers, max(2, stages + (planned.model.layers % before.stage_count != 0)))
+    sizes = {"model.layers": layers}
     for name in ("sliding_window_pattern", "no_rope_layer_interval"):
         if 2 < getattr(model, name, 0) <= planned.model.layers:
-            setattr(model, name, 2)
+            sizes[f"model.{name}"] = 2
     if dense := getattr(model, "dense_layers", 0):
-        model.dense_layers = model.layers if dense == planned.model.layers else 1
+        sizes["model.dense_layers"] = layers if dense == planned.model.layers else 1
     if encoder := getattr(model, "encoder_layers", None):
-        model.encoder_layers = min(max(1, round(encoder / planned.model.layers * model.layers)), model.layers - 1)
+        sizes["model.encoder_layers"] = min(max(1, round(encoder / planned.model.layers * layers)), layers - 1)
+    return knobs.changed(small, sizes)
 
 
-def _shrink_heads(small: RunConfig, planned: RunConfig) -> None:
+def _shrink_heads(small: RunConfig, planned: RunConfig) -> RunConfig:
     """Keep the ratio of query heads to key and value heads, and whether a rank holds one or several of the latter."""
 
     def splits(config: RunConfig) -> int:
         ulysses = config.parallel.context_kind == "ulysses"
         return config.parallel.tensor * (config.parallel.context if ulysses else 1)
 
-    model: Any = small.model
     wanted = planned.model
     shared = wanted.heads // wanted.kv_heads
     power_of_two = wanted.heads & (wanted.heads - 1) == 0  # ALiBi's slopes differ otherwise
     most = 2 if shared > 1 else 4 if power_of_two else 3
     kv_heads = splits(small) * min(wanted.kv_heads // splits(planned), most)
-    model.heads = kv_heads * shared
-    if _has(model, "kv_heads"):
-        model.kv_heads = kv_heads
+    sizes = {"model.heads": kv_heads * shared}
+    if _has(wanted, "kv_heads"):
+        sizes["model.kv_heads"] = kv_heads
+    return knobs.changed(small, sizes)
 
 
-def _shrink_widths(small: RunConfig, planned: RunConfig) -> None:
+def _shrink_widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     """Keep the ratio of the feed-forward to the hidden width, and which of hidden and heads x head_dim is wider."""
     model: Any = small.model
     wanted, tensor = planned.model, small.parallel.tensor
+    sizes: dict[str, Any] = {}
     width = HEAD_WIDTH  # of hidden, per head
     if _has(model, "kv_lora_rank"):
         width = 2 * HEAD_WIDTH
-        for name, size in LATENT.items():
-            if (value := getattr(model, name)) is not None:
-                setattr(model, name, min(value, size))
+        sizes |= {f"model.{name}": min(value, size) for name, size in LATENT.items() if (value := getattr(model, name)) is not None}
     elif getattr(model, "head_width", None) is not None:
-        model.head_width = HEAD_WIDTH
+        sizes["model.head_width"] = HEAD_WIDTH
         attention = wanted.heads * wanted.head_dim
         width = HEAD_WIDTH if attention == wanted.hidden else HEAD_WIDTH // 2 if attention > wanted.hidden else 3 * HEAD_WIDTH // 2
         width = min(width, max(1, wanted.hidden // wanted.heads))
-    hidden = model.hidden = min(wanted.hidden, model.heads * width)
+    hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
     if getattr(model, "embed_width", None) is not None:
-        model.embed_width = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
+        sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
     for name in ("ffn_hidden", "expert_ffn_hidden"):
         if _has(model, name):
             value = getattr(wanted, name)
-            setattr(model, name, min(value, max(2, round(value / wanted.hidden * hidden / tensor)) * tensor))
+            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / tensor)) * tensor)
     uneven = wanted.vocab_size % planned.parallel.tensor != 0
-    model.vocab_size = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
+    sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
+    return knobs.changed(small, sizes)
 
 
 def _has(model: Any, name: str) -> bool:
@@ -202,12 +202,12 @@ def _has(model: Any, name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(model))
 
 
-def _shrink_experts(small: RunConfig, planned: RunConfig) -> None:
+def _shrink_experts(small: RunConfig, planned: RunConfig) -> RunConfig:
     """Keep at least two experts on a rank if it holds several, sparse routing, and a choice among groups."""
     model: Any = small.model
     experts = getattr(model, "experts", 0)
     if not experts:
-        return
+        return small
     groups, chosen = getattr(model, "groups", 1), getattr(model, "topk_group", 1)
     small_groups = groups if groups < 4 else 4 if chosen < groups else 2
     small_chosen = min(chosen, 2) if groups >= 4 else chosen
@@ -216,35 +216,35 @@ def _shrink_experts(small: RunConfig, planned: RunConfig) -> None:
     unit = math.lcm(small.parallel.expert, small_groups)
     count = -(-fewest // unit) * unit
     if count >= experts:
-        return
-    model.experts = count
+        return small
+    sizes = {"model.experts": count, "model.top_k": min(model.top_k, 4, count * small_chosen // small_groups)}
     if groups > 1 or _has(model, "groups"):
-        model.groups, model.topk_group = small_groups, small_chosen
-    model.top_k = min(model.top_k, 4, count * small_chosen // small_groups)
+        sizes |= {"model.groups": small_groups, "model.topk_group": small_chosen}
     if getattr(model, "shared_experts", 0) > 2:
-        model.shared_experts = 2
+        sizes["model.shared_experts"] = 2
+    return knobs.changed(small, sizes)
 
 
-def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: int) -> None:
+def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: int) -> RunConfig:
     """Keep gradient accumulation, with as many micro-batches as the schedule needs, and twice as many in the full batch."""
     parallel, training = small.parallel, small.training
     fewest = 1 if parallel.pipeline == 1 else parallel.pipeline * (2 if parallel.schedule == "zbv" else 1)
-    training.micro_batch_size = min(training.micro_batch_size, 2)
-    shards = data * parallel.expert
+    micro_batch = min(training.micro_batch_size, 2)
+    full = training.global_batch_size
 
     def size(value: int, most: int) -> int:
         micro_batches = value // (before.batch_shards * planned.training.micro_batch_size)
-        return min(micro_batches, most) * shards * training.micro_batch_size
+        return min(micro_batches, most) * data * parallel.expert * micro_batch
 
-    full = training.global_batch_size
-    training.global_batch_size = size(full, 2 * fewest)
-    for entry in training.batch_rampup:
-        entry.value = size(entry.value, fewest if entry.value < full else 2 * fewest)
+    rampup = [
+        WarmupConfig(entry.until_step, size(entry.value, fewest if entry.value < full else 2 * fewest)) for entry in training.batch_rampup
+    ]
+    batch = {"training.micro_batch_size": micro_batch, "training.global_batch_size": size(full, 2 * fewest)}
+    return knobs.changed(small, {**batch, "training.batch_rampup": rampup})
 
 
-def _use_cpu_kernels(small: RunConfig) -> None:
+def _use_cpu_kernels(small: RunConfig) -> RunConfig:
     """Select what a CPU supports: flex attention has no backward pass there, and compilation takes minutes."""
-    if small.training.attention == "flex":
-        small.training.attention = "auto"
-    if small.training.compile == "on":
-        small.training.compile = "off"
+    attention = "auto" if small.training.attention == "flex" else small.training.attention
+    compiled = "off" if small.training.compile == "on" else small.training.compile
+    return knobs.changed(small, {"training.attention": attention, "training.compile": compiled})

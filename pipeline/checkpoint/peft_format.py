@@ -116,14 +116,20 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
     return saved
 
 
-def configure(lora: LoraConfig, adapter: Adapter) -> None:
-    """Set rank, alpha and targets of a run to those of an adapter."""
+def configured(lora: LoraConfig, adapter: Adapter) -> LoraConfig:
+    """Return the settings of a run with rank, alpha and targets of an adapter."""
     ranks = {layer: factors.rank for layer, factors in adapter.layers.items()}
     alphas = {layer: factors.alpha for layer, factors in adapter.layers.items()}
-    lora.rank, lora.alpha, lora.targets = _commonest(ranks.values()), _commonest(alphas.values()), list(ranks)
-    lora.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != lora.rank}
-    lora.alpha_pattern = {layer: alpha for layer, alpha in alphas.items() if alpha != lora.alpha}
-    lora.modules_to_save = sorted({name.rpartition(".")[0] for name in adapter.saved})
+    commonest, alpha = _commonest(ranks.values()), _commonest(alphas.values())
+    return replace(
+        lora,
+        rank=commonest,
+        alpha=alpha,
+        targets=list(ranks),
+        rank_pattern={layer: rank for layer, rank in ranks.items() if rank != commonest},
+        alpha_pattern={layer: value for layer, value in alphas.items() if value != alpha},
+        modules_to_save=sorted({name.rpartition(".")[0] for name in adapter.saved}),
+    )
 
 
 def _commonest(values: Iterable[Any]) -> Any:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.common.errors import Violation
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,24 @@ def knob(
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of nested dataclasses with other values.
+
+    Args:
+        config: frozen, as every configuration.
+        values: dotted key -> value, such as {"training.steps": 6, "model": small}.
+    """
+    fields = {key: value for key, value in values.items() if "." not in key}
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        if name:
+            nested.setdefault(group, {})[name] = value
+    for group, parts in nested.items():
+        fields[group] = changed(fields.get(group, getattr(config, group)), parts)
+    return dataclasses.replace(config, **fields)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:

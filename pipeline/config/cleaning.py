@@ -26,7 +26,7 @@ STEPS = {
 PERSONAL_KINDS = ("email", "ip", "iban", "phone")
 
 
-@dataclass
+@dataclass(frozen=True)
 class AllowStep:
     """Filter by source and license."""
 
@@ -36,17 +36,17 @@ class AllowStep:
     licence_field: str = knob("license", "metadata field with the license")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RepairStep:
     """Encoding repair."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class NormaliseStep:
     """Unicode and whitespace normalization."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class BoilerplateStep:
     """Boilerplate of web pages."""
 
@@ -72,14 +72,14 @@ class BoilerplateStep:
     longest_line: int = knob(200, "longer lines are text, not notices, and are kept", unit="characters", at_least=0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PersonalStep:
     """Personal data."""
 
     kinds: list[str] = knob(list(PERSONAL_KINDS), "kinds of personal data to mask: " + ", ".join(PERSONAL_KINDS))
 
 
-@dataclass
+@dataclass(frozen=True)
 class LengthStep:
     """Filter by text length."""
 
@@ -88,7 +88,7 @@ class LengthStep:
     by_language: dict[str, dict[str, Any]] = knob({}, "values of other keys of this step for single languages, such as {ko: {least: 100}}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LanguageStep:
     """Filter by language."""
 
@@ -96,7 +96,7 @@ class LanguageStep:
     share: float = knob(0.65, "minimum fraction of the text in that language", at_least=0, at_most=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class GopherStep:
     """Quality rules of Gopher."""
 
@@ -121,7 +121,7 @@ class GopherStep:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class C4Step:
     """Sentence rules of C4."""
 
@@ -133,7 +133,7 @@ class C4Step:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class FineWebStep:
     """Line rules of FineWeb."""
 
@@ -147,7 +147,7 @@ class FineWebStep:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class RepetitionStep:
     """Repetition rules of Gopher, as fractions of the lines, paragraphs or characters of a text."""
 
@@ -160,7 +160,7 @@ class RepetitionStep:
     by_language: dict[str, dict[str, Any]] = knob({}, "values of other keys of this step for single languages, such as {ko: {lines: 0.4}}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ContaminationStep:
     """Benchmark contamination."""
 
@@ -168,7 +168,7 @@ class ContaminationStep:
     words: int = knob(13, "length of a shared n-gram that counts as contamination", unit="words", at_least=3)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CleanConfig:
     """Cleaning before deduplication: `clean.steps` in order, each step with its own keys."""
 

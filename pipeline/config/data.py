@@ -12,7 +12,7 @@ from pipeline.common.knobs import knob
 TOKENIZER_KINDS = ("bpe", "unigram", "wordpiece")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CorpusConfig:
     """A corpus of data.blend."""
 
@@ -22,7 +22,7 @@ class CorpusConfig:
     max_epochs: float | None = knob(None, "maximum number of epochs; a run that would exceed it is refused", unit="epochs", above=0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PhaseConfig:
     """Sampling weights of one phase of the run."""
 
@@ -30,7 +30,7 @@ class PhaseConfig:
     weights: dict[str, float] = knob({}, "corpus -> sampling weight; corpora that are not listed have weight 0")
 
 
-@dataclass
+@dataclass(frozen=True)
 class InfillConfig:
     """Fill-in-the-middle (Bavarian et al. 2022): a fraction of the documents is reordered so that the middle comes last."""
 
@@ -45,7 +45,7 @@ class InfillConfig:
     suffix: str = knob("<|fim_suffix|>", "special token before the suffix")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MaskingConfig:
     """Masked language modeling (Devlin et al. 2019): which tokens are prediction targets, and what replaces them in the input."""
 
@@ -57,7 +57,7 @@ class MaskingConfig:
     between: str | None = knob(None, "special token after each segment; default: [SEP] or </s> of the tokenizer")
 
 
-@dataclass
+@dataclass(frozen=True)
 class SpansConfig:
     """Span corruption (Raffel et al. 2020): sentinels replace spans in the encoder input; the decoder predicts the spans."""
 
@@ -66,7 +66,7 @@ class SpansConfig:
     sentinel: str = knob("<extra_id_*>", "sentinel tokens; * stands for 0, 1, ...")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PairsConfig:
     """Sequence-to-sequence pairs (translation, summarization): the source is the encoder input, the target is predicted by the decoder."""
 
@@ -76,7 +76,7 @@ class PairsConfig:
     target: str = knob("target", "field of a JSON record with the target")
 
 
-@dataclass
+@dataclass(frozen=True)
 class InstructionsConfig:
     """Prompts and chats with answers, or texts with labels, for fine-tuning."""
 
@@ -91,7 +91,7 @@ class InstructionsConfig:
     truncate: bool = knob(False, "classification: cut texts that are longer than training.sequence_length instead of skipping their lines")
 
 
-@dataclass
+@dataclass(frozen=True)
 class WarmupConfig:
     """A value that applies before a given step."""
 
@@ -99,7 +99,7 @@ class WarmupConfig:
     value: int = knob(MISSING, "value for the steps before it", at_least=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """Documents, text shards and token shards."""
 
@@ -163,7 +163,7 @@ class DataConfig:
     prefetch: int = knob(4, "batches prefetched per rank, one thread each", at_least=1, at_most=64)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DedupConfig:
     """Deduplication. The longest document of each cluster of duplicates is kept."""
 
@@ -186,7 +186,7 @@ class DedupConfig:
         return self.bands * self.rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenizerConfig:
     """The tokenizer: trained by train_tokenizer, or an existing one."""
 

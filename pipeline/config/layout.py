@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> Layout:
-        """Create the layout of a configuration that is valid for this world size (config/check.py)."""
+        """Create the layout of a configuration that is valid for this world size (config/rules/check.py)."""
         parallel, training = config.parallel, config.training
-        data = world_size // (parallel.tensor * parallel.pipeline * parallel.context * parallel.expert)
+        data = world_size // parallel.model_ranks
         return cls(
             pipeline=parallel.pipeline,
             data=data,
@@ -49,7 +49,7 @@ class Layout:
             expert=parallel.expert,
             context=parallel.context,
             schedule=parallel.schedule,
-            stages_per_rank=stages_per_rank(config),
+            stages_per_rank=stages_per_rank(parallel),
             micro_batches=training.global_batch_size // (data * parallel.expert * training.micro_batch_size),
             blocks=blocks_per_stage(config),
         )
@@ -68,6 +68,11 @@ class Layout:
     def stage_count(self) -> int:
         """Total number of pipeline stages."""
         return self.pipeline * self.stages_per_rank
+
+    def axes_text(self) -> str:
+        """Return the sizes of the axes in use, such as "tensor 2 x data 4"."""
+        sizes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "context", "expert", "data")}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
@@ -110,12 +115,16 @@ class Layout:
         return range(first, first + base + (1 <= stage <= remainder))
 
 
-def stages_per_rank(config: RunConfig) -> int:
+def stages_per_rank(parallel: ParallelConfig) -> int:
     """Return the number of pipeline stages per rank: the configured value, else the default of the schedule; 1 without a pipeline."""
-    if config.parallel.pipeline == 1:
+    if parallel.pipeline == 1:
         return 1
-    default = 1 if config.parallel.schedule == "1f1b" else 2
-    return config.parallel.stages_per_rank or default
+    return parallel.stages_per_rank or (1 if parallel.schedule == "1f1b" else 2)
+
+
+def may_compile(training: TrainingConfig, parallel: ParallelConfig) -> bool:
+    """Whether blocks are compiled on a GPU. torch.compile does not support the split backward pass of zbv."""
+    return training.compile != "off" and not (parallel.schedule == "zbv" and parallel.pipeline > 1)
 
 
 def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
@@ -129,7 +138,7 @@ def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
     from pipeline.models.costs import costs_per_token  # loads torch
 
     costs = costs_per_token(config.model, config.training.sequence_length)
-    return balanced(costs.first, costs.blocks, costs.last, parallel.pipeline * stages_per_rank(config))
+    return balanced(costs.first, costs.blocks, costs.last, parallel.pipeline * stages_per_rank(parallel))
 
 
 def job_size(config: RunConfig, started: int) -> int:
@@ -148,6 +157,6 @@ def _planned_size(config: RunConfig) -> int:
     if (size := config.cluster.nodes * config.cluster.tasks_per_node) > 1:
         return size
     parallel, training = config.parallel, config.training
-    ranks = parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
+    ranks = parallel.model_ranks
     micro_batches, rest = divmod(training.global_batch_size, 2 * parallel.expert * training.micro_batch_size)
     return ranks if rest or micro_batches < 2 * parallel.pipeline else 2 * ranks

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pipeline.common.knobs import knob
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraConfig:
     """LoRA (Hu et al. 2022): linear layers get adapters of low rank, which are trained instead of the weights."""
 

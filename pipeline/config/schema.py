@@ -18,7 +18,7 @@ else:
     ModelConfig = Any  # OmegaConf has no protocols
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length of the run, batches, recomputation and kernels."""
 
@@ -97,7 +97,7 @@ class TrainingConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
@@ -114,7 +114,7 @@ class OptimizerConfig:
     min_lr_ratio: float = knob(0.1, "ratio of the final to the peak learning rate", at_least=0, at_most=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig:
     """The parallel layout. The data-parallel size is the world size divided by the product of the other sizes."""
 
@@ -148,8 +148,13 @@ class ParallelConfig:
     )
     sequence_parallel: bool = knob(True, "split norms and residuals along the sequence over the tensor ranks")
 
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks without data parallelism, tensor x context x expert x pipeline: the world size is a multiple of it."""
+        return self.tensor * self.context * self.expert * self.pipeline
 
-@dataclass
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Number formats. Master weights, optimizer state and accumulated gradients are always fp32."""
 
@@ -172,7 +177,7 @@ class PrecisionConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -190,7 +195,7 @@ class CheckpointConfig:
     skip_damaged: bool = knob(False, "with resume=auto, set aside a damaged newest checkpoint and continue from the previous one")
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation of checkpoints, by Slurm jobs that a training run submits while it continues."""
 
@@ -211,7 +216,7 @@ class EvaluationConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClusterConfig:
     """Slurm options of a job on one cluster."""
 
@@ -234,7 +239,7 @@ class ClusterConfig:
     sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingConfig:
     """Experiment tracking: metrics.jsonl is always written; rank 0 optionally logs to Weights & Biases."""
 
@@ -244,7 +249,7 @@ class TrackingConfig:
     log_every: int = knob(10, "steps between log lines", unit="steps", at_least=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DryRunConfig:
     """`dry_run=true`: print the model state and batch arithmetic of one rank, without starting the job."""
 
@@ -253,14 +258,14 @@ class DryRunConfig:
     rank: int = knob(0, "simulated rank", at_least=0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageConfig:
     """The selected stage. Stages with additional keys extend this class in config/stages.py."""
 
     name: str = MISSING
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     """The complete configuration of a run."""
 
@@ -281,3 +286,8 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+
+    @property
+    def objective(self) -> str:
+        """Name of the training objective: that of the model's family with training.objective=auto."""
+        return self.model.objective if self.training.objective == "auto" else self.training.objective

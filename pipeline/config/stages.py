@@ -8,7 +8,7 @@ from pipeline.common.knobs import knob
 from pipeline.config.schema import StageConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointReader(StageConfig):
     """A stage that reads one checkpoint."""
 
@@ -16,7 +16,7 @@ class CheckpointReader(StageConfig):
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format, which is merged into the weights")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluate(CheckpointReader):
     """Loss, perplexity and bits per byte of checkpoints on the validation split and its corpora; or scores of tasks."""
 
@@ -43,7 +43,7 @@ class Evaluate(CheckpointReader):
     limit: int | None = knob(None, "number of documents of each task, the first ones; default: all", at_least=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Generate(CheckpointReader):
     """Completions of prompts, from a checkpoint."""
 
@@ -82,7 +82,7 @@ class Generate(CheckpointReader):
     logprobs: bool = knob(False, "also write token ids and their log-probabilities (nats, before the rules of sampling)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Convert(CheckpointReader):
     """Export of a native checkpoint to a Hugging Face folder, or import."""
 
@@ -120,7 +120,7 @@ class Convert(CheckpointReader):
     sample_tokens: int = knob(131072, "tokens to read of stage.calibration and of stage.held_out", unit="tokens", at_least=2)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConvertTokens(StageConfig):
     """Conversion of token shards to and from the formats of other tools."""
 
@@ -137,7 +137,7 @@ class ConvertTokens(StageConfig):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Certify(StageConfig):
     """Comparison of a small version of a planned pretraining job with a plain loop, on the CPU of one machine."""
 
@@ -150,7 +150,7 @@ class Certify(StageConfig):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan(StageConfig):
     """Prediction of matrix products, memory, time and cost of a pretraining job."""
 

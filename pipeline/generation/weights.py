@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.common import knobs
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
 from pipeline.models import families
@@ -24,15 +25,11 @@ def model_of(checkpoint: MergedWeights) -> ModelConfig:
 
 def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     """Return the configuration with a checkpoint's model, and without what serves training only."""
-    config = copy.deepcopy(config)
-    config.model = model
-    parallel = config.parallel
-    parallel.zero_stage, parallel.sequence_parallel = 0, False
-    parallel.schedule, parallel.stages_per_rank, parallel.layers_per_stage, parallel.balance = "1f1b", None, [], "layers"
-    config.training.activation_checkpointing, config.training.compile = "none", "off"
-    config.training.frozen, config.lora = [], LoraConfig()  # adapters are merged
-    config.training.attention_group = 0
-    return config
+    values: dict[str, Any] = {"model": model, "lora": LoraConfig(), "training.frozen": []}  # adapters are merged
+    values |= {"training.activation_checkpointing": "none", "training.compile": "off", "training.attention_group": 0}
+    values |= {"parallel.zero_stage": 0, "parallel.sequence_parallel": False, "parallel.schedule": "1f1b"}
+    values |= {"parallel.stages_per_rank": None, "parallel.layers_per_stage": [], "parallel.balance": "layers"}
+    return knobs.changed(config, values)
 
 
 def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel:

@@ -6,6 +6,7 @@ A rendered job consists of the options of the cluster and a call of the script o
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 import subprocess
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.ranks import Ranks
 from pipeline.config.schema import ClusterConfig
 from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
+
+log = logging.getLogger("pipeline")
 
 #: Timeout of sbatch and scancel, seconds.
 TIMEOUT = 60
@@ -139,6 +143,15 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
         found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     return found
+
+
+def warn_of_other_size(cluster: ClusterConfig, stage: str, here: Ranks) -> None:
+    """Warn on rank 0 if a job of srun has another size than its cluster=NAME: sbatch does not read conf/cluster/."""
+    nodes, tasks = cluster.nodes, cluster.tasks_per_node
+    trains = here.launcher == "srun" and here.rank == 0 and stage in GPU_STAGES
+    if trains and cluster.name != "local" and here.world_size != nodes * tasks:
+        size = f"cluster={cluster.name} has {nodes} nodes x {tasks} tasks"
+        log.warning("this job has %d ranks, %s: sbatch does not read conf/cluster; dry_run=true prints its options", here.world_size, size)
 
 
 def outside(environment: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pipeline.models import rope
 from pipeline.models.rules import rotary_heads_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class RotaryDecoderConfig(rope.RopeConfig):
     """Fields of a decoder with rotary position embeddings, RMSNorm and grouped-query attention. Families add theirs."""
 

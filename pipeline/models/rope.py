@@ -32,7 +32,7 @@ KEYS: dict[str, dict[str, str]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class RopeConfig:
     """Fields of a family with rotary position embeddings and RoPE scaling; some apply to one kind of scaling only."""
 

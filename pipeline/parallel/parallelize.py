@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
 from pipeline.config import lora, trained
-from pipeline.config.check import may_compile
-from pipeline.config.layout import Layout
+from pipeline.config.layout import Layout, may_compile
+from pipeline.config.rules import weights
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
@@ -173,7 +173,7 @@ def check_trained(config: RunConfig, layout: Layout) -> None:
     """
     with torch.device("meta"):
         names = {name: parameter.requires_grad for name, parameter in build_model(config).named_parameters()}
-    if found := trained.violations(config, layout, names):
+    if found := weights.violations(config, layout, names):
         raise UserError(found)
 
 
@@ -252,7 +252,7 @@ def gather_again(config: RunConfig) -> bool:
 
 def compile_enabled(config: RunConfig, device: torch.device) -> bool:
     """Whether the blocks are compiled."""
-    return may_compile(config) and (config.training.compile == "on" or device.type == "cuda")
+    return may_compile(config.training, config.parallel) and (config.training.compile == "on" or device.type == "cuda")
 
 
 def async_tensor_enabled(config: RunConfig, device: torch.device) -> bool:

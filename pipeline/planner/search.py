@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from pipeline.config import check
-from pipeline.config.check import may_compile
 from pipeline.config.hardware import Hardware
-from pipeline.config.layout import Layout
+from pipeline.config.layout import Layout, may_compile
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.planner.buckets import PlannedBucket
 from pipeline.planner.engine_model import engine_model
@@ -105,7 +104,7 @@ class Traces:
         parallel, training = config.parallel, config.training
         sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.sequence_parallel
         batch = training.micro_batch_size, training.sequence_length, training.activation_checkpointing
-        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config)}"
+        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config.training, config.parallel)}"
 
     def block_and_ends(self, config: RunConfig, layout: Layout, hardware: Hardware) -> tuple[float, float]:
         """Seconds of a micro-batch in all blocks, and in embedding and head."""
@@ -143,7 +142,7 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     """
     started, traces = time.perf_counter(), traces or Traces()
     config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
-    candidates = [c for c in _candidates(config, world_size, hardware) if not check.violations(c, world_size)]
+    candidates = [c for c in _candidates(config, world_size, hardware) if not check.training_violations(c, world_size)]
     limit = hardware.memory_gb * 1e9
     bounded: list[tuple[float, int, RunConfig]] = []
     tight: list[tuple[float, int, RunConfig]] = []

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.check import may_compile
-from pipeline.config.layout import Coordinates, Layout
+from pipeline.config.layout import Coordinates, Layout, may_compile
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.batch import Batch
@@ -74,7 +73,7 @@ def trace(
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
-    fused = may_compile(config) if fused is None else fused
+    fused = may_compile(config.training, config.parallel) if fused is None else fused
     layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
     stage, kinds = _stack(config, every_block=every_block)
     excepthook = sys.excepthook  # every process group wraps it once more

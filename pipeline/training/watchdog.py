@@ -2,7 +2,8 @@
 
 Each rank reports the phase that it is in, for example "step 12". A thread of each rank publishes the number of reports and a tick in the
 store of the process group. When a rank has not reported for the set time, it compares all ranks: one whose ticks have stopped is suspended
-or dead; otherwise the rank with the fewest reports is the slowest.
+or dead; otherwise the rank with the fewest reports is the slowest. If any rank has reported in the meantime, the run goes on. Time in which
+a rank was suspended itself (`scontrol suspend`) does not count.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Watchdog:
         self._interval = min(self._timeout / 20, 10.0)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._state: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "reports": 0, "ticks": 0, "phase": "start"}
-        self._reported, self._patience = time.monotonic(), INPUT_OUTPUT
+        self._waited, self._patience = 0.0, INPUT_OUTPUT
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._requests = ThreadPoolExecutor(1, "watchdog-store")
@@ -61,7 +62,7 @@ class Watchdog:
         """
         self._state["phase"] = phase
         self._state["reports"] += 1
-        self._patience, self._reported = patience, time.monotonic()
+        self._patience, self._waited = patience, 0.0
 
     def __enter__(self) -> Watchdog:
         if self._size > 1:
@@ -79,18 +80,26 @@ class Watchdog:
     def _watch(self) -> None:
         """Publish this rank's state regularly, until its progress ends."""
         while not self._ended.wait(self._interval):
+            # Counted in intervals: the clock goes on while the process is suspended.
+            self._waited += self._interval
             if not self._answered(self._publish):
                 self._end_without_store()
-            if time.monotonic() - self._reported > self._timeout * self._patience:
+            if self._is_late():
                 self._compare()
 
+    def _is_late(self) -> bool:
+        """Whether this rank has not reported for the set time."""
+        return self._waited > self._timeout * self._patience
+
     def _compare(self) -> None:
-        """Find the rank that the others wait for, and end the run."""
+        """Find the rank that the others wait for, and end the run, unless it goes on in the meantime."""
         before = self._states()
         for _ in range(2):
             self._ended.wait(self._interval)
             self._answered(self._publish)
         after = self._states()
+        if not self._is_late() or any(state["reports"] != before[rank]["reports"] for rank, state in after.items()):
+            return
         if silent := {rank: state for rank, state in after.items() if state["ticks"] == before[rank]["ticks"]}:
             self._end(silent, "its process does not respond: suspended or dead")
         fewest = min(state["reports"] for state in after.values())
@@ -115,7 +124,7 @@ class Watchdog:
         if self._rank == first:
             for rank, state in examples.items():
                 where = f"rank {rank} (host {state['host']}, process {state['pid']}) in phase {state['phase']!r}"
-                log.error("no progress for %.0f s: the run waits for %s: %s", time.monotonic() - self._reported, where, reason)
+                log.error("no progress for %.0f s: the run waits for %s: %s", self._waited, where, reason)
         if self._rank in examples:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         for rank, state in examples.items():

@@ -18,7 +18,7 @@ from pipeline.certification.shrink import Shrunk, shrink
 from pipeline.config.data import WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
-from pipeline.launch import preflight
+from pipeline.config.rules import check
 from pipeline.models.families import FAMILIES
 from pipeline.planner.parameter_counts import count_model_parameters
 from tests.world import configured
@@ -86,14 +86,29 @@ def shipped(name: str) -> Any:
     return FAMILIES[family[1]](**values)
 
 
+class Draft:
+    """A configuration group whose values are still being drawn."""
+
+    def __init__(self, group: Any) -> None:
+        self.__dict__["_group"] = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_group"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["_group"] = dataclasses.replace(self.__dict__["_group"], **{name: value})
+
+    def frozen(self) -> Any:
+        return self.__dict__["_group"]
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     """A configuration that may be illegal, and its number of ranks."""
-    config = copy.copy(pretraining())
-    config.model = copy.copy(shipped(draw(st.sampled_from(MODELS))))
-    for group in ("parallel", "training", "optimizer"):
-        setattr(config, group, copy.copy(getattr(config, group)))
-    model, parallel, training = config.model, config.parallel, config.training
+    planned = dataclasses.replace(pretraining(), model=shipped(draw(st.sampled_from(MODELS))))
+    model, parallel, training, optimizer = (
+        Draft(group) for group in (planned.model, planned.parallel, planned.training, planned.optimizer)
+    )
 
     def pick(*values: Any) -> Any:
         return draw(st.sampled_from(values))
@@ -127,10 +142,11 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     if draw(st.booleans()):
         training.batch_rampup = [WarmupConfig(5, shards * fewest), WarmupConfig(50, shards * fewest)]
     training.steps = pick(3, 1000, 10**6)
-    config.optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
-    config.optimizer.decay_steps = draw(st.integers(0, training.steps // 2))
+    optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
+    optimizer.decay_steps = draw(st.integers(0, training.steps // 2))
     world = data * parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
-    return config, world
+    groups = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
+    return dataclasses.replace(planned, **{name: draft.frozen() for name, draft in groups.items()}), world
 
 
 @pytest.mark.slow
@@ -138,11 +154,11 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
 @given(jobs())
 def test_every_legal_job_has_a_legal_small_version(job: tuple[Any, int]) -> None:
     planned, world_size = job
-    assume(not preflight.violations(planned, world_size))
+    assume(not check.violations(planned, world_size))
     unchanged = copy.deepcopy(planned)
     small = shrink(planned, world_size, STEPS)
     assert planned == unchanged
-    assert preflight.violations(small.config, small.world_size) == []
+    assert check.violations(small.config, small.world_size) == []
     axes_in_use(planned, world_size, small)
     options_are_kept(planned, small)
     before, after = leaves(planned), leaves(small.config)

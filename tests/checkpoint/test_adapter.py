@@ -119,8 +119,7 @@ def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_pat
         for layer, factors in found.layers.items():
             weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
         torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-5)
-    lora = LoraConfig()
-    peft_format.configure(lora, found)
+    lora = peft_format.configured(LoraConfig(), found)
     assert {layer: lora.rank_of(layer) for layer in found.layers} == {layer: factors.rank for layer, factors in found.layers.items()}
 
 

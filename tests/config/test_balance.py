@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.config import layout
 from pipeline.config.balance import balanced
-from pipeline.launch import preflight
+from pipeline.config.rules import check
 from pipeline.models.costs import costs_per_token
 from tests.world import configured
 
@@ -78,5 +78,5 @@ def test_numbers_that_do_not_match_are_refused(numbers, words):
         "stage=pretrain", "model=llama-tiny", "model.layers=8", "parallel.pipeline=4", f"parallel.layers_per_stage={numbers}"
     )
     with pytest.raises(UserError) as raised:
-        preflight.check(config, 4)
+        check.check(config, 4)
     assert words in str(raised.value)

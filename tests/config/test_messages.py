@@ -75,6 +75,7 @@ def test_a_delayed_rank_0_reports_the_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_error_that_rank_0_does_not_find_is_reported(tmp_path: Path) -> None:
     elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")
     message = pipeline("optimizer.lr=-1", f"run_dir={tmp_path}", prefix=torchrun(2, *elsewhere), expect=1)

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from pipeline.common import artifact
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
-from pipeline.config import check, warmup
+from pipeline.config import warmup
 from pipeline.config.layout import Layout
+from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.sliding import Sliding
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.samples import Samples
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.windows import Windows
-from pipeline.launch import preflight
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline
@@ -61,14 +61,14 @@ def config_of(folder, *overrides):
         "optimizer.warmup_steps=1",
         *overrides,
     )
-    preflight.check(config, 1)
+    check.check(config, 1)
     return config
 
 
 @pytest.mark.parametrize("stride", [1, 12, LENGTH])
 def test_overlapping_windows_predict_every_token_once(corpora, stride):
     config = configured("stage=evaluate", f"data.tokens={corpora}/both", f"training.sequence_length={LENGTH}", f"stage.stride={stride}")
-    data, plain = Sliding.open_validation(config), Causal.open_validation(config)
+    data, plain = Sliding.open_windows(config, (0, 1), config.stage.stride), Causal.open_validation(config)
     assert data is not None
     assert plain is not None
     rows = data.arrays(np.arange(data.samples.counts[0]))
@@ -184,7 +184,7 @@ REFUSED = [
 def test_refused_before_work(corpora, overrides, said):
     def start():
         config = config_of(corpora, *overrides)
-        blend.check_epochs(config, blend.open_training(config))
+        blend.check_epochs(config.data, config.training, blend.open_training(config))
 
     with pytest.raises(UserError) as refused:
         start()

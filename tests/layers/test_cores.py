@@ -101,7 +101,7 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name == "flex" else ()) for name in CORES])
 @settings(deadline=None, max_examples=60)
 @given(case=CASES)
 @example(case={**FULLY_MASKED, "documents": "padding"})

@@ -135,9 +135,9 @@ TINY = ("stage=pretrain", "model=deepseek-tiny", *(f"model.{key}={value}" for ke
 
 
 def test_cut_sequences_and_further_tokens_exclude_each_other():
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
 
     config = configured(*TINY, "parallel.context=2")
-    assert "parallel.context" in [violation.key for violation in preflight.violations(config, 2)]
+    assert "parallel.context" in [violation.key for violation in check.violations(config, 2)]
     config = configured(*TINY, "parallel.context=2", "model.mtp_depth=0")
-    assert "model.mtp_depth" not in str(preflight.violations(config, 2))
+    assert "model.mtp_depth" not in str(check.violations(config, 2))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.launch.preflight import violations
+from pipeline.config.rules.check import violations
 from tests.world import causal, configured, share, tiny, trainer
 
 MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1")

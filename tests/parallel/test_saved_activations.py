@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.common.errors import UserError
-from pipeline.config import check as rules
+from pipeline.config.rules import check as rules
 from pipeline.parallel.activation_checkpointing import Result, fill
 from tests.world import configured, tiny, trainer
 

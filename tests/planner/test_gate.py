@@ -17,6 +17,7 @@ V100 = ("cluster.hardware=v100-16", "cluster.tasks_per_node=4")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     config = configured(*JOB, *V100)
     result = memory_check.planned(config, 4)

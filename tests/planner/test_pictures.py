@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from pipeline.config import check
 from pipeline.config.hardware import load, with_node
+from pipeline.config.rules import check
 from pipeline.planner import roofline_plot
 from pipeline.planner.plan import plan, table
 from tests.helpers import pipeline

@@ -77,7 +77,12 @@ LAYOUTS = {
         (4, "model=deepseek-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=3", "training.global_batch_size=8"),
     ],
 }
-CASES = [pytest.param(kind, case, id=f"{kind}-{i}") for kind, cases in LAYOUTS.items() for i, case in enumerate(cases)]
+#: The default tier runs one of every four families, and all other cases.
+CASES = [
+    pytest.param(kind, case, id=f"{kind}-{i}", marks=pytest.mark.long if kind == "tensor, every family" and i % 4 else ())
+    for kind, cases in LAYOUTS.items()
+    for i, case in enumerate(cases)
+]
 
 
 #: Operator of a collective -> kind, and which argument is the whole tensor.

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import check
 from pipeline.config.hardware import load, with_node
 from pipeline.config.layout import Layout
+from pipeline.config.rules import check
 from pipeline.planner.collective_time import collective_time, group
 from pipeline.planner.pipeline_simulation import StageTime, orders, simulate
 from pipeline.planner.search import Traces, best_layout, search

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import quantize
+from pipeline.config.rules import quantization
 from pipeline.config.stages import Convert
 from tests.checkpoint.test_huggingface_export import TEXT, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
@@ -89,7 +89,7 @@ def test_gguf_is_reported(run):
     ],
 )
 def test_settings_that_contradict_each_other(settings, said):
-    (violation,) = quantize.violations(Convert(name="convert", **settings))
+    (violation,) = quantization.violations(Convert(name="convert", **settings))
     assert str(violation).startswith(said)
 
 

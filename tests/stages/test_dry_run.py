@@ -6,12 +6,13 @@ from itertools import product
 import pytest
 import torch
 
+from pipeline.common import knobs
 from pipeline.config.layout import Layout
-from pipeline.launch.preflight import check
+from pipeline.config.rules.check import check
 from pipeline.parallel.parallelize import init_weights, partition_model
 from pipeline.planner.parameter_counts import count_local_parameters, count_primary_parameters
+from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import frozen_bytes, rank_state
-from pipeline.stages.dry_run import init_fake
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -103,9 +104,9 @@ def test_errors_are_reported_together():
     [
         (("model=gpt2-xl", "parallel.pipeline=5", "parallel.schedule=1f1b"), 1_557_611_200),
         (("model=gpt2", "parallel.tensor=4", "parallel.pipeline=3", "parallel.schedule=zbv"), 124_439_808),
-        (("model=gpt3-175b", "parallel.tensor=8", "parallel.pipeline=4"), 174_604_259_328),
+        pytest.param(("model=gpt3-175b", "parallel.tensor=8", "parallel.pipeline=4"), 174_604_259_328, marks=pytest.mark.long),
         (("model=llama2-70b", "parallel.tensor=4", "parallel.pipeline=2", "parallel.schedule=interleaved"), 68_976_648_192),
-        (("model=llama3-405b", "parallel.tensor=8", "parallel.pipeline=4"), 405_853_388_800),
+        pytest.param(("model=llama3-405b", "parallel.tensor=8", "parallel.pipeline=4"), 405_853_388_800, marks=pytest.mark.long),
     ],
 )
 def test_the_parameters_of_all_ranks_add_up_to_the_model(overrides, published):
@@ -116,8 +117,8 @@ def test_the_parameters_of_all_ranks_add_up_to_the_model(overrides, published):
     layout = Layout.of(config, world_size)
     counted, layers, held = 0, [], []
     for stage, tensor in product(range(layout.pipeline), range(layout.tensor)):
-        config.dry_run.rank = (stage * layout.data + 1) * layout.tensor + tensor
-        mesh, model = init_fake(config, world_size)
+        rank = (stage * layout.data + 1) * layout.tensor + tensor
+        mesh, model = init_fake(knobs.changed(config, {"dry_run.rank": rank}), world_size)
         counted += count_primary_parameters(model, mesh)
         held.append(count_local_parameters(model))
         if tensor == 0:

@@ -40,6 +40,7 @@ def test_unequal_work_is_named_without_a_ratio():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ours_is_measured_and_missing_peers_are_reported(tmp_path):
     text = tmp_path / "some.jsonl"
     text.write_text("".join(json.dumps({"text": ENGLISH + words(seed, 400)}) + "\n" for seed in range(20)), encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 
 from tools.bench import finetune_implementations, train_implementations
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_lora_and_peft_do_the_same_work(monkeypatch):

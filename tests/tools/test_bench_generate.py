@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import ROOT, python
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_both_implementations_generate_the_same_tokens():

@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import ROOT, python
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TINY = ["--model=llama-tiny", "--batch=2", "--sequence=16", "--steps=2", "--rounds=1"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 #: Settings for a run of seconds.
 SHORT = [

@@ -16,6 +16,7 @@ def numerics(*arguments: str, expect: int = 0) -> str:
 
 
 @pytest.mark.world
+@pytest.mark.long
 def test_layouts_equal_the_reference():
     printed = numerics(*(f"--layout={row}" for row in ROWS))
     found = [" ".join(line.split()) for line in printed.splitlines()]
@@ -23,6 +24,7 @@ def test_layouts_equal_the_reference():
 
 
 @pytest.mark.world
+@pytest.mark.long
 def test_a_gradient_scaled_by_1_percent_fails():
     printed = numerics("--layout=gpt1 tensor 2 pipeline 1 data 4 zero 1 1f1b", "--spoil", expect=1)
     assert "FAILED, worst gradient blocks.0.mlp_norm.weight" in printed

@@ -54,6 +54,7 @@ def test_a_tie_is_found_with_its_margin():
 
 @pytest.mark.world
 @pytest.mark.parametrize("spoil", [False, True])
+@pytest.mark.long
 def test_a_replay_equals_the_layout_unless_a_bias_was_moved(worlds, spoil):
     run = worlds(4).run(train, ("parallel.tensor=2", "parallel.expert=2"), 4, None, spoil)[0]
     (replay,) = worlds(1).run(train, (), 1, run, False)

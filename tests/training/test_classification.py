@@ -24,7 +24,7 @@ from pipeline.models.roberta.config import PADDING, RobertaConfig
 from tests.checkpoint.test_huggingface_export import export, random_model
 from tests.helpers import pipeline
 from tests.models.test_encoders import SIZES, drawn, pair
-from tests.training.plain_loop import plain_loop
+from tests.training.expected import train_plain
 from tests.world import configured, share, tiny, trainer
 
 LABELS = ["bad", "fair", "good"]
@@ -87,7 +87,7 @@ def reference() -> tuple[list[tuple[float, ...]], float]:
     tokens, batch = batches[0]
     with torch.no_grad():
         right = (model(tokens, documents=batch["documents"]).argmax(1) == batch["targets"][:, 0])[:-1]
-    return plain_loop(config, batches, own_loss=True, model=Plain(model)).numbers, float(right.float().mean())
+    return train_plain(config, batches, model=Plain(model), own_loss=True).numbers, float(right.float().mean())
 
 
 def train(layout: str) -> tuple[list[tuple[float, float]], float]:

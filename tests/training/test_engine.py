@@ -47,14 +47,16 @@ def _save_and_continue(folder, first, second):
 
 
 SAME = [
-    ("precision=fp32", "parallel.zero_stage=0"),
+    pytest.param(("precision=fp32", "parallel.zero_stage=0"), marks=pytest.mark.long),
     ("precision=bf16", "parallel.zero_stage=0", "parallel.tensor=2"),
     ("precision=fp32", "parallel.zero_stage=1", "parallel.pipeline=2"),
     ("precision=bf16", "parallel.zero_stage=2"),
-    ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=0", "parallel.pipeline=2"),
+    pytest.param(
+        ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=0", "parallel.pipeline=2"), marks=pytest.mark.long
+    ),
     ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=3", "parallel.tensor=2"),
     ("precision=fp32", "parallel.zero_stage=3"),
-    ("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"),
+    pytest.param(("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"), marks=pytest.mark.long),
 ]
 
 
@@ -120,8 +122,15 @@ def _poison(overrides):
     return poisoned[0][3], after[0][3], after[0][2], still, moved, trainer.engine.updates()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(
+    "zero, precision",
+    [
+        (0, "fp32"),
+        (1, "bf16"),
+        (3, "fp32"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "bf16"), (1, "fp32"), (3, "bf16"))),
+    ],
+)
 def test_a_non_finite_gradient_skips_the_step(world, zero, precision):
     from pipeline.training.lr_schedule import learning_rate
 
@@ -167,6 +176,7 @@ def test_16_bits_agree_between_engines_and_with_fp32(world):
         assert torch.allclose(low[:, 1], plain[:, 1], rtol=0.05)
 
 
+@pytest.mark.long
 def test_compiled_tensor_parallel_blocks_train_alike(worlds):
     """Requires a C++ compiler; on a GPU the blocks are compiled by default."""
     if shutil.which("g++") is None:

@@ -13,11 +13,11 @@ from pipeline.certification.initial_weights import initialize
 from pipeline.layers.fake_quantization import FakeQuantizedLinear, fake_quantize_layers
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.parallel.parallelize import build_model
-from pipeline.quantization.weights import QuantizedWeights, build
+from pipeline.quantization.quantized_weights import QuantizedWeights, build
 from tests.checkpoint.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
-from tests.training.plain_loop import Trained, plain_loop
-from tests.training.test_layouts import MODELS
+from tests.training.expected import Trained, train_plain
+from tests.training.layouts import MODELS
 from tests.world import configured, share, tiny, trainer, unsharded
 
 SETTINGS = tiny(*MODELS["llama"].overrides, "training.fake_quantize=int8")
@@ -29,7 +29,7 @@ def reference() -> Trained:
     config = configured(*SETTINGS)
     model: nn.Module = build_model(config)
     initialize(model, config.model, config.training.seed)
-    return plain_loop(config, [MODELS["llama"].batch(config, step) for step in range(STEPS)], own_loss=False, model=model)
+    return train_plain(config, [MODELS["llama"].batch(config, step) for step in range(STEPS)], model=model)
 
 
 def train(layout: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:

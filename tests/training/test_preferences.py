@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
-from tests.training.plain_loop import plain_loop
+from tests.training.expected import train_plain
 from tests.training.test_lora import initialized, settings
 from tests.world import configured, share, trainer
 
@@ -66,7 +66,7 @@ def reference(name: str) -> list[tuple[float, ...]]:
     """Loss and gradient norm of each step; the means of both rewards, of their difference and of its sign."""
     config = configured(*settings(name, *DPO))
     model = Plain(initialized(config))
-    numbers = plain_loop(config, [pairs(config, step) for step in range(STEPS)], own_loss=True, model=model).numbers
+    numbers = train_plain(config, [pairs(config, step) for step in range(STEPS)], model=model, own_loss=True).numbers
     rewards = torch.cat(model.rewards).view(STEPS, -1, 2)
     return [
         (*each[:2], *pair.mean(dim=0).tolist(), float(margin.mean()), float((margin > 0).float().mean()))

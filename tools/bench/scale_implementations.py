@@ -74,7 +74,7 @@ def configuration(options: dict[str, Any], zero: int) -> Any:
 
     from pipeline.config import compose
     from pipeline.config.paths import CONF_DIR
-    from pipeline.launch import preflight
+    from pipeline.config.rules import check
 
     compose.register()
     batch = options["ranks"] * options["micro_batches"] * options["sequences"]
@@ -85,7 +85,7 @@ def configuration(options: dict[str, Any], zero: int) -> Any:
     )
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose.to_run_config(hydra_compose("config", list(words)))
-    preflight.check(config, options["ranks"])
+    check.check(config, options["ranks"])
     return config
 
 

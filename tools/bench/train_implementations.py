@@ -32,10 +32,10 @@ from pipeline.common.progress import set_up_logging
 from pipeline.config import compose
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.objectives.causal import Causal
-from pipeline.launch import preflight
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
@@ -167,7 +167,7 @@ def compose_config(options: Options, folder: str, more: dict[str, Any] | None = 
     }
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose.to_run_config(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
-    preflight.check(config, world_size=1)
+    check.check(config, world_size=1)
     return config
 
 

@@ -9,7 +9,7 @@ from pipeline.models import rope
 from pipeline.models.decoder_sizes import RotaryDecoderConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class ApertusConfig(RotaryDecoderConfig):
     """Llama's attention with norms of queries and keys, and a feed-forward layer with xIELU and without a gate."""
 

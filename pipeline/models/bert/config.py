@@ -10,7 +10,7 @@ from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 
 
-@dataclass
+@dataclass(frozen=True)
 class BertConfig:
     """Encoder with post-norm LayerNorm, exact GELU, learned position and segment embeddings, tied embeddings and biases."""
 

@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.rules import MultiHead, heads_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class BloomConfig(MultiHead):
     """GPT with ALiBi instead of position embeddings and a norm after the embedding: pre-norm LayerNorm, GELU, tied embeddings."""
 

@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models import rope
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeepseekV3Config(rope.RopeConfig):
     """Multi-head latent attention, dense blocks followed by blocks with shared and fine-grained routed experts, multi-token prediction."""
 

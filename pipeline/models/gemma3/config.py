@@ -10,7 +10,7 @@ from pipeline.models.decoder_sizes import RotaryDecoderConfig
 from pipeline.models.rules import heads_violations, window_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class Gemma3Config(RotaryDecoderConfig):
     """Local layers with a sliding window and, at an interval, global ones; norms before and after each layer; GeGLU; scaled embeddings."""
 

@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.rules import MultiHead, heads_violations, window_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig(MultiHead):
     """Learned position embeddings, pre-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 

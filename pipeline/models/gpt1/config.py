@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.rules import MultiHead, heads_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPT1Config(MultiHead):
     """Learned position embeddings, post-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 

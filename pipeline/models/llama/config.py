@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.decoder_sizes import RotaryDecoderConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class LlamaConfig(RotaryDecoderConfig):
     """RMSNorm, SwiGLU, rotary position embeddings, grouped-query attention; optionally the biases of Qwen 2.5 or the norms of Qwen 3."""
 

@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.rules import rotary_heads_violations, window_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class MistralConfig:
     """Llama's block with a sliding window and a configurable head width."""
 

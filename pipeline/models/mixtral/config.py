@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.rules import rotary_heads_violations, window_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class MixtralConfig:
     """Llama's block with MoE layers instead of feed-forwards."""
 

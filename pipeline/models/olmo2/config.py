@@ -8,7 +8,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.decoder_sizes import RotaryDecoderConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class Olmo2Config(RotaryDecoderConfig):
     """Llama's layers with norms of their outputs instead of their inputs, and RMSNorm over the full width of queries and keys."""
 

@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.rules import MultiHead, heads_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class OPTConfig(MultiHead):
     """Learned position embeddings that start in row 2, LayerNorm, ReLU, tied embeddings, biases in all layers."""
 

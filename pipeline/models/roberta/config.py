@@ -14,7 +14,7 @@ MODEL_TYPES = ("roberta", "xlm-roberta", "camembert")
 PADDING = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class RobertaConfig(BertConfig):
     """BERT's encoder (Liu et al. 2019, https://arxiv.org/abs/1907.11692) with one segment, without next-sentence prediction."""
 

@@ -8,7 +8,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.decoder_sizes import RotaryDecoderConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class SmolLM3Config(RotaryDecoderConfig):
     """Llama's block; one layer of each interval has no position embeddings."""
 

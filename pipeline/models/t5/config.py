@@ -9,7 +9,7 @@ from pipeline.common.knobs import knob
 from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 
 
-@dataclass
+@dataclass(frozen=True)
 class T5Config(EncoderDecoderSizes):
     """Encoder-decoder with RMSNorm and relative position biases, no other biases; T5 1.1 has gated feed-forwards and an untied head."""
 

@@ -10,7 +10,7 @@ from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.models.rules import heads_violations
 
 
-@dataclass
+@dataclass(frozen=True)
 class TransformerConfig(EncoderDecoderSizes):
     """Encoder-decoder with post-norm LayerNorm, ReLU, sinusoidal position embeddings and shared embeddings."""
 

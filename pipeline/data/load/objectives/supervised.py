@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
 import xxhash
 
-from pipeline.common.errors import Violation
-from pipeline.config.schema import RunConfig
 from pipeline.data.load.examples import ExampleReader
 from pipeline.data.load.instructions import Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 
@@ -32,44 +30,19 @@ class Supervised(Objective):
         """Use sequences of `length` tokens."""
         self.samples, self._length = samples, length
 
-    @staticmethod
-    def violations(config: RunConfig) -> Iterator[Violation]:
-        """See Objective."""
-        data, training = config.data, config.training
-        if config.model.objective != "causal":
-            rule = f"trains models that predict the next token; model.family={config.model.family} has another objective"
-            yield Violation("training.objective", training.objective, rule, "choose a decoder, or set training.objective=auto")
-        if config.stage.name != "evaluate" and not data.instructions.train:
-            fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}'
-            yield Violation("data.instructions.train", [], "names no file", fix)
-        if data.infill.rate > 0:
-            yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
-        if data.blend:
-            rule = "blends token shards; fine-tuning reads data.instructions"
-            yield Violation("data.blend", ", ".join(sorted(data.blend)), rule, "leave it empty")
-        if training.sequence_warmup:
-            rule = "splits samples, and examples are not split"
-            yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", rule, "leave it empty")
-        if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions, and prompts have none
-            rule = "predicts further tokens from the labels of all positions, and prompts have none"
-            yield Violation("model.mtp_depth", depth, rule, "choose a model without it")
-        if config.parallel.context > 1:
-            rule = "splits sequences by their positions, and those of packed examples begin at 0 several times"
-            yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
-
     @classmethod
-    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective: data.instructions.train, shuffled."""
         return cls._open(config, config.data.instructions.train, "data.instructions.train", share, config.training.seed)
 
     @classmethod
-    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective: data.instructions.validation in file order; None if it names no file."""
         paths = config.data.instructions.validation
         return cls._open(config, paths, "data.instructions.validation", share, None) if paths else None
 
     @classmethod
-    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         encoder = TextEncoder(folder, config.tokenizer.end_of_document)
         pack, limit = config.data.instructions.pack, config.data.quarantine_limit
@@ -77,7 +50,7 @@ class Supervised(Objective):
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
         return cls(samples, length)
 
-    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
+    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, its chat template, and packing."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], corpus.totals["end_of_document"], config.data.instructions.pack)

@@ -1,0 +1,85 @@
+"""Everything about a configuration that is refused before work starts: ranges, and the rules between keys. Loads no torch."""
+
+from __future__ import annotations
+
+from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
+from pipeline.config.rules import (
+    checkpoint,
+    clean,
+    data,
+    dedup,
+    dry_run,
+    evaluation,
+    lora,
+    objectives,
+    optimizer,
+    parallel,
+    precision,
+    run,
+    stage,
+    tokenizer,
+    training,
+)
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import PARALLEL_STAGES, Evaluate, plans_other_layouts
+
+#: Groups whose keys occur in rules between keys, which assume that every value is in its range.
+_RELATED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Refuse an illegal configuration.
+
+    Args:
+        config: the composed configuration.
+        world_size: ranks of the job.
+
+    Raises:
+        UserError: with every violation.
+    """
+    if found := violations(config, world_size):
+        raise UserError(found)
+
+
+def violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Return every rule that the configuration violates. Rules between keys are checked once every value is in its range."""
+    found = knobs.range_violations(config)
+    if any(violation.key.partition(".")[0] in _RELATED for violation in found):
+        return found
+    found += [*config.model.violations(), *run.violations(config), *dry_run.violations(config, world_size)]
+    found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
+    found += [*lora.stage_violations(config.lora, config.stage.name), *training.stage_violations(config)]
+    name = config.stage.name
+    if name == "shard":
+        found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
+    if name == "train_tokenizer":
+        found += tokenizer.violations(config.tokenizer)
+    if name in PARALLEL_STAGES:
+        has_tasks = isinstance(config.stage, Evaluate) and bool(config.stage.tasks)
+        if not plans_other_layouts(config.stage) and not has_tasks:
+            found += _training_violations(config, world_size)
+        found += [*training.warmup_violations(config.training), *objectives.violations(config)]
+    return found
+
+
+def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Return the rules of training that a configuration violates whose model is read from a checkpoint."""
+    return [*_training_violations(config, world_size), *objectives.violations(config)]
+
+
+def layout_violations(config: RunConfig) -> list[Violation]:
+    """Return the rules between layout and model that a configuration violates whose model is read from a checkpoint."""
+    return [*parallel.tensor(config), *parallel.pipeline(config)]
+
+
+def _training_violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """The rules between model, layout, batches and training length."""
+    return [
+        *parallel.violations(config, world_size),
+        *training.violations(config, world_size),
+        *optimizer.violations(config),
+        *precision.violations(config),
+        *lora.violations(config),
+        *checkpoint.violations(config.checkpoint),
+    ]

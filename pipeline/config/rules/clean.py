@@ -1,0 +1,49 @@
+"""Rules of the group clean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeline.common.errors import Violation
+from pipeline.config.cleaning import PERSONAL_KINDS, STEPS, CleanConfig
+
+
+def violations(clean: CleanConfig) -> Iterator[Violation]:
+    """Yield the violated rules of the lists of steps and of kinds of personal data, which a knob cannot check."""
+    for key, names, known in (("clean.steps", clean.steps, STEPS), ("clean.personal.kinds", clean.personal.kinds, PERSONAL_KINDS)):
+        for name in names:
+            if name not in known:
+                yield Violation(key, name, "is unknown", "choose " + ", ".join(known))
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield Violation(key, name, "is listed twice", "remove one")
+    for name in ("length", "gopher", "c4", "fineweb", "repetition"):
+        yield from _by_language(getattr(clean, name), name)
+    for key, values, count in (("top_ngrams", clean.repetition.top_ngrams, 3), ("long_ngrams", clean.repetition.long_ngrams, 6)):
+        if len(values) != count:
+            yield Violation(
+                f"clean.repetition.{key}", values, f"has {len(values)} entries, not {count}", f"give {count} numbers from 0 to 1"
+            )
+
+
+def _by_language(step: Any, name: str) -> Iterator[Violation]:
+    """The keys and values of `clean.STEP.by_language`, which a knob cannot check."""
+    knobs = {field.name: field.metadata["knob"] for field in dataclasses.fields(step) if field.name != "by_language"}
+    for language, values in step.by_language.items():
+        key = f"clean.{name}.by_language.{language}"
+        if not isinstance(values, Mapping):
+            yield Violation(key, values, "is not a mapping of keys to values", f"write {{{language}: {{KEY: VALUE}}}}")
+            continue
+        for wanted, value in values.items():
+            if wanted not in knobs:
+                yield Violation(f"{key}.{wanted}", value, "is unknown", "choose " + ", ".join(knobs))
+                continue
+            general = getattr(step, wanted)
+            count = len(general) if isinstance(general, Sequence) else 0
+            numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+            if len(numbers) != max(1, count) or not all(
+                type(number) in (int, float) and not knobs[wanted].violated(number) for number in numbers
+            ):
+                rule = " ".join([f"{count} numbers" if count else "a number", knobs[wanted].rule()]).strip()
+                yield Violation(f"{key}.{wanted}", value, f"must be {rule}", f"set it to a legal value ({knobs[wanted].meaning})")

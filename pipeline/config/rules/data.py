@@ -1,0 +1,80 @@
+"""Rules of the group data, as far as they can be checked without opening the data."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from pipeline.common.errors import Violation
+from pipeline.config.data import DataConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import PARALLEL_STAGES
+
+_CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
+
+
+def violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the violated rules of corpus names; for stages that read a blend, also those of the blend and its phases."""
+    yield from _corpora(config.data)
+    if config.stage.name in PARALLEL_STAGES:
+        yield from _blend(config.data)
+        yield from _phases(config.data, config.training.sequence_length)
+
+
+def _corpora(data: DataConfig) -> Iterator[Violation]:
+    """Corpus names are used in file names and document ids."""
+    for name in data.corpora:
+        if name == "default" or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
+            rule = "is the reserved name of the corpus of data.input" if name == "default" else _CORPUS_NAME_RULE
+            yield Violation("data.corpora", name, rule, "rename the corpus")
+
+
+def _blend(data: DataConfig) -> Iterator[Violation]:
+    """Weights of data.blend, or of its phases, but not of both."""
+    blend, phases = data.blend, data.phases
+    weights = {name: corpus.weight for name, corpus in blend.items() if corpus.weight is not None}
+    if phases and not blend:
+        yield Violation(
+            "data.phases",
+            f"{len(phases)} phases",
+            "assign weights to the corpora of data.blend, which is empty",
+            "add the corpora to data.blend",
+        )
+    elif phases:
+        for name, weight in weights.items():
+            yield Violation(
+                f"data.blend.{name}.weight", weight, "conflicts with data.phases, which sets the weights", "remove it, or data.phases"
+            )
+    elif blend:
+        yield from _weights("data.blend", {name: weights.get(name, 1.0) for name in blend}, "weight")
+
+
+def _phases(data: DataConfig, length: int) -> Iterator[Violation]:
+    """Phases are in order and name corpora of the blend."""
+    blend, phases = data.blend, data.phases
+    before = 0
+    for number, phase in enumerate(phases):
+        key, until = f"data.phases.{number}", phase.until_tokens
+        for name, weight in phase.weights.items():
+            if blend and name not in blend:
+                fix = f"choose among {', '.join(sorted(blend))}, or add it to data.blend"
+                yield Violation(f"{key}.weights.{name}", weight, "is not a corpus of data.blend", fix)
+        yield from _weights(f"{key}.weights", phase.weights)
+        if number == len(phases) - 1:
+            if until is not None:
+                yield Violation(f"{key}.until_tokens", until, "the last phase has no end", "remove it, or add a phase")
+        elif until is None or until < before + length:
+            why = f"must be at least one sequence ({length} tokens) after the start of the phase at {before} tokens"
+            yield Violation(f"{key}.until_tokens", until, why, "list the phases in order, each with its end")
+        before = until or before
+
+
+def _weights(key: str, weights: dict[str, float], leaf: str = "") -> Iterator[Violation]:
+    """Weights of one phase."""
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            where = ".".join(part for part in (key, name, leaf) if part)
+            yield Violation(where, weight, "must be a finite number, at least 0", "set its share relative to the other corpora")
+    if not any(weight > 0 for weight in weights.values()):
+        yield Violation(key, weights, "gives no corpus a weight above 0", "give at least one corpus a weight above 0")

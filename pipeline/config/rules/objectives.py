@@ -1,0 +1,162 @@
+"""Rules of the training objectives (data/load/objectives/), by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from pipeline.common.errors import Violation
+from pipeline.config.schema import RunConfig
+from pipeline.models.config import MaskedModelConfig
+
+
+def violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the rules of the configured objective that are violated."""
+    yield from RULES[config.objective](config)
+
+
+def _causal(config: RunConfig) -> Iterator[Violation]:  # noqa: ARG001
+    """Every configuration is supported."""
+    yield from ()
+
+
+def _masked(config: RunConfig) -> Iterator[Violation]:
+    """The special tokens leave room for text, and two segments may come from different documents."""
+    yield from _whole_sequences(config)
+    training, masking, paired = config.training, config.data.masking, cast(MaskedModelConfig, config.model).next_sentence
+    if masking.random + masking.keep > 1:
+        rule = f"and data.masking.keep={masking.keep} have a sum above 1"
+        yield Violation("data.masking.random", masking.random, rule, "lower one of them")
+    least = 5 if paired else 3
+    if training.sequence_length < least:
+        rule = f"leaves no room for text between the special tokens, which takes {least}"
+        yield Violation("training.sequence_length", training.sequence_length, rule, f"choose {least} or more")
+    if paired and training.document_mask:
+        rule = "would hide the second segment, which may come from another document"
+        yield Violation("training.document_mask", True, rule, "set it to false, or set model.next_sentence=false")
+
+
+def _span_corruption(config: RunConfig) -> Iterator[Violation]:
+    """A sequence has room for a sentinel, and the sentinels are numbered."""
+    yield from _encoder_decoder(config)
+    length, sentinel = config.training.sequence_length, config.data.spans.sentinel
+    if length < 4:
+        rule = "leaves no room for a token, a sentinel and the end token"
+        yield Violation("training.sequence_length", length, rule, "choose 4 or more")
+    if sentinel.count("*") != 1:
+        yield Violation("data.spans.sentinel", sentinel, "must contain one *, for the number", "use a pattern like <extra_id_*>")
+
+
+def _pairs(config: RunConfig) -> Iterator[Violation]:
+    """Pairs come from data.pairs."""
+    yield from _encoder_decoder(config)
+    if not config.data.pairs.train:
+        fix = "name .tsv or .jsonl files with a source and a target per line"
+        yield Violation("data.pairs.train", [], "names no file, and the model is trained on pairs", fix)
+    if config.data.blend:
+        rule = "blends token shards; the model is trained on data.pairs"
+        yield Violation("data.blend", ", ".join(sorted(config.data.blend)), rule, "leave it empty")
+
+
+def _supervised(config: RunConfig) -> Iterator[Violation]:
+    """Answers are predicted by decoders, from the files of data.instructions."""
+    data, training = config.data, config.training
+    if config.model.objective != "causal":
+        rule = f"trains models that predict the next token; model.family={config.model.family} has another objective"
+        yield Violation("training.objective", training.objective, rule, "choose a decoder, or set training.objective=auto")
+    if config.stage.name != "evaluate" and not data.instructions.train:
+        fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}'
+        yield Violation("data.instructions.train", [], "names no file", fix)
+    if data.infill.rate > 0:
+        yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
+    if data.blend:
+        rule = "blends token shards; fine-tuning reads data.instructions"
+        yield Violation("data.blend", ", ".join(sorted(data.blend)), rule, "leave it empty")
+    if training.sequence_warmup:
+        rule = "splits samples, and examples are not split"
+        yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", rule, "leave it empty")
+    if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions, and prompts have none
+        rule = "predicts further tokens from the labels of all positions, and prompts have none"
+        yield Violation("model.mtp_depth", depth, rule, "choose a model without it")
+    if config.parallel.context > 1:
+        rule = "splits sequences by their positions, and those of packed examples begin at 0 several times"
+        yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
+
+
+def _preferences(config: RunConfig) -> Iterator[Violation]:
+    """The reference model is the model without adapters."""
+    yield from _supervised(config)
+    if config.lora.rank == 0:
+        rule = "trains adapters only: the reference model is the model without them"
+        yield Violation("training.objective", "dpo", rule, "set lora.rank=16, or another rank above 0")
+    if config.lora.modules_to_save:
+        rule = "would change the reference model, which is the model without adapters"
+        yield Violation("lora.modules_to_save", ", ".join(config.lora.modules_to_save), rule, "leave it empty")
+    if config.lora.adapter is not None:
+        rule = "would not be part of the reference model, which is the model without adapters"
+        fix = "merge it into the weights first (stage=convert stage.adapter), and start from those"
+        yield Violation("lora.adapter", config.lora.adapter, rule, fix)
+    if config.stage.name == "evaluate":
+        rule = "needs the adapter apart from the weights, and stage=evaluate merges it"
+        yield Violation("training.objective", "dpo", rule, "read validation_loss in metrics.jsonl (data.instructions.validation)")
+
+
+def _classification(config: RunConfig) -> Iterator[Violation]:
+    """Texts of data.instructions are classified by an encoder."""
+    labels: list[str] = getattr(config.model, "labels", [])
+    if config.model.objective not in ("masked", "classification"):
+        rule = f"classifies with a bidirectional encoder; model.family={config.model.family} is none"
+        yield Violation("training.objective", "classification", rule, "choose a BERT or RoBERTa")
+    elif config.stage.name != "finetune":
+        rule = f"is not supported by stage={config.stage.name}"
+        yield Violation("training.objective", "classification", rule, "use stage=finetune, whose metrics.jsonl has the accuracy")
+    elif not config.data.instructions.train:
+        fix = 'name .jsonl files with lines {"text": ..., "label": ...}'
+        yield Violation("data.instructions.train", [], "names no file", fix)
+    elif len(set(labels)) < max(2, len(labels)):
+        rule = f"are the labels {', '.join(labels) or 'of no line'}; at least two different ones are required"
+        yield Violation("data.instructions.labels", labels, rule, "add lines with other labels, or list the labels")
+    for key, value, default in (
+        ("data.blend", ", ".join(sorted(config.data.blend)), ""),
+        ("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", "0 entries"),
+        ("parallel.context", config.parallel.context, 1),
+    ):
+        if value != default:
+            yield Violation(key, value, "is not supported by training.objective=classification", "leave it out")
+
+
+def _whole_sequences(config: RunConfig) -> Iterator[Violation]:
+    """Samples cannot be split along the sequence, and their text must keep its order."""
+    if config.data.infill.rate > 0:
+        rule = "reorders documents for models that predict the next token"
+        yield Violation("data.infill.rate", config.data.infill.rate, rule, "set it to 0, or choose another model")
+    if config.training.sequence_warmup:
+        rule = f"splits samples; the samples of model.family={config.model.family} are complete sequences"
+        yield Violation("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", rule, "leave it empty")
+    if config.parallel.context > 1:
+        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.model.objective}"
+        fix = "set parallel.context=1 and use more data, tensor or pipeline ranks"
+        yield Violation("parallel.context", config.parallel.context, rule, fix)
+
+
+def _encoder_decoder(config: RunConfig) -> Iterator[Violation]:
+    """An encoder-decoder reads two sequences, which are complete and not padded."""
+    yield from _whole_sequences(config)
+    if config.training.document_mask:
+        rule = "separates the documents of one sequence; an encoder-decoder has two sequences"
+        yield Violation("training.document_mask", True, rule, "set it to false")
+    if config.data.packing != "windows":
+        rule = "pads samples; spans are taken from unpadded samples, and pairs are not packed"
+        yield Violation("data.packing", config.data.packing, rule, "use windows")
+
+
+#: Name of an objective -> the rules that its configuration can violate.
+RULES: dict[str, Callable[[RunConfig], Iterator[Violation]]] = {
+    "causal": _causal,
+    "classification": _classification,
+    "dpo": _preferences,
+    "masked": _masked,
+    "pairs": _pairs,
+    "span_corruption": _span_corruption,
+    "supervised": _supervised,
+}

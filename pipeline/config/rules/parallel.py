@@ -1,0 +1,139 @@
+"""Rules of the group parallel: the layout splits the model, the sequences and the ranks evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.common.errors import Violation
+from pipeline.config import warmup
+from pipeline.config.layout import may_compile, stages_per_rank
+from pipeline.config.schema import ParallelConfig, RunConfig
+
+
+def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Yield the violated rules between the layout, the model, the sequences and the number of ranks."""
+    yield from tensor(config)
+    yield from _expert(config)
+    yield from _context(config)
+    yield from pipeline(config)
+    yield from _world_size(config.parallel, world_size)
+
+
+def tensor(config: RunConfig) -> Iterator[Violation]:
+    """Tensor parallelism splits heads, feed-forward layers and the sequence into equal pieces."""
+    tensor, model = config.parallel.tensor, config.model
+    for name in ("heads", "kv_heads", "ffn_hidden"):
+        size = getattr(model, name)
+        if size % tensor:
+            rule = f"must divide model.{name}={size}"
+            yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
+    if tensor > model.vocab_size:
+        yield Violation("parallel.tensor", tensor, f"must not exceed model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
+    if config.parallel.async_tensor == "on" and (
+        tensor == 1 or not config.parallel.sequence_parallel or not may_compile(config.training, config.parallel)
+    ):
+        rule = "requires parallel.tensor above 1, parallel.sequence_parallel=true, and compiled blocks (not zbv)"
+        yield Violation("parallel.async_tensor", "on", rule, "set parallel.async_tensor=auto")
+    lengths = warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length)
+    for key, length in lengths if config.parallel.sequence_parallel else ():
+        if length % tensor:
+            rule = f"must be divisible by parallel.tensor={tensor} with parallel.sequence_parallel=true"
+            yield Violation(key, length, rule, f"choose a multiple of {tensor}, or set parallel.sequence_parallel=false")
+
+
+def _expert(config: RunConfig) -> Iterator[Violation]:
+    """Expert parallelism distributes complete experts over ranks; tensor parallelism shards each expert."""
+    ranks, experts = config.parallel.expert, getattr(config.model, "experts", 0)
+    if ranks > 1 and not experts:
+        rule = f"requires an MoE model; model.family={config.model.family} has no experts"
+        yield Violation("parallel.expert", ranks, rule, "set parallel.expert=1, or choose an MoE model (model=mixtral-8x7b)")
+    elif experts % ranks:
+        yield Violation("parallel.expert", ranks, f"must divide model.experts={experts}", "choose a divisor of model.experts")
+    tensor, width = config.parallel.tensor, getattr(config.model, "expert_ffn_hidden", 0)
+    if ranks > 1 and config.model.hidden % tensor:
+        rule = f"must divide model.hidden={config.model.hidden} with parallel.expert={ranks}"
+        yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.hidden")
+    if width % tensor:
+        rule = f"must divide model.expert_ffn_hidden={width}"
+        yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.expert_ffn_hidden")
+
+
+def _context(config: RunConfig) -> Iterator[Violation]:
+    """Context parallelism splits sequences into equal chunks, two per rank; ulysses also splits the heads."""
+    parallel, model = config.parallel, config.model
+    context = parallel.context
+    if context == 1:
+        return
+    if depth := getattr(model, "mtp_depth", 0):  # labels of depth k are the next-token labels shifted by k, across chunk boundaries
+        rule = f"splits sequences, and model.mtp_depth={depth} requires full sequences"
+        yield Violation("parallel.context", context, rule, "set parallel.context=1 or model.mtp_depth=0")
+    divisor = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
+    for key, length in warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
+        if length % divisor:
+            tensor = f" x parallel.tensor={parallel.tensor}" if divisor != 2 * context else ""
+            yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {divisor}")
+    if parallel.context_kind == "ulysses":
+        for name in ("heads", "kv_heads"):
+            heads = getattr(model, name)
+            if heads % (parallel.tensor * context):
+                rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor} (ulysses splits the heads)"
+                yield Violation("parallel.context", context, rule, "use fewer context ranks, or set parallel.context_kind=ring")
+
+
+def pipeline(config: RunConfig) -> Iterator[Violation]:
+    """Each pipeline stage holds at least one layer, and each schedule has its own rules."""
+    parallel = config.parallel
+    yield from _layers_per_stage(config)
+    if parallel.pipeline == 1:
+        return
+    per_rank, stages = stages_per_rank(config.parallel), parallel.pipeline * stages_per_rank(config.parallel)
+    if config.model.layers < stages:
+        rule = f"must be at least {stages}, the number of pipeline stages ({parallel.pipeline} ranks x {per_rank} per rank)"
+        yield Violation("model.layers", config.model.layers, rule, "use fewer pipeline ranks or stages per rank, or more layers")
+    key = "parallel.stages_per_rank"
+    if parallel.schedule == "1f1b" and per_rank != 1:
+        yield Violation(key, per_rank, "1f1b has exactly 1 stage per rank", "leave it unset, or set parallel.schedule=interleaved")
+    if parallel.schedule == "interleaved" and per_rank < 2:
+        yield Violation(
+            key, per_rank, "interleaved requires at least 2 stages per rank", "set it to 2 or more, or set parallel.schedule=1f1b"
+        )
+    if parallel.schedule == "zbv":
+        yield from _zbv(config, per_rank)
+
+
+def _layers_per_stage(config: RunConfig) -> Iterator[Violation]:
+    """The numbers of layers that are set for each stage are those of the model."""
+    given, stages = config.parallel.layers_per_stage, config.parallel.pipeline * stages_per_rank(config.parallel)
+    if not given:
+        return
+    key, shown = "parallel.layers_per_stage", "[" + ",".join(map(str, given)) + "]"
+    if len(given) != stages:
+        yield Violation(key, shown, f"has {len(given)} stages; the pipeline has {stages}", f"list {stages} numbers, or leave it empty")
+    elif sum(given) != config.model.layers:
+        rule = f"has {sum(given)} layers; the model has model.layers={config.model.layers}"
+        yield Violation(key, shown, rule, f"choose numbers with the sum {config.model.layers}, or set parallel.balance=flops instead")
+
+
+def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
+    """The zero-bubble V schedule computes the gradients of inputs and of weights in separate passes."""
+    if per_rank != 2:
+        yield Violation("parallel.stages_per_rank", per_rank, "zbv has exactly 2 stages per rank", "leave it unset")
+    recompute = config.training.activation_checkpointing
+    if recompute != "none":
+        rule = "zbv splits the backward pass and would recompute the activations twice"
+        yield Violation("training.activation_checkpointing", recompute, rule, "set it to none, or choose another schedule")
+    if config.training.compile == "on":
+        yield Violation(
+            "training.compile", "on", "zbv splits the backward pass, which compiled blocks do not support", "set it to auto or off"
+        )
+
+
+def _world_size(parallel: ParallelConfig, world_size: int) -> Iterator[Violation]:
+    """The ranks are a multiple of those that hold the model."""
+    if world_size % parallel.model_ranks:
+        axes = ("tensor", "context", "expert", "pipeline")
+        rule = "must be divisible by " + " x ".join(
+            f"parallel.{axis}={getattr(parallel, axis)}" for axis in axes if getattr(parallel, axis) > 1 or axis in ("tensor", "pipeline")
+        )
+        fix = f"set the number of ranks to a multiple of {parallel.model_ranks}, or reduce the parallel sizes"
+        yield Violation("world size", world_size, rule, fix)

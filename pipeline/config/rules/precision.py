@@ -1,0 +1,22 @@
+"""Rules of the group precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.common.errors import Violation
+from pipeline.config.schema import RunConfig
+
+
+def violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the violated rules of 8-bit products."""
+    key, fp8 = "precision.fp8", config.precision.fp8
+    if fp8 == "none":
+        return
+    if config.precision.dtype != "bf16":
+        yield Violation(key, fp8, f"requires precision.dtype=bf16, not {config.precision.dtype}", "set precision=fp8")
+    if (rounding := config.training.fake_quantize) != "none":
+        fix = f"remove it, or set training.fake_quantize=none instead of {rounding}"
+        yield Violation(key, fp8, "is not supported with training.fake_quantize", fix)
+    if config.lora.rank:
+        yield Violation(key, fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")

@@ -1,0 +1,137 @@
+"""Rules of the group stage: the keys of evaluate, generate, convert, plan and certify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.common.errors import Violation
+from pipeline.config.rules import quantization
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
+
+#: What is planned instead of the configured job.
+PLANS = ("search", "scaling", "run")
+
+
+def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Yield the rules that the settings of the stage violate."""
+    stage = config.stage
+    if stage.name not in STAGES or STAGES[stage.name][0] is not type(stage):
+        yield Violation("stage.name", stage.name, "is not the stage whose keys were composed", "choose the stage by stage=NAME")
+    if isinstance(stage, Generate):
+        yield from _generate(stage)
+        yield from _replicas(config, world_size)
+    if isinstance(stage, Evaluate):
+        yield from _tasks(stage)
+        yield from _pseudo_perplexity(config, stage)
+        yield from _stride(config, stage)
+        if stage.tasks:
+            yield from _replicas(config, world_size)
+    if isinstance(stage, Plan):
+        yield from _plan(stage)
+    if isinstance(stage, Certify):
+        yield from _certify(config)
+    if isinstance(stage, Convert):
+        yield from quantization.violations(stage)
+
+
+def _generate(stage: Generate) -> Iterator[Violation]:
+    """Each way of decoding has its own settings."""
+    if "" in stage.stop:
+        yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
+    if stage.beams > 1:
+        for key, plain in (
+            ("temperature", 0),
+            ("repetition_penalty", 1),
+            ("stop", []),
+            ("logprobs", False),
+            ("draft", None),
+            ("prompt_lookup", False),
+        ):
+            if (value := getattr(stage, key)) != plain:
+                fix = f"set stage.{key}={plain} or stage.beams=1"
+                yield Violation(f"stage.{key}", value, f"is not supported by beam search (stage.beams={stage.beams})", fix)
+        if stage.beams > stage.batch_size:
+            yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
+    yield from _template(stage)
+    if stage.draft is not None and stage.prompt_lookup:
+        yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
+
+
+def _template(stage: Generate) -> Iterator[Violation]:
+    """Examples are shown by a template, and their number is set."""
+    if stage.examples is not None and stage.template is None:
+        fix = "set it to a Jinja file that shows them: {% for example in examples %} ... {% endfor %}"
+        yield Violation("stage.template", None, "is required by stage.examples", fix)
+    if stage.examples is not None and stage.few_shot is None:
+        yield Violation("stage.few_shot", None, "is required by stage.examples", "set the number of examples of a prompt")
+    if stage.examples is None and stage.few_shot:
+        yield Violation(
+            "stage.few_shot", stage.few_shot, "requires stage.examples", "set it to a file of JSON lines, or remove stage.few_shot"
+        )
+
+
+def _tasks(stage: Evaluate) -> Iterator[Violation]:
+    """Tasks are local files."""
+    if stage.tasks and stage.task_folder is None:
+        yield Violation("stage.task_folder", None, "is required by stage.tasks", "set it to the folder with their .yaml files")
+    if stage.tasks:
+        return
+    for key in ("task_folder", "few_shot", "limit"):
+        if (value := getattr(stage, key)) is not None:
+            yield Violation(f"stage.{key}", value, "is read with stage.tasks only", "set stage.tasks, or remove it")
+
+
+def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
+    """Only masked language models have one."""
+    if stage.pseudo_perplexity and (stage.tasks or config.model.objective != "masked"):
+        rule = (
+            "is computed on the validation split, without stage.tasks"
+            if stage.tasks
+            else f"is not defined for family {config.model.family}"
+        )
+        yield Violation("stage.pseudo_perplexity", True, rule, "set it to false" + (", or choose BERT or RoBERTa" * (not stage.tasks)))
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard."""
+    for axis in ("context", "expert"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            rule = "is not supported by stage=generate" if isinstance(config.stage, Generate) else "is not supported by stage.tasks"
+            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; tensor and pipeline ranks shard the model")
+    replica = config.parallel.tensor * config.parallel.pipeline
+    if world_size % replica:
+        rule = f"must be divisible by parallel.tensor={config.parallel.tensor} x parallel.pipeline={config.parallel.pipeline}"
+        yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
+
+
+def _plan(stage: Plan) -> Iterator[Violation]:
+    """One kind of plan at a time, and pictures of those that have one."""
+    kinds = [kind for kind in PLANS if getattr(stage, kind)]
+    for other in kinds[1:]:
+        rule = f"plans something else than stage.{kinds[0]}={getattr(stage, kinds[0])}"
+        yield Violation(f"stage.{other}", getattr(stage, other), rule, "set one of them")
+    if stage.plot and kinds and kinds[0] == "run":
+        yield Violation("stage.plot", stage.plot, f"has no picture of stage.{kinds[0]}", "remove it")
+
+
+def _stride(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
+    """Overlapping windows are those of the validation split of a causal model."""
+    if stage.stride is None:
+        return
+    if stage.tasks:
+        yield Violation("stage.stride", stage.stride, "is read without stage.tasks only", "remove it")
+    elif config.model.objective != "causal":
+        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.model.objective}"
+        yield Violation("stage.stride", stage.stride, rule, "remove it")
+    elif stage.stride > config.training.sequence_length:
+        rule = f"must not exceed training.sequence_length={config.training.sequence_length}"
+        yield Violation("stage.stride", stage.stride, rule, "reduce it, for example to half of training.sequence_length")
+
+
+def _certify(config: RunConfig) -> Iterator[Violation]:
+    """The layout computes the same function as a plain loop."""
+    capacity = getattr(config.model, "capacity_factor", None)
+    if capacity is not None and config.parallel.context > 1:
+        rule = f"drops other tokens with parallel.context={config.parallel.context} than in one process, so that the results differ"
+        yield Violation("model.capacity_factor", capacity, rule, "set it to null, or parallel.context=1")

@@ -1,0 +1,123 @@
+"""Rules of the group training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.common.errors import Violation
+from pipeline.config import warmup
+from pipeline.config.data import WarmupConfig
+from pipeline.config.schema import RunConfig, TrainingConfig
+
+
+def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Yield the violated rules between training and the model, the layout and the adapters."""
+    yield from _batches(config, world_size)
+    yield from _sequence_length(config)
+    yield from _activation_budget(config)
+    yield from _attention_group(config)
+
+
+def warmup_violations(training: TrainingConfig) -> Iterator[Violation]:
+    """Yield the violated rules of warm-ups: entries are in order, and short sequences divide the full sequence length."""
+    for name in ("sequence_warmup", "batch_rampup"):
+        yield from _order(f"training.{name}", getattr(training, name))
+    for number, entry in enumerate(training.sequence_warmup):
+        if training.sequence_length % entry.value or entry.value < 2:
+            why = (
+                f"must divide training.sequence_length={training.sequence_length} and be at least 2: each sample is split into equal parts"
+            )
+            yield Violation(f"training.sequence_warmup.{number}.value", entry.value, why, "choose such a length")
+
+
+def _order(key: str, entries: Sequence[WarmupConfig]) -> Iterator[Violation]:
+    """Entries of a warm-up have increasing ends."""
+    before = 0
+    for number, entry in enumerate(entries):
+        if entry.until_step <= before:
+            yield Violation(f"{key}.{number}.until_step", entry.until_step, f"must be after step {before}", "list the entries in order")
+        before = entry.until_step
+
+
+def stage_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation for every setting that the stage does not read."""
+    training, stage = config.training, config.stage.name
+    for key, value, default, job in (
+        ("fake_quantize", training.fake_quantize, "none", "the job without rounding"),
+        ("attention_group", training.attention_group, 0, "full attention"),
+    ):
+        if value != default and stage in ("certify", "plan"):
+            yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {job}")
+    if training.context_factor != 1 and stage != "finetune":
+        rule = f"is read by stage=finetune only, not by {stage}"
+        fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"
+        yield Violation("training.context_factor", training.context_factor, rule, fix)
+
+
+def _batches(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Batch sizes are divisible by the layout."""
+    training, ranks = config.training, config.parallel.model_ranks
+    if world_size % ranks == 0:
+        for key, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size):
+            yield from _global_batch(config, world_size // ranks * config.parallel.expert, key, size)
+
+
+def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> Iterator[Violation]:
+    """A global batch of `size` samples, set by configuration key `key`."""
+    parallel, micro_batch = config.parallel, config.training.micro_batch_size
+    if size % (batch_shards * micro_batch):
+        rule = f"must be a multiple of {batch_shards} data ranks x micro_batch_size {micro_batch}"
+        yield Violation(key, size, rule, f"choose a multiple of {batch_shards * micro_batch}")
+        return
+    micro_batches = size // (batch_shards * micro_batch)
+    if parallel.pipeline == 1:
+        return
+    needed = 2 * parallel.pipeline if parallel.schedule == "zbv" else parallel.pipeline
+    if micro_batches < needed:
+        rule = f"yields {micro_batches} micro-batches per rank; {parallel.schedule} on {parallel.pipeline} pipeline ranks requires {needed}"
+        yield Violation(key, size, rule, f"use at least {needed * batch_shards * micro_batch}, or reduce training.micro_batch_size")
+    elif parallel.schedule == "interleaved" and micro_batches % parallel.pipeline:
+        rounds = max(1, micro_batches // parallel.pipeline)
+        if micro_batches % rounds:
+            rule = f"yields {micro_batches} micro-batches per rank; interleaved requires a multiple of {rounds} rounds"
+            yield Violation(key, size, rule, f"choose a number of micro-batches divisible by parallel.pipeline={parallel.pipeline}")
+
+
+def _sequence_length(config: RunConfig) -> Iterator[Violation]:
+    """The model has a position for every token."""
+    length = config.training.sequence_length
+    if length > config.model.max_positions:
+        rule = f"must not exceed model.max_positions={config.model.max_positions}"
+        yield Violation("training.sequence_length", length, rule, "reduce the sequence length, or increase model.max_positions")
+
+
+def _activation_budget(config: RunConfig) -> Iterator[Violation]:
+    """The budget chooses results of layers that know their number of rows."""
+    training = config.training
+    if training.activation_budget is None:
+        return
+    if training.activation_checkpointing != "selective":
+        rule = f"has no effect with training.activation_checkpointing={training.activation_checkpointing}"
+        fix = "set training.activation_checkpointing=selective"
+        yield Violation("training.activation_budget", training.activation_budget, rule, fix)
+    unsupported = {"encoder_blocks": "encoder-decoders", "experts": "MoE models: the number of rows of an expert is not known before"}
+    for rule in (f"is not supported by {models}" for attribute, models in unsupported.items() if hasattr(config.model, attribute)):
+        yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")
+
+
+def _attention_group(config: RunConfig) -> Iterator[Violation]:
+    """Shifted sparse attention splits every sequence into groups."""
+    training, key = config.training, "training.attention_group"
+    if not (group := training.attention_group):
+        return
+    if group % 2:
+        yield Violation(key, group, "must be even: groups are shifted by half their size", f"set it to {group + 1}")
+    for name, length in warmup.keyed_values(training.sequence_warmup, "sequence_length", training.sequence_length):
+        if length > group and length % group:
+            rule = f"must be a multiple of {key}={group}"
+            yield Violation(name, length, rule, f"set it to {length - length % group}, or choose another group")
+    if config.parallel.context > 1:
+        rule = f"splits sequences over ranks, and {key}={group} splits them into groups"
+        yield Violation("parallel.context", config.parallel.context, rule, f"set it to 1, or {key}=0")
+    if config.model.objective != "causal":
+        yield Violation(key, group, f"is supported by decoders only; model.family={config.model.family} is none", f"set {key}=0")

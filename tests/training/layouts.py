@@ -1,0 +1,256 @@
+"""The matrix of models and layouts that test_layouts.py trains, and the part of it that the default tier trains.
+
+tools/numerics covers more layouts, with one kind of batch for each objective. The batches here are those that a layout can get
+wrong: documents and masks, padding, targets at few positions, pairs of sequences, experts with uneven load.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.layers.loss import IGNORE
+from tests.training.expected import Batch
+from tests.world import causal
+
+
+def packed(config: Any, step: int) -> Batch:
+    """Packed documents: one ends after about every ninth token."""
+    chance = torch.Generator().manual_seed(step)
+    shape = (config.training.global_batch_size, config.training.sequence_length)
+    tokens = torch.randint(config.model.vocab_size, (shape[0], shape[1] + 1), generator=chance)
+    return causal(tokens, (torch.rand(shape, generator=chance) < 0.11).int().cumsum(1, dtype=torch.int32))
+
+
+def some_targets(config: Any, step: int) -> Batch:
+    """Padding and uneven numbers of targets, so that the mean of the micro-batches' means would differ."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (config.training.global_batch_size, config.training.sequence_length)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
+    lengths = torch.arange(shape[0]) * 7 % 6 + 3
+    padding = torch.arange(shape[1]) >= lengths[:, None]
+    chosen = torch.rand(shape, generator=generator) < torch.linspace(0.1, 0.9, shape[0])[:, None]
+    batch = {"targets": torch.where(chosen & ~padding, tokens, IGNORE), "documents": torch.where(padding, -1, 0).int()}
+    if getattr(config.model, "next_sentence", False):
+        batch["segments"] = (torch.arange(shape[1]) >= lengths[:, None] // 2).long()
+        batch["next_sentence"] = torch.randint(2, shape[:1], generator=generator)
+    return tokens, batch
+
+
+def pairs(config: Any, step: int) -> Batch:
+    """Pairs of up to 12 and 8 tokens, padded."""
+    generator = torch.Generator().manual_seed(step)
+    rows = config.training.global_batch_size
+    tokens, text = torch.randint(67, (rows, 12), generator=generator), torch.randint(67, (rows, 9), generator=generator)
+    lengths = torch.randint(3, 13, (rows, 1), generator=generator), torch.randint(1, 9, (rows, 1), generator=generator)
+    documents = torch.where(torch.arange(12) < lengths[0], 0, -1).int()
+    targets = torch.where(torch.arange(8) < lengths[1], text[:, 1:], IGNORE)
+    return tokens, {"decoder_tokens": text[:, :-1].contiguous(), "targets": targets, "documents": documents}
+
+
+def text(config: Any, step: int) -> Batch:
+    """Random tokens without documents."""
+    shape = (config.training.global_batch_size, config.training.sequence_length + 1)
+    return causal(torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step)))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny model and its training.
+
+    Attributes:
+        overrides: its settings.
+        batch: (configuration, step) -> the global batch.
+        compared: what must equal the plain loop at the end, beside losses, gradient norms and statistics.
+    """
+
+    overrides: tuple[str, ...]
+    batch: Callable[[Any, int], Batch] = text
+    compared: tuple[str, ...] = ("weights", "moments")
+
+
+STEPS = 3
+
+
+EPS = "optimizer.eps=1e-5"  # Adam turns the rounding error of a gradient near zero into a step of full size
+CLIPPED = ("optimizer.gradient_clipping=0.5", EPS)
+LONG = ("training.sequence_length=32", "model.max_positions=32", "training.global_batch_size=8", "training.document_mask=true")
+DECODER = (*CLIPPED, *LONG, "training.steps=3", "model.layers=4", "optimizer.lr=0.001", "optimizer.warmup_steps=1")
+FEW = "training.micro_batch_size=4"  # fewer micro-batches, since every collective of a test costs milliseconds
+FOUR = (EPS, FEW, "model.layers=4", "model.ffn_hidden=64")
+PAIRS = (FEW, "model.ffn_hidden=64", "training.sequence_length=12")
+EXPERTS = (*CLIPPED, "model.ffn_hidden=24", "training.steps=3")
+LATENT = ("model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4", "model.v_head_dim=8")
+MIXTRAL = ("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1", *EXPERTS)
+
+MODELS = {
+    "gpt": Model(("model=gpt-tiny", "model.ffn_hidden=48", *DECODER), packed),
+    "llama": Model(("model=llama-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "bloom": Model(("model=bloom-tiny", *DECODER), packed),
+    "mistral": Model(("model=mistral-tiny", "model.kv_heads=2", "model.window=11", "model.ffn_hidden=48", *DECODER), packed),
+    # The derivative of xIELU jumps at -1e-6: with seed 0, rounding decides on which side an input is.
+    "apertus": Model(("model=apertus-tiny", "model.kv_heads=4", "model.ffn_hidden=48", "training.seed=2", *DECODER), packed),
+    "gemma3": Model(
+        (
+            *("model=gemma3-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=11", "model.rope_local_theta=100"),
+            *("model.ffn_hidden=48", *DECODER),
+        ),
+        packed,
+    ),
+    "olmo2": Model(("model=olmo2-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
+    "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
+    # Best-fit packing pads; padding is not a target of a causal model either.
+    "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", *FOUR), some_targets, compared=("moments",)),
+    "t5": Model(("model=t5-tiny", "model.head_width=16", *PAIRS), pairs, compared=()),
+    "t5-1.1": Model(("model=t5-tiny", "model.head_width=8", "model.gated=true", "model.tie_embeddings=false", *PAIRS), pairs, compared=()),
+    # Three encoder blocks and two decoder blocks.
+    "transformer": Model(
+        ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3", "data.pairs.train=[unread.tsv]", *PAIRS), pairs, compared=()
+    ),
+    "mixtral": Model(MIXTRAL, compared=("weights",)),
+    "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
+    "deepseek": Model(
+        (
+            *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "model.balance_loss=0.1"),
+            *("model.bias_update_speed=0.01", *LATENT, *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
+    # Dense layers first, groups of experts, and two further tokens.
+    "deepseek-grouped": Model(
+        (
+            *("model=deepseek-tiny", "model.layers=4", "model.dense_layers=1", "model.ffn_hidden=48", "model.experts=4", "model.top_k=2"),
+            *("model.expert_ffn_hidden=16", "model.groups=2", "model.topk_group=1", "model.mtp_depth=2", "model.init_std=0.1"),
+            *("model.balance_loss=0.05", "model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8", EPS),
+            *("model.qk_rope_head_dim=4", "model.v_head_dim=6", "training.global_batch_size=8"),
+        ),
+        compared=(),
+    ),
+}
+
+#: Model -> its layouts, as settings of parallel, or of training where they name it.
+LAYOUTS = {
+    # Both kinds of context parallelism with every other axis and every ZeRO stage.
+    "gpt": [
+        # The document mask reaches every stage.
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=0 pipeline=4",
+        "context=4 context_kind=ring zero_stage=0",
+        "context=4 context_kind=ulysses zero_stage=3",
+        "context=2 context_kind=ring tensor=2 zero_stage=1",
+        "context=2 context_kind=ulysses tensor=2 zero_stage=0 sequence_parallel=false",
+        "context=2 context_kind=ring pipeline=2 zero_stage=2",
+        "context=2 context_kind=ulysses pipeline=2 zero_stage=0 schedule=zbv",
+        "context=2 context_kind=ring zero_stage=3",
+        "context=2 context_kind=ring tensor=2 zero_stage=2 training.activation_checkpointing=full",
+        "context=4 context_kind=ring zero_stage=1 training.activation_checkpointing=selective",
+    ],
+    # Rotary positions, ALiBi and sliding windows with context parallelism and sharded heads.
+    "llama": [
+        "context=4 context_kind=ring zero_stage=0",
+        "context=2 context_kind=ring tensor=2 zero_stage=2 training.activation_checkpointing=full",
+    ],
+    "bloom": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
+    "mistral": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
+    # Weights that are used on each rank's own heads or hidden units.
+    "apertus": ["tensor=2 pipeline=2 zero_stage=1"],
+    # Two rotary bases on every stage, and norms after the layers; with the ring, windows in some layers only.
+    "gemma3": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
+    # The norm over the heads of all tensor ranks, with a split backward pass, and recomputed with weights that ZeRO 3 gathers.
+    "olmo2": ["tensor=2 pipeline=2 zero_stage=0 schedule=zbv", "tensor=2 zero_stage=3 training.activation_checkpointing=selective"],
+    "qwen2.5": ["tensor=2 pipeline=2 zero_stage=1"],
+    "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
+    "bert": [
+        "zero_stage=0",
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=0 tensor=4",
+        "zero_stage=2 tensor=2 sequence_parallel=false",
+        "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",
+    ],
+    "roberta": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=3"],
+    "llama-padded": [
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=2 tensor=2 context=2",
+        "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",
+    ],
+    "t5": [
+        "zero_stage=0",
+        "tensor=2 pipeline=2",
+        "pipeline=4 zero_stage=0 training.activation_checkpointing=full",
+        "tensor=4 sequence_parallel=false training.activation_checkpointing=selective",
+        "pipeline=2 schedule=interleaved zero_stage=2",
+        "pipeline=2 schedule=zbv tensor=2",
+        "zero_stage=3 pipeline=2",
+    ],
+    "t5-1.1": ["zero_stage=0", "zero_stage=3 tensor=2"],
+    "transformer": ["zero_stage=0", "tensor=2 pipeline=2", "pipeline=2 schedule=zbv zero_stage=3 training.micro_batch_size=2"],
+    "mixtral": [
+        "expert=2 zero_stage=0",
+        "expert=2 zero_stage=2 training.activation_checkpointing=selective",
+        "expert=2 zero_stage=3",
+        "expert=4 zero_stage=1 training.activation_checkpointing=full",
+        "expert=2 tensor=2 zero_stage=1",
+        "expert=2 tensor=2 zero_stage=0 sequence_parallel=false",
+        "expert=2 pipeline=2 zero_stage=3",
+    ],
+    "mixtral-4": ["expert=2 pipeline=2 zero_stage=2 schedule=zbv"],
+    "deepseek": [
+        "expert=2 tensor=2 zero_stage=1",
+        "expert=2 pipeline=2 zero_stage=3",
+        "expert=4 zero_stage=0 training.activation_checkpointing=full",
+    ],
+    "deepseek-grouped": [
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=0 tensor=2 expert=2",
+        "zero_stage=0 tensor=2 pipeline=2 sequence_parallel=false",
+        "zero_stage=2 pipeline=2 expert=2",
+        "zero_stage=3 expert=2",
+    ],
+}
+
+
+#: Models other than decoders with dense layers -> what their training does differently.
+KINDS = {
+    **dict.fromkeys(("bert", "roberta"), "masked"),
+    **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
+    **dict.fromkeys(("mixtral", "mixtral-4", "deepseek", "deepseek-grouped"), "experts"),
+}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+
+
+def combinations(name: str, layout: str) -> set[tuple[str, ...]]:
+    """The model, and its kind with every pair of what the layout uses: axes, ring or Ulysses, ZeRO stage, schedule, recomputation."""
+    given = dict(word.split("=") for word in layout.split())
+    size = {axis: int(given.pop(axis, 1)) for axis in ("tensor", "pipeline", "context", "expert")}
+    uses = {axis for axis, ranks in size.items() if ranks > 1 and axis != "context"} | {f"zero_stage={given.pop('zero_stage', 1)}"}
+    if size["context"] > 1:
+        uses.add(given.pop("context_kind", "ring"))
+    if size["tensor"] * size["pipeline"] * size["context"] < 4:
+        uses.add("data")
+    given.pop("training.micro_batch_size", None)
+    uses |= {f"{key}={value}" for key, value in given.items()}
+    return {(name,), *((KINDS.get(name, "dense"), *pair) for pair in itertools.combinations(sorted(uses), 2))}
+
+
+def cover(cases: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Few of these layouts that have all combinations of all of them: always one with most of those that are missing."""
+    missing, chosen = set().union(*(combinations(*case) for case in cases)), set()
+    while missing:
+        chosen.add(best := max(cases, key=lambda case: len(combinations(*case) & missing)))
+        missing -= combinations(*best)
+    for case in cases:  # those that became superfluous
+        if set().union(*(combinations(*other) for other in chosen)) == set().union(*(combinations(*other) for other in chosen - {case})):
+            chosen.discard(case)
+    return chosen
+
+
+COVER = cover(CASES)
+TIERS = [pytest.param(*case, marks=() if case in COVER else pytest.mark.long) for case in CASES]
