@@ -126,20 +126,20 @@ def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dic
         absent: storages that fused kernels never write.
     """
     kernels = recording.kernels
-    changes, kept = [0] * (len(kernels) + 2), [0] * (len(kernels) + 2)
+    changes, saved_changes = [0] * (len(kernels) + 2), [0] * (len(kernels) + 2)
     for key, storage in recording.storages.items():
         if storage.part and key not in absent:
             died = len(kernels) + 1 if storage.died is None else storage.died + 1  # it is still there while its last reader runs
-            for counter in (changes, kept) if key in saved else (changes,):
+            for counter in (changes, saved_changes) if key in saved else (changes,):
                 counter[storage.born] += storage.bytes
                 counter[died] -= storage.bytes
     alive = list(accumulate(changes))
-    keeps = list(accumulate(kept))
+    saved_alive = list(accumulate(saved_changes))
     peaks: dict[str, int] = {}
     for (part, backward), run in groupby(range(len(kernels)), lambda index: (kernels[index].part, kernels[index].phase != "forward")):
         indices = list(run)
         before, after = indices[0] - 1, indices[-1]
-        base = keeps[before if backward else after] if after else 0
+        base = saved_alive[before if backward else after] if after else 0
         peaks[part] = max(peaks.get(part, 0), *(alive[index] - base for index in indices))
     return peaks
 

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.planner.operations import Elementwise
+from tests.helpers import ROOT, python
 from tools.study.cells import Contradiction, measured_step_time
 from tools.study.runs import read
 from tools.study.score import score
@@ -113,6 +114,19 @@ def test_a_table_without_a_required_column_is_refused(tmp_path):
     (tmp_path / "rows.csv").write_text("gpu,gpus\nA100,8\n")
     with pytest.raises(UserError, match="has no column seq_len, global_batch"):
         predict_table(tmp_path / "rows.csv", tmp_path / "out.csv")
+
+
+def test_the_tools_predict_and_score_a_table(tmp_path):
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    small = {**RUN, "layers": "8", "step_time_s": "0.5"}
+    rows.write_text(f"{','.join(small)}\n{','.join(small.values())}\n")
+    code, printed = python(ROOT / "tools/plan_table", str(rows), str(out))
+    assert code == 0, printed
+    assert "1 rows predicted, 0 refused" in printed
+    assert python(ROOT / "tools/plan_score", str(out))[1].splitlines()[1].split()[:2] == ["here", "1"]
+    code, printed = python(ROOT / "tools/plan_table", str(tmp_path / "none.csv"), str(out))
+    assert code == 2
+    assert "none.csv" in printed
 
 
 def test_measured_step_time():

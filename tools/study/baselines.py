@@ -110,7 +110,7 @@ def llm_analysis(scores: list[RowScore]) -> Ideal:
         fix = "pip install --no-deps llm-analysis==0.2.2 fire termcolor"
         raise UserError.of("--peer", "llm-analysis", f"cannot be imported: {error}", fix) from error
     logging.disable(logging.WARNING)
-    found = []
+    times = []
     for score in scores:
         if score.measured:
             try:
@@ -118,9 +118,9 @@ def llm_analysis(scores: list[RowScore]) -> Ideal:
             except Contradiction:
                 continue
             if run.layout.context == 1 and run.layout.stages_per_rank == 1 and not run.engine.shard_ranks and _dense(run):
-                found.append((score, _llm_analysis_time(run, config, analysis)))
+                times.append((score, _llm_analysis_time(run, config, analysis)))
     logging.disable(logging.NOTSET)
-    return found
+    return times
 
 
 def _dense(run: PublishedRun) -> bool:

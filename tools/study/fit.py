@@ -95,9 +95,9 @@ class MeasuredRow:
 
 def constants() -> list[FittedConstant]:
     """Return all constants that are fitted."""
-    found = [FittedConstant(f"{name} {key}", files, key, most) for name, files in GENERATIONS.items() for key, most in SHARES.items()]
-    found += [FittedConstant(f"{name} {key}", files, key, most) for name, (files, keys) in FABRICS.items() for key, most in keys.items()]
-    return found + [FittedConstant(name, (), name, most) for name, (_, most) in FRAMEWORKS.items()]
+    fitted = [FittedConstant(f"{name} {key}", files, key, most) for name, files in GENERATIONS.items() for key, most in SHARES.items()]
+    fitted += [FittedConstant(f"{name} {key}", files, key, most) for name, (files, keys) in FABRICS.items() for key, most in keys.items()]
+    return fitted + [FittedConstant(name, (), name, most) for name, (_, most) in FRAMEWORKS.items()]
 
 
 class Fit:
@@ -111,10 +111,10 @@ class Fit:
     def __init__(self, rows: list[dict[str, str]], chosen: list[FittedConstant] | None = None) -> None:
         self.constants, self._traces = chosen or constants(), dict[str, Trace]()
         self.all = list(self._read(rows))
-        of: dict[str, list[MeasuredRow]] = defaultdict(list)
+        by_source: dict[str, list[MeasuredRow]] = defaultdict(list)
         for sample in self.all:
-            of[sample.source].append(sample)
-        self.samples = [sample for found in of.values() for sample in found[:: math.ceil(len(found) / ROWS)]]
+            by_source[sample.source].append(sample)
+        self.samples = [sample for rows in by_source.values() for sample in rows[:: math.ceil(len(rows) / ROWS)]]
         self.start = torch.tensor([math.log(constant.start) for constant in self.constants], dtype=torch.float64)
         self.of_fabric = torch.tensor([constant.key in ("network_share", "ring_us", "omni_path") for constant in self.constants])
         self.neutral = torch.tensor([math.log(constant.neutral) for constant in self.constants], dtype=torch.float64)
@@ -147,19 +147,19 @@ class Fit:
         return math.log(predict(run, self._traces).step_time / sample.measured)
 
     def residuals(self, x: Tensor) -> Tensor:
-        """Of all samples."""
+        """The logarithms of predicted over measured time of all samples."""
         return torch.tensor([self.residual(sample, x) for sample in self.samples], dtype=torch.float64)
 
     def jacobian(self, x: Tensor, at: Tensor) -> Tensor:
         """Derivatives of the residuals by the logarithms of the constants, by differences."""
-        found = torch.zeros(len(self.samples), len(self.constants), dtype=torch.float64)
+        derivatives = torch.zeros(len(self.samples), len(self.constants), dtype=torch.float64)
         for column, constant in enumerate(self.constants):
             moved = x.clone()
             moved[column] -= STEP  # downwards: shares are at most one
             for index, sample in enumerate(self.samples):
                 if not constant.files or sample.file in constant.files:
-                    found[index, column] = (at[index] - self.residual(sample, moved)) / STEP
-        return found
+                    derivatives[index, column] = (at[index] - self.residual(sample, moved)) / STEP
+        return derivatives
 
     def solve(self, x: Tensor, at: Tensor, jacobian: Tensor, without: str = "") -> Tensor:
         """The constants with the least mean absolute error by a linear model of the residuals, without a source."""
@@ -207,10 +207,10 @@ class Fit:
 
     def objective(self, at: Tensor) -> float:
         """The mean absolute residual of the fitted rows, every source weighted equally."""
-        of: dict[str, list[float]] = defaultdict(list)
+        by_source: dict[str, list[float]] = defaultdict(list)
         for sample, value in zip(self.samples, at.tolist(), strict=True):
-            of[sample.source].append(abs(value))
-        return statistics.fmean(map(statistics.fmean, of.values()))
+            by_source[sample.source].append(abs(value))
+        return statistics.fmean(map(statistics.fmean, by_source.values()))
 
     def errors(self, x: Tensor, source: str = "") -> dict[str, list[float]]:
         """Relative errors of the predictions of all rows by source; of one source only if it is given."""

@@ -47,12 +47,12 @@ def regrets(scores: list[RowScore]) -> list[float]:
     for row in scores:
         if row.measured:
             groups.setdefault(row.group, []).append(row)
-    found = []
+    lost = []
     for rows in groups.values():
         if len(rows) >= LAYOUTS:
             chosen = min(rows, key=lambda row: row.predicted)
-            found.append((chosen.measured or 0.0) / min(row.measured or 0.0 for row in rows) - 1)
-    return found
+            lost.append((chosen.measured or 0.0) / min(row.measured or 0.0 for row in rows) - 1)
+    return lost
 
 
 def score(predictions: Path) -> tuple[list[RowScore], int]:
