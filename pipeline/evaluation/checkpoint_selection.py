@@ -43,12 +43,12 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
     """
     if stage.checkpoint != ALL:
         return [native.find(run_dir, stage.checkpoint)]
-    found = native.complete(run_dir)
-    if not found:
+    complete = native.complete(run_dir)
+    if not complete:
         raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
-    found = [path for path in found if record.is_due(native.step_of(path), stage.every, steps)]
+    complete = [path for path in complete if record.is_due(native.step_of(path), stage.every, steps)]
     task = array_task()
-    mine = found if task is None else found[task.index :: task.size]
+    mine = complete if task is None else complete[task.index :: task.size]
     missing = [path for path in mine if not record.is_recorded(run_dir, native.step_of(path), kind, settings_of(path, stage, settings))]
     if len(missing) < len(mine):
         log.info("evaluate: %d of %d checkpoints are evaluated already", len(mine) - len(missing), len(mine))

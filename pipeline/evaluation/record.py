@@ -51,9 +51,9 @@ def write(run_dir: Path, step: int, kind: str, scores: dict[str, dict[str, Any]]
         json.dump({"step": step, "scores": scores, "settings": settings}, handle, indent=1)
         handle.write("\n")
     written: dict[int, dict[str, float]] = {}
-    while (found := read(run_dir)) != written:  # another job of the same array may have added a record
-        written = found
-        _write_table(run_dir / FOLDER, found)
+    while (recorded := read(run_dir)) != written:  # another job of the same array may have added a record
+        written = recorded
+        _write_table(run_dir / FOLDER, recorded)
 
 
 def read(run_dir: Path) -> dict[int, dict[str, float]]:

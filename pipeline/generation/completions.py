@@ -72,16 +72,16 @@ class PromptParts:
         """Yield the line number and the tokens of each prompt."""
         for part in self.numbers:
             result: dict[str, Any] = {"completions": {}, "rejected": [], "missing": 0}
-            found = []
+            prompts = []
             for number, line in self.prompts.read(part):
                 try:
-                    found.append(self.reader.parse(number, line))
+                    prompts.append(self.reader.parse(number, line))
                 except BadLine as error:
                     result["rejected"].append({"line": number, "error": str(error)})
-            self._results[part] = {**result, "missing": len(found)}
-            self._open |= {prompt.line: (part, prompt) for prompt in found}
+            self._results[part] = {**result, "missing": len(prompts)}
+            self._open |= {prompt.line: (part, prompt) for prompt in prompts}
             self._write_if_complete(part)
-            for prompt in found:
+            for prompt in prompts:
                 yield prompt.line, prompt.tokens
 
     def add(self, completion: Completion) -> None:

@@ -34,19 +34,19 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
     Raises:
         UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.
     """
-    draft, found = model_of(checkpoint), []
+    draft, violations = model_of(checkpoint), []
     if draft.objective != "causal" or target.objective != "causal":
         rule = f"is of family {draft.family}, the target of family {target.family}; speculative decoding requires two decoders"
-        found.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
     for name in ("vocab_size", "max_positions"):
         ours, theirs = getattr(target, name), getattr(draft, name)
         if theirs < ours or (name == "vocab_size" and theirs != ours):
             rule = f"has model.{name}={theirs}; the target has {ours}"
-            found.append(
+            violations.append(
                 Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
             )
-    if found:
-        raise UserError(found)
+    if violations:
+        raise UserError(violations)
     folder = _tokenizer_folder(stage, checkpoint)
     ours, theirs = (
         load(each, key).get_vocab(with_added_tokens=True) for each, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))

@@ -58,10 +58,10 @@ def _texts(inputs: Sequence[str], key: str, data: DataConfig) -> Iterator[str]:
     """The texts of the documents; unreadable records are skipped with a warning."""
     try:
         known = [*data.suffixes, *SEARCHED] if data.suffixes else []  # also text shards, whatever the suffix of the training documents
-        found, bad = input_files.find({DEFAULT_CORPUS: list(inputs)}, known, data.exclude)
+        files, bad = input_files.find({DEFAULT_CORPUS: list(inputs)}, known, data.exclude)
     except UserError as error:
         raise UserError([replace(violation, key=key) for violation in error.violations]) from error
-    documents = (document for source in found for document in reader.read(input_files.Span(source), ReadOptions.of(data)))
+    documents = (document for source in files for document in reader.read(input_files.Span(source), ReadOptions.of(data)))
     skipped = 0
     for document in itertools.chain(bad, documents):
         if isinstance(document, Bad):

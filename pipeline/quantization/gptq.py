@@ -92,7 +92,7 @@ def solve(model: Stack, config: ModelConfig, sequences: Tensor, scheme: Scheme, 
     Returns:
         Name of a layer -> its quantized weight.
     """
-    layers, found = layers_of(model, config), {}
+    layers, solved = layers_of(model, config), {}
     batches = sequences.split(_BATCH)
     context = model.attention_context({})
     assert model.embed is not None
@@ -105,8 +105,8 @@ def solve(model: Stack, config: ModelConfig, sequences: Tensor, scheme: Scheme, 
                 block(x, context)
             for layer, linear in own.items():
                 hessians[layer].remove()
-                found[layer] = solve_layer(linear.weight, hessians[layer].value, scheme, dtype)
-                linear.weight.copy_(found[layer].dequantize())
+                solved[layer] = solve_layer(linear.weight, hessians[layer].value, scheme, dtype)
+                linear.weight.copy_(solved[layer].dequantize())
                 progress.advance(1, layer)
             hidden = [block(x, context) for x in hidden]
-    return found
+    return solved

@@ -15,11 +15,11 @@ def language(knobs: LanguageStep) -> Step:
     wanted = set(knobs.keep)
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        found = batch.languages
+        languages = batch.languages
         if not wanted:
             return ()
-        other = np.array([code not in wanted for code, _ in found])
-        unclear = np.array([share < knobs.share for _, share in found])
+        other = np.array([code not in wanted for code, _ in languages])
+        unclear = np.array([share < knobs.share for _, share in languages])
         return drop(batch, [(other, "other language"), (unclear, "language unclear")])
 
     return step

@@ -36,8 +36,8 @@ def allow(knobs: AllowStep) -> Step:
 
 def contamination(knobs: ContaminationStep) -> Step:
     """Drop documents that share `words` consecutive words with a benchmark (13 in Brown et al. 2020, appendix C)."""
-    found = [_word_ngrams(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
-    known = Lookup(np.concatenate(found) if found else np.zeros(0, dtype=np.uint64))
+    benchmarks = [_word_ngrams(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
+    known = Lookup(np.concatenate(benchmarks) if benchmarks else np.zeros(0, dtype=np.uint64))
     if not len(known.known):
         rule = f"contain no text of {knobs.words} words"
         fix = "specify the benchmark files, or remove the step from clean.steps"

@@ -114,14 +114,14 @@ def _iban_possible(words: Words) -> np.ndarray:
 
 def _emails(text: str) -> Spans:
     """Addresses whose domain has a top-level domain of IANA's list, and that are not the name of an image or a repository."""
-    found = []
+    spans = []
     at = text.find("@")
     while at >= 0:
         local, domain = _LOCAL.search(text, max(0, at - 65), at), _DOMAIN.match(text, at + 1)
         if local and domain and local[0] not in _ACCOUNTS and not _PIXELS.match(domain[0]) and _is_top_level(domain["top"]):
-            found.append((local.start(), domain.end()))
+            spans.append((local.start(), domain.end()))
         at = text.find("@", at + 1)
-    return found
+    return spans
 
 
 def _is_top_level(name: str) -> bool:
@@ -132,10 +132,10 @@ def _is_top_level(name: str) -> bool:
 
 
 def _ips(text: str) -> Spans:
-    found = [match.span() for match in _IPV4.finditer(text) if _is_ipv4(text, match)]
+    spans = [match.span() for match in _IPV4.finditer(text) if _is_ipv4(text, match)]
     if ":" in text:
-        found += [match.span() for match in _IPV6.finditer(text) if _is_public(match[0])]
-    return sorted(found)
+        spans += [match.span() for match in _IPV6.finditer(text) if _is_public(match[0])]
+    return sorted(spans)
 
 
 def _is_ipv4(text: str, match: re.Match[str]) -> bool:
@@ -159,16 +159,16 @@ def _is_public(address: str) -> bool:
 
 def _ibans(text: str) -> Spans:
     """Numbers with the length of their country and valid check digits; what follows may look like a part of the number."""
-    found = []
+    spans = []
     match = _IBAN.search(text)
     while match:
         start = match.start()
         ends = [start + index for index, character in enumerate(match[0], start=1) if character.isalnum()]
         end = next((end for end in reversed(ends[14:]) if iban.is_valid(text[start:end].replace("\u00a0", ""), check_country=False)), None)
         if end:
-            found.append((start, end))
+            spans.append((start, end))
         match = _IBAN.search(text, end or start + 4)
-    return found
+    return spans
 
 
 _SEARCHES: dict[str, tuple[str, Callable[[Words], np.ndarray], Callable[[str], Spans]]] = {

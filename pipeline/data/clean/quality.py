@@ -149,14 +149,14 @@ def _ellipses(words: Words) -> np.ndarray:
 
 def _with_letter(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return for every text (the number of spans with a letter, the number of spans)."""
-    found = np.empty(len(spans), dtype=bool)
+    matched = np.empty(len(spans), dtype=bool)
     for first in range(0, len(spans), _SPANS):
         starts, ends = spans.starts[first : first + _SPANS], spans.ends[first : first + _SPANS]
         base = starts[0]
         letters = np.zeros(ends[-1] - base + 1, dtype=np.uint32)
         np.cumsum(words.kinds[base : ends[-1]] & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
-        found[first : first + _SPANS] = letters[ends - base] > letters[starts - base]
-    return _per_text(found, spans.offsets), np.diff(spans.offsets)
+        matched[first : first + _SPANS] = letters[ends - base] > letters[starts - base]
+    return _per_text(matched, spans.offsets), np.diff(spans.offsets)
 
 
 def _widths(words: Words, spans: Spans) -> np.ndarray:
@@ -182,8 +182,8 @@ def _stop_words_missing(batch: DocumentBatch, least: np.ndarray) -> tuple[np.nda
     """Return for every text (whether it has fewer than `least` stop words, whether its language has a list)."""
     known, lists, languages = _stop_word_table()
     number = np.array([languages.get(code, -1) for code, _ in batch.languages])
-    found, which = known.find(batch.words.hashes)
-    texts = batch.words.spans.texts[found]
+    is_known, which = known.find(batch.words.hashes)
+    texts = batch.words.spans.texts[is_known]
     own = lists[which, number[texts]] & (number[texts] >= 0)
     return np.bincount(texts[own], minlength=len(number)) < least, number >= 0
 

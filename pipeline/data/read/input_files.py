@@ -111,17 +111,17 @@ def part_bytes(sources: Sequence[InputFile], megabytes: float | None) -> int:
 
 def parts(sources: Sequence[InputFile], part_bytes: int) -> list[InputPart]:
     """Divide the input into parts of about `part_bytes`, independent of the number of ranks: small files are grouped, large ones split."""
-    found: list[InputPart] = []
+    divided: list[InputPart] = []
     spans: list[Span] = []
     filled = 0
     for span in itertools.chain.from_iterable(_spans(source, part_bytes) for source in sources):
         weight = span.size + _OPENING_BYTES
         if spans and filled + weight > part_bytes + _OPENING_BYTES:
-            found.append(InputPart(len(found), tuple(spans)))
+            divided.append(InputPart(len(divided), tuple(spans)))
             spans, filled = [], 0
         spans.append(span)
         filled += weight
-    return [*found, InputPart(len(found), tuple(spans))] if spans else found
+    return [*divided, InputPart(len(divided), tuple(spans))] if spans else divided
 
 
 def _spans(source: InputFile, part_bytes: int) -> list[Span]:
@@ -159,20 +159,20 @@ def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude:
     """
     if not any(corpora.values()):
         raise UserError.of("data.input", "[]", "names no documents", "specify files, globs or folders: data.input=[corpus/*.jsonl]")
-    found: list[InputFile] = []
+    input_files: list[InputFile] = []
     bad: list[Bad] = []
     violations: list[Violation] = []
     for corpus in sorted(corpora, key=lambda name: (name != DEFAULT_CORPUS, name)):
         key = "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"
         try:
-            found += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, bad)
+            input_files += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, bad)
         except UserError as error:
             violations += error.violations
-    if not found and not violations:
+    if not input_files and not violations:
         violations = [Violation("data.input", at.source, at.reason, "specify other files, or other data.suffixes") for at in bad]
     if violations:
         raise UserError(violations)
-    return found, bad
+    return input_files, bad
 
 
 def _corpus(

@@ -22,11 +22,11 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         return
     try:
         # Imported on demand: each format imports its own library.
-        found = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
-        first = next(found, None)
+        documents = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
+        first = next(documents, None)
         if first is not None:
             yield first
-            yield from found
+            yield from documents
         elif span.covers_file:
             yield Bad(span.file.label, "", "contains no document")
     except DamageError as error:

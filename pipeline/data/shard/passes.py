@@ -85,13 +85,13 @@ class ShardPasses:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in bad)
             _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
         pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
-        found, plan = self._planned(pool, counts)
+        duplicated, plan = self._planned(pool, counts)
         if self._data.save_dropped:
-            dropped.write_duplicates(comm, pool, found)
+            dropped.write_duplicates(comm, pool, duplicated)
         for shard in plan[comm.rank :: comm.size]:
             if unfinished.note(shard.name) is None:
                 unfinished.write(
-                    shard.name, shards.write(unfinished.output, shard, pool, found.drop, self._data, self._dedup, unfinished.folder)
+                    shard.name, shards.write(unfinished.output, shard, pool, duplicated.drop, self._data, self._dedup, unfinished.folder)
                 )
         comm.barrier()
         if comm.rank > 0:
@@ -101,8 +101,8 @@ class ShardPasses:
             files = [stem.with_suffix(suffix) for stem in pool.stems for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
-        self._count_duplicates(pool, found, counts)
-        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, found, pool)
+        self._count_duplicates(pool, duplicated, counts)
+        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, duplicated, pool)
         unfinished.clear()
         return totals
 
@@ -122,35 +122,35 @@ class ShardPasses:
         if saved:
             origin = np.load(arrays["origin"]) if self._comm.rank == 0 else np.empty(0, clusters.ORIGIN)
             return clusters.from_json(saved["found"], np.load(arrays["drop"]), origin), [ShardPlan(**shard) for shard in saved["shards"]]
-        found = self._duplicates(pool)
-        plan = self._plan(pool, found, counts)
+        duplicated = self._duplicates(pool)
+        plan = self._plan(pool, duplicated, counts)
         if self._comm.rank == 0:
             for name, path in arrays.items():
                 with atomic_file(path) as handle:
-                    np.save(handle, getattr(found, name))
-            self._unfinished.write("plan", {"found": clusters.to_json(found), "shards": [vars(shard) for shard in plan]})
-        return found, plan
+                    np.save(handle, getattr(duplicated, name))
+            self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [vars(shard) for shard in plan]})
+        return duplicated, plan
 
     def _duplicates(self, pool: Pool) -> Clusters:
         """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs."""
         dedup, comm = self._dedup, self._comm
-        found = clusters.NOTHING
+        duplicated = clusters.NOTHING
         if dedup.url or dedup.exact or dedup.near:
             numbers, rows = pool.local_rows(comm)
             score = rows["score"].astype(np.int64)
         if dedup.url:
-            found = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
-            found.origin["kind"] = clusters.Kind.URL
+            duplicated = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
+            duplicated.origin["kind"] = clusters.Kind.URL
         if dedup.exact or dedup.near:
-            remaining = np.isin(numbers, found.drop, invert=True) if len(found.drop) else slice(None)
+            remaining = np.isin(numbers, duplicated.drop, invert=True) if len(duplicated.drop) else slice(None)
             known = signatures.load(comm, dedup) if dedup.against else None
             keys, minhash = rows["exact"][remaining], rows["minhash"][remaining] if dedup.near else None
-            found = clusters.joined(
-                found, duplicates.find(comm, numbers[remaining], keys, minhash, score[remaining], pool.texts, dedup, known)
+            duplicated = clusters.joined(
+                duplicated, duplicates.find(comm, numbers[remaining], keys, minhash, score[remaining], pool.texts, dedup, known)
             )
         if dedup.paragraphs:
-            pool.find_repeated(comm, found.drop, dedup.paragraph_characters)
-        return found
+            pool.find_repeated(comm, duplicated.drop, dedup.paragraph_characters)
+        return duplicated
 
     def _plan(self, pool: Pool, found: Clusters, counts: PartCounts) -> list[ShardPlan]:
         """The shard plan, identical on all ranks."""

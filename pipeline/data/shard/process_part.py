@@ -123,15 +123,15 @@ def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advanc
     """Yield the non-empty documents; count empty documents and unreadable input."""
     for span in part.spans:
         total = counts.read.setdefault(span.file.corpus, [0, 0])
-        for found in read(span, options):
-            if isinstance(found, Bad):
-                counts.bad.append(listed(found))
-            elif not found.text or found.text.isspace():
+        for document in read(span, options):
+            if isinstance(document, Bad):
+                counts.bad.append(listed(document))
+            elif not document.text or document.text.isspace():
                 counts.empty += 1
             else:
                 total[0] += 1
-                total[1] += utf8_length(found.text)
-                yield found
+                total[1] += utf8_length(document.text)
+                yield document
         advance(span.size)
     counts.documents = sum(documents for documents, _ in counts.read.values())
     counts.bytes = sum(size for _, size in counts.read.values())

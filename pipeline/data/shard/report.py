@@ -28,7 +28,7 @@ SHOWN_CLUSTERS = 20
 _BAD = ("file", "position", "reason", "lost_bytes")
 
 
-def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any]) -> dict[str, Any]:
+def build(counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any]) -> dict[str, Any]:
     """Build the report as a JSON object.
 
     Args:
@@ -53,11 +53,11 @@ def build(counts: PartCounts, found: Clusters, pool: Pool, output: dict[str, Any
         "bad": [dict(zip(_BAD, bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
         "steps": [{"step": name, **_step(step)} for name, step in counts.steps.items()],
         "duplicates": {
-            "exact": found.exact,
-            "near": found.near,
+            "exact": clusters.exact,
+            "near": clusters.near,
             "repeated": output.pop("repeated_documents"),
-            "cluster_sizes": {str(size): number for size, number in sorted(found.sizes.items())},
-            "clusters": [_cluster(cluster, pool) for cluster in found.clusters],
+            "cluster_sizes": {str(size): number for size, number in sorted(clusters.sizes.items())},
+            "clusters": [_cluster(cluster, pool) for cluster in clusters.clusters],
         },
         "output": output,
     }

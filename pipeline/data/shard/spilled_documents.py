@@ -73,16 +73,16 @@ class Pool:
         for part in range(comm.rank, len(self._parts), comm.size):
             rows = self._parts[part].rows
             numbers = self._starts[part] + rows["number"]
-            kept = np.flatnonzero(~_contained(numbers, drop))
-            keys = self._parts[part].shuffle_keys[kept]
+            remaining = np.flatnonzero(~_contained(numbers, drop))
+            keys = self._parts[part].shuffle_keys[remaining]
             bins = order.bin(keys)
-            np.add.at(sizes, bins, rows["size"][kept].astype(np.int64))
+            np.add.at(sizes, bins, rows["size"][remaining].astype(np.int64))
             groups = bins // order.bins
             documents += np.bincount(groups, minlength=order.groups)
             for group in np.unique(groups).tolist():
                 within = np.flatnonzero(groups == group)
-                first = within[np.lexsort((numbers[kept[within]], keys[within]))[0]]
-                candidate = (int(keys[first]), int(numbers[kept[first]]))
+                first = within[np.lexsort((numbers[remaining[within]], keys[within]))[0]]
+                candidate = (int(keys[first]), int(numbers[remaining[first]]))
                 lowest[group] = min(filter(None, (lowest[group], candidate)))
         gathered = comm.gather((sizes, documents, lowest))
         if gathered is None:
@@ -96,7 +96,7 @@ class Pool:
 
     def shard_documents(self, plan: ShardPlan, drop: np.ndarray) -> Iterator[tuple[int, bytes, bytes, np.void]]:
         """Yield (number, metadata, text, row) of every document of a shard, in shuffled order."""
-        found = []
+        documents = []
         for part, spilled in enumerate(self._parts):
             for begin, end in spilled.between(plan.first, plan.stop):
                 keys, rows = spilled.shuffle_keys[begin:end], spilled.rows[begin:end]
@@ -105,22 +105,22 @@ class Pool:
                 for row, record in enumerate(spilled.records(begin, end)):
                     number = int(numbers[row])
                     if not dropped[row] and number != plan.without and (plan.only is None or number == plan.only):
-                        found.append((int(keys[row]), number, record, rows[row]))
-        found.sort(key=lambda entry: entry[:2])
-        for _, number, (meta, text), row in found:
+                        documents.append((int(keys[row]), number, record, rows[row]))
+        documents.sort(key=lambda entry: entry[:2])
+        for _, number, (meta, text), row in documents:
             yield number, meta, text, row
 
     def find_repeated(self, comm: Comm, drop: np.ndarray, characters: int) -> None:
         """Find the repeated paragraphs among the kept documents, and save their flags next to the spills. Collective."""
         mine = range(comm.rank, len(self._parts), comm.size)
-        kept = [self._kept(part, drop) for part in mine]
-        found = [paragraphs.hashes(map(self._text, numbers.tolist()), characters) for numbers in kept]
-        numbers = np.concatenate([np.zeros(0, dtype=np.int64), *kept])
-        flat = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for hashes, _ in found)])
-        counts = np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(offsets) for _, offsets in found)])
+        remaining = [self._kept(part, drop) for part in mine]
+        hashed = [paragraphs.hashes(map(self._text, numbers.tolist()), characters) for numbers in remaining]
+        numbers = np.concatenate([np.zeros(0, dtype=np.int64), *remaining])
+        flat = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for hashes, _ in hashed)])
+        counts = np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(offsets) for _, offsets in hashed)])
         offsets = np.concatenate([[0], np.cumsum(counts)])
         repeated = paragraphs.find_repeated(comm, numbers, flat, offsets)
-        for part, numbers_of_part in zip(mine, kept, strict=True):
+        for part, numbers_of_part in zip(mine, remaining, strict=True):
             low, high = np.searchsorted(numbers, [self._starts[part], self._starts[part + 1]]) if len(numbers) else (0, 0)
             self._parts[part].save_flags(numbers_of_part - self._starts[part], repeated[offsets[low] : offsets[high]], counts[low:high])
 

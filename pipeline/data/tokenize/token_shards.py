@@ -139,11 +139,11 @@ def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> lis
     Raises:
         UserError: a shard is missing or corrupt.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for name in names[:: -(-len(names) // EXCERPT_SHARDS) or 1]:
         documents = islice(text_shards.readable(shards, text, name), EXCERPTS)
-        found += [document.decode("utf-8", errors="replace")[:EXCERPT] for document, _ in documents]
-    return found
+        texts += [document.decode("utf-8", errors="replace")[:EXCERPT] for document, _ in documents]
+    return texts
 
 
 def ids(path: Path, entry: dict[str, Any]) -> np.ndarray:

@@ -98,7 +98,7 @@ def held_out(shards: Path, text: Manifest, megabytes: float) -> dict[str, list[s
     Raises:
         UserError: a shard is missing or corrupt.
     """
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     sizes: Counter[str] = Counter()
     for name, entry in text.files.items():
         if entry.get("split") == "validation":
@@ -106,5 +106,5 @@ def held_out(shards: Path, text: Manifest, megabytes: float) -> dict[str, list[s
                 language = text_shards.language(about)
                 if sizes[language] < megabytes * 1e6:
                     sizes[language] += len(document)
-                    found.setdefault(language, []).append(document.decode("utf-8", errors="replace"))
-    return dict(sorted(found.items()))
+                    texts.setdefault(language, []).append(document.decode("utf-8", errors="replace"))
+    return dict(sorted(texts.items()))

@@ -44,11 +44,11 @@ class Causal(TokenShardObjective):
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and targets; documents under a document mask."""
         text = self.samples.samples(indices)
-        found = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+        arrays = {"tokens": text[:, :-1], "targets": text[:, 1:]}
         if self._padded:
             end = self.samples.end_of_document
-            padding = (found["tokens"] == end) & (found["targets"] == end)
-            found["targets"] = np.where(padding, np.int32(IGNORE), found["targets"].astype(np.int32))
+            padding = (arrays["tokens"] == end) & (arrays["targets"] == end)
+            arrays["targets"] = np.where(padding, np.int32(IGNORE), arrays["targets"].astype(np.int32))
         if self._document_mask:
-            found["documents"] = document_ids(found["tokens"], self.samples.end_of_document)
-        return found
+            arrays["documents"] = document_ids(arrays["tokens"], self.samples.end_of_document)
+        return arrays

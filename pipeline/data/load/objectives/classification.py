@@ -48,9 +48,9 @@ class Classification(Supervised):
         reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), truncate=truncate)
         log_it = share[0] == 0
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, log_it=log_it)
-        found = cls(samples, length)
-        found._between, found._segments = between, model.segments
-        return found
+        objective = cls(samples, length)
+        objective._between, objective._segments = between, model.segments
+        return objective
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, and truncation; the labels are those of the model."""
@@ -67,5 +67,5 @@ class Classification(Supervised):
             *text, label = example.tokens.tolist()
             tokens[row, : len(text)], documents[row, : len(text)], targets[row, 0] = text, 0, label
             segments[row, text.index(self._between) + 1 : len(text)] = 1
-        found: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
-        return found | ({"segments": segments} if self._segments > 1 else {})
+        arrays: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
+        return arrays | ({"segments": segments} if self._segments > 1 else {})

@@ -88,9 +88,9 @@ class Masked(TokenShardObjective):
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and targets; segments and next_sentence with two segments; documents with padding or a document mask."""
         indices = np.asarray(indices, dtype=np.int64)
-        found = self.unmasked(indices)
-        found["tokens"], found["targets"] = mask(found["tokens"], indices, self._is_ordinary, self._vocabulary, self._rates, self._seed)
-        return found
+        arrays = self.unmasked(indices)
+        arrays["tokens"], arrays["targets"] = mask(arrays["tokens"], indices, self._is_ordinary, self._vocabulary, self._rates, self._seed)
+        return arrays
 
     def unmasked(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of samples with the original tokens, without targets."""

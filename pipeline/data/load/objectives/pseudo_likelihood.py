@@ -28,12 +28,12 @@ class PseudoLikelihood(Masked):
         """See Objective: as Masked, with one target in each row at most."""
         sequences, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
         distinct, where = np.unique(sequences, return_inverse=True)
-        found = {name: array[where] for name, array in self.unmasked(distinct).items()}
-        rows, targets = np.arange(len(positions)), np.full(found["tokens"].shape, IGNORE, dtype=np.int32)
-        original = found["tokens"][rows, positions]
+        arrays = {name: array[where] for name, array in self.unmasked(distinct).items()}
+        rows, targets = np.arange(len(positions)), np.full(arrays["tokens"].shape, IGNORE, dtype=np.int32)
+        original = arrays["tokens"][rows, positions]
         counted = self._is_ordinary[original]
-        if "documents" in found:
-            counted &= found["documents"][rows, positions] >= 0
+        if "documents" in arrays:
+            counted &= arrays["documents"][rows, positions] >= 0
         targets[rows[counted], positions[counted]] = original[counted]
-        found["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
-        return {**found, "targets": targets}
+        arrays["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
+        return {**arrays, "targets": targets}

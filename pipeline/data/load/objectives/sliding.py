@@ -43,7 +43,7 @@ class Sliding(Causal):
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Causal, with the targets of a window's last tokens."""
-        found = super().arrays(indices)
-        targets = found["targets"].astype(np.int32)
+        arrays = super().arrays(indices)
+        targets = arrays["targets"].astype(np.int32)
         targets[np.asarray(indices) > 0, : targets.shape[1] - self.stride] = IGNORE
-        return {**found, "targets": targets}
+        return {**arrays, "targets": targets}

@@ -31,13 +31,13 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
             for record in ArchiveIterator(io.BufferedReader(stream), record_types=_RECORD_TYPES, parse_http=False, stream_detect=False):
                 position = record.stream_pos
                 try:
-                    found = _document(record, options)
+                    document = _document(record, options)
                 except UnusableError as error:
                     if stream.damage is None:  # else the error is a consequence of the damage
                         yield Bad(source.label, f"byte {position}", str(error), source.size if isinstance(error, _TruncatedError) else 0)
                     continue
-                if found is not None:
-                    text, title = found
+                if document is not None:
+                    text, title = document
                     meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
                     yield Document(source.name, position, text, small_fields((k, v) for k, v in meta.items() if v), source.corpus)
         except OSError as error:
