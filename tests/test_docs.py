@@ -113,8 +113,9 @@ def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
+    prompts = ["stage.prompts=prompts.jsonl"] * (stage == "generate")
     for ranks in (1, 2):
-        checked((f"experiment={name}", f"stage={stage}"), ranks)
+        checked((f"experiment={name}", f"stage={stage}", *prompts), ranks)
 
 
 def test_the_mistake_is_answered_as_shown() -> None:

@@ -226,7 +226,7 @@ def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
     """Train with a hand-written loop over our model or the stock class; returns the mean loss."""
     dtype, samples = DTYPES[config.precision.dtype], batches(config)
     model: Any = stock_model(config, dtype).to(DEVICE) if stock else our_model(config).to(DEVICE, dtype)
-    if compile_enabled(config, DEVICE):
+    if compile_enabled(config.training, config.parallel, DEVICE):
         for block in stock_blocks(model) if stock else model.blocks.values():
             block.compile()
     weights = list(model.parameters())
@@ -275,7 +275,7 @@ def train_with_trainer(config: RunConfig, timer: Timer, model: torch.nn.Module |
         per_device_train_batch_size=config.training.global_batch_size,
         bf16=config.precision.dtype == "bf16",
         use_cpu=DEVICE.type == "cpu",
-        torch_compile=compile_enabled(config, DEVICE),
+        torch_compile=compile_enabled(config.training, config.parallel, DEVICE),
         optim="adamw_torch_fused",
         learning_rate=optimizer.lr,
         lr_scheduler_type="constant",
