@@ -53,6 +53,16 @@ def pytest_unconfigure(config):
         server[1].cleanup()
 
 
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """What no test may leave to the next one: the state of PyTorch's random numbers, and a composition of Hydra."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    yield
+    if hydra := sys.modules.get("hydra.core.global_hydra"):
+        hydra.GlobalHydra.instance().clear()
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], object]], Path]:
     """`once(name, make)`: a folder that `make(folder)` writes, once for all workers of pytest-xdist."""
@@ -104,7 +114,7 @@ def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
     started: dict[int, World] = {}
 
     def world(size: int) -> World:
-        if size not in started:
+        if size not in started or started[size].stopped:
             started[size] = World(size, tmp_path_factory.mktemp("world"))
         return started[size]
 

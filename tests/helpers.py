@@ -1,5 +1,6 @@
 """Shared test helpers: running the command line, and generating a small corpus."""
 
+import contextlib
 import json
 import os
 import random
@@ -33,8 +34,8 @@ def torchrun(ranks: int, *arguments: str, cold: bool = False) -> tuple[str, ...]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The variables of this process, one thread a process, and the package."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    """The variables of this process, one thread a process, the package, and ranks of MPI that leave the core while they wait."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", **more}
 
 
 def python(
@@ -77,6 +78,14 @@ def pipeline(*arguments: object, expect: int = 0, **options: Any) -> str:
     return printed
 
 
+def free_port() -> int:
+    """A port that is free, and that the kernel gives to no other process in the meantime: below those that it chooses from."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def start_ranks(
     count: int, *arguments: object, output: int | None = None, own: dict[int, tuple[str, ...]] | None = None
 ) -> list[warm.Process]:
@@ -85,8 +94,7 @@ def start_ranks(
     Args:
         own: rank -> further arguments of this rank.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "none"}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
     job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [

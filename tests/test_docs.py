@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -13,7 +14,8 @@ from hydra import compose, initialize_config_dir
 
 from pipeline.common import knobs
 from pipeline.config import layout
-from pipeline.config.compose import normalize_overrides, register, to_run_config
+from pipeline.config.command_line import parse
+from pipeline.config.compose import register, to_run_config
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -25,6 +27,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
+    ROOT / "tools/study/README.md",
     *sorted((ROOT / "pipeline").glob("*/README.md")),
 ]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
@@ -74,11 +77,12 @@ STARTS = [
 SWEEPS = [overrides for overrides, _ in STARTS if "-m" in overrides]
 
 
-def checked(overrides: list[str], ranks: int) -> RunConfig:
+@functools.cache
+def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", normalize_overrides(overrides), return_hydra_config=False)
+        composed = compose("config", parse(list(overrides)).overrides, return_hydra_config=False)
     config = to_run_config(composed)
     check.check(config, layout.job_size(config, ranks))
     return config
@@ -86,13 +90,13 @@ def checked(overrides: list[str], ranks: int) -> RunConfig:
 
 @pytest.mark.slow
 def test_every_stage_is_shown() -> None:
-    assert {checked(o, r).stage.name for o, r in STARTS if "-m" not in o} == set(STAGES)
+    assert {checked(tuple(o), r).stage.name for o, r in STARTS if "-m" not in o} == set(STAGES)
     assert SWEEPS
 
 
 @pytest.mark.parametrize("overrides, ranks", [pytest.param(o, r, id=" ".join(o)) for o, r in STARTS if "-m" not in o])
 def test_commands_are_legal(overrides: list[str], ranks: int) -> None:
-    checked(overrides, ranks)
+    checked(tuple(overrides), ranks)
 
 
 @pytest.mark.slow
@@ -107,7 +111,7 @@ def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
     for ranks in (1, 2):
-        checked([f"experiment={name}", f"stage={stage}"], ranks)
+        checked((f"experiment={name}", f"stage={stage}"), ranks)
 
 
 def test_the_mistake_is_answered_as_shown() -> None:

@@ -1,10 +1,12 @@
 """A gloo process group that is started once and runs functions of many tests on all ranks."""
 
+import functools
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,15 @@ from tests.helpers import environment
 
 
 class World:
-    """Rank processes that wait for functions to run."""
+    """Rank processes that wait for functions to run.
+
+    Attributes:
+        size: how many.
+        stopped: they are terminated, by `stop` or because one of them did not answer.
+    """
 
     def __init__(self, size: int, folder: Path) -> None:
-        self.size = size
+        self.size, self.stopped = size, False
         self._pipes, self._ranks = [], []
         for rank in range(size):
             ours, theirs = Pipe()
@@ -32,13 +39,24 @@ class World:
         """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, arguments)))
-        answers = [pipe.recv() if pipe.poll(300) else (False, f"rank {rank} did not answer") for rank, pipe in enumerate(self._pipes)]
-        failures = [answer for good, answer in answers if not good]
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + 600
+        while len(answers) < self.size and (seconds := deadline - time.monotonic()) > 0:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            for pipe in wait(waiting, seconds):
+                answers[self._pipes.index(pipe)] = good, _ = pipe.recv()
+                if not good:  # the others may wait for it in a collective
+                    deadline = min(deadline, time.monotonic() + 30)
+        failures = [answers[rank][1] for rank in sorted(answers) if not answers[rank][0]]
+        if missing := sorted(set(range(self.size)) - answers.keys()):
+            self.stop()
+            failures.append(f"ranks {missing} did not answer")
         assert not failures, "\n".join(failures)
-        return [answer for _, answer in answers]
+        return [answers[rank][1] for rank in range(self.size)]
 
     def stop(self) -> None:
         """Terminate the rank processes."""
+        self.stopped = True
         for rank in self._ranks:
             rank.kill()
 
@@ -57,7 +75,15 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
 
 
 def configured(*overrides: str) -> Any:
-    """Compose the configuration of a command line."""
+    """Return the configuration of a command line."""
+    from pipeline.config import compose
+
+    return compose.to_run_config(composition(overrides))
+
+
+@functools.cache
+def composition(overrides: tuple[str, ...]) -> Any:
+    """Compose a command line; it takes 0.2 s of a core."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -66,7 +92,7 @@ def configured(*overrides: str) -> Any:
 
     compose.register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return compose.to_run_config(hydra_compose("config", list(overrides)))
+        return hydra_compose("config", list(overrides))
 
 
 def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -97,7 +123,7 @@ def trainer(*overrides: str) -> tuple[Any, Any]:
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
-    config = meshes.on_rank_0(lambda: composed(*overrides))  # once: it takes 0.2 s of a core
+    config = meshes.on_rank_0(lambda: composed(*overrides))
     assert not isinstance(config, str), config
     check.check(config, dist.get_world_size())
     return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config import compose
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import job
 from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
@@ -20,8 +20,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
     """
+    if config.stage.name not in TRAINING_STAGES:
+        rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
+        raise UserError.of("dry_run.enabled", True, rule, fix)
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
         config = finetuning.complete(config, world_size)
@@ -33,7 +36,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     local, model = rank_report.init_fake(config, world_size)
     result = memory_check.planned(config, world_size)
     print("\n".join(rank_report.lines(config, local, model)))
-    print("\n" + job.sbatch_line(config.cluster, config.stage.name, world_size, HydraConfig.get().overrides.task))
+    print("\n" + job.sbatch_line(config.cluster, config.stage.name, world_size, compose.task_arguments()))
     if result is not None:
         print("\n" + "\n".join(rank_report.plan_lines(result)))
     if refused := memory_check.violation(config, world_size, result):

@@ -205,8 +205,7 @@ def test_headings_are_no_symbols_and_dot_leaders_are_one():
 
 
 def test_tag_mode_keeps_and_annotates_every_document():
-    wanted = config("normalise", "length", "gopher")
-    wanted.mode = "tag"
+    wanted = changed(config("normalise", "length", "gopher"), {"mode": "tag"})
     counts: dict = {}
     batch = Cleaner(wanted).clean(DocumentBatch([Document("x", 0, "short \ntext", {}), Document("x", 1, PROSE, {})]), counts)
     assert batch.alive.all()

@@ -65,7 +65,13 @@ def test_a_moe_layer_is_the_dense_sum(seed, batch, sequence, sizes, scoring, nor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"capacity_factor": 0.7}, {"aux_loss": AuxLoss(0.3, 0.2, 0.1)}, {"scoring": "sigmoid", "correction_bias": True}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"capacity_factor": 0.7},
+        pytest.param({"aux_loss": AuxLoss(0.3, 0.2, 0.1)}, marks=pytest.mark.long),
+        {"scoring": "sigmoid", "correction_bias": True},
+    ],
 )
 def test_gradients_are_those_of_the_function(options):
     layer = moe(**options)

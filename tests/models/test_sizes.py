@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from pipeline.config.compose import register, to_run_config
+from pipeline.config.compose import register
 from pipeline.config.paths import CONF_DIR
 from pipeline.models import families, plan, registry
 from pipeline.models.bert.config import BertConfig
@@ -153,11 +154,11 @@ SMALL = {
 NAMES = sorted(file.stem for file in (CONF_DIR / "model").glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model_config():
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        yield lambda name: to_run_config(compose("config", [f"model={name}"])).model
+        yield lambda name: OmegaConf.to_object(compose(f"model/{name}").model)
 
 
 def build_on_meta(config):

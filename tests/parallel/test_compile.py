@@ -92,19 +92,23 @@ def test_collectives_can_be_fused_with_matrix_products(worlds):
 
 
 COMBINATIONS = [
-    ("training.activation_checkpointing=full",),
     ("training.activation_checkpointing=selective", "parallel.tensor=2", "training.document_mask=true"),
     ("training.activation_checkpointing=full", "parallel.context=2", "training.document_mask=true"),
-    ("training.activation_checkpointing=selective", "parallel.context=2"),
-    ("training.activation_checkpointing=full", "parallel.context=2", "parallel.context_kind=ulysses"),
-    ("training.activation_checkpointing=none", "parallel.tensor=2"),
     ("parallel.zero_stage=1",),
     ("parallel.zero_stage=3", "training.activation_checkpointing=selective", "training.activation_budget=0.05"),
     ("precision=fp8", "precision.fp8_exclude_layers=0", "model.hidden=64", "model.ffn_hidden=64", "parallel.tensor=2"),
 ]
+MORE_COMBINATIONS = [
+    ("training.activation_checkpointing=full",),
+    ("training.activation_checkpointing=selective", "parallel.context=2"),
+    ("training.activation_checkpointing=full", "parallel.context=2", "parallel.context_kind=ulysses"),
+    ("training.activation_checkpointing=none", "parallel.tensor=2"),
+]
 
 
-@pytest.mark.parametrize("overrides", COMBINATIONS, ids=" ".join)
+@pytest.mark.parametrize(
+    "overrides", [*COMBINATIONS, *(pytest.param(words, marks=pytest.mark.long) for words in MORE_COMBINATIONS)], ids=" ".join
+)
 def test_blocks_are_compiled_whole(worlds, overrides):
     replicas = 1 if any("tensor=2" in word or "context=2" in word for word in overrides) else 2
     sizes = (f"training.global_batch_size={4 * MICRO_BATCHES * replicas}",)
@@ -124,7 +128,11 @@ DEEPSEEK = tiny(
 )
 
 
-@pytest.mark.parametrize(("model", "checkpointing"), [(MIXTRAL, "none"), (DEEPSEEK, "full")], ids=["mixtral", "deepseek full"])
+@pytest.mark.parametrize(
+    ("model", "checkpointing"),
+    [(MIXTRAL, "none"), pytest.param(DEEPSEEK, "full", marks=pytest.mark.long)],
+    ids=["mixtral", "deepseek full"],
+)
 def test_a_moe_layer_is_compiled_up_to_the_dispatch(worlds, model, checkpointing):
     """Routing, permutation and combination are compiled; dispatch, experts and the record of the load are not."""
     layout = ("parallel.expert=2", "training.global_batch_size=16", f"training.activation_checkpointing={checkpointing}")

@@ -39,7 +39,7 @@ def bf16(worlds):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
 def test_the_loss_of_fifty_steps_is_near_that_of_bf16(worlds, bf16, recipe):
     fp8, layers = worlds(1).run(losses, 50, "precision=fp8", f"precision.fp8={recipe}", "training.micro_batch_size=8")[0]
     assert layers == 2 * 7, "all but the first and the last block"
@@ -51,7 +51,7 @@ def test_the_loss_of_fifty_steps_is_near_that_of_bf16(worlds, bf16, recipe):
     "layout",
     [
         ("parallel.tensor=2", "training.activation_checkpointing=selective"),
-        ("parallel.pipeline=2", "training.activation_checkpointing=full"),
+        pytest.param(("parallel.pipeline=2", "training.activation_checkpointing=full"), marks=pytest.mark.long),
         ("parallel.zero_stage=3",),
         ("parallel.tensor=2", "parallel.sequence_parallel=false", "parallel.zero_stage=1"),
     ],

@@ -55,7 +55,8 @@ def cases() -> Iterator[Any]:
     """Families and recomputation."""
     for family in ("llama-tiny", "gpt1-tiny", "mixtral-tiny"):
         for mode in ("none", "selective", "full"):
-            yield pytest.param(family, mode, id=f"{family}-{mode}")
+            default = (family, mode) in (("llama-tiny", "none"), ("gpt1-tiny", "full"), ("mixtral-tiny", "selective"))
+            yield pytest.param(family, mode, id=f"{family}-{mode}", marks=() if default else pytest.mark.long)
 
 
 @pytest.mark.slow
