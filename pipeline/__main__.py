@@ -82,6 +82,8 @@ def run_hydra(arguments: list[str]) -> None:
     hydra_launcher.register()
     try:
         command = command_line.parse(arguments)
+        if command.violations:
+            report_overrides(command)
     except UserError as error:
         report(error)
     sys.argv[1:] = [*command.options, *command.overrides]
@@ -102,10 +104,11 @@ def run_hydra(arguments: list[str]) -> None:
             composed = hydra.compose("config", command.overrides, return_hydra_config=True)
     except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
         report(error)
-    except compose.COMPOSITION_ERRORS as error:
+    except compose.COMPOSITION_ERRORS:
         if not composing:
             raise
-        report_composition_error(error, command)
+        report_overrides(command)
+        raise
     except SystemExit as end:  # of Hydra, which prints a configuration or information
         sys.exit(2 if command.shows and end.code else end.code)
     HydraConfig.instance().set_config(composed)  # the dry run reads the command line from it
@@ -114,12 +117,8 @@ def run_hydra(arguments: list[str]) -> None:
     run_one(composed)
 
 
-def report_composition_error(error: Exception, command: Command) -> None:
-    """Print why a command line does not compose, with what else is wrong in it, and exit with code 2.
-
-    Raises:
-        Exception: `error`, if no argument explains it.
-    """
+def report_overrides(command: Command) -> None:
+    """Print why a command line does not compose, with what else is wrong in it, and exit with code 2; return if no argument explains it."""
     from pipeline.common import ranks
     from pipeline.common.errors import UserError
     from pipeline.config import compose, layout
@@ -127,7 +126,7 @@ def report_composition_error(error: Exception, command: Command) -> None:
 
     violations, valid = compose.diagnose(command)
     if not violations:
-        raise error
+        return
     try:
         config = compose.to_run_config(valid)
         violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))

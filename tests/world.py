@@ -44,8 +44,8 @@ class World:
         while len(answers) < self.size and (seconds := deadline - time.monotonic()) > 0:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             for pipe in wait(waiting, seconds):
-                answers[self._pipes.index(pipe)] = good, _ = pipe.recv()
-                if not good:  # the others may wait for it in a collective
+                answers[self._pipes.index(pipe)] = answer = pipe.recv()
+                if not answer[0]:  # the others may wait for it in a collective
                     deadline = min(deadline, time.monotonic() + 30)
         failures = [answers[rank][1] for rank in sorted(answers) if not answers[rank][0]]
         if missing := sorted(set(range(self.size)) - answers.keys()):

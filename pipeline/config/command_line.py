@@ -42,13 +42,15 @@ class Command:
     """A command line.
 
     Attributes:
-        overrides: in Hydra's grammar. Those of --config-dir are `hydra.searchpath`.
+        overrides: in Hydra's grammar, without illegal ones. That of --config-dir is `hydra.searchpath`.
+        violations: of the illegal ones.
         options: of Hydra, such as --multirun or --cfg job.
         is_sweep: whether the overrides may have several values.
         shows: whether Hydra prints something and no stage runs.
     """
 
     overrides: list[str]
+    violations: list[Violation]
     options: list[str]
     is_sweep: bool
     shows: bool
@@ -63,20 +65,26 @@ def parse(arguments: Sequence[str]) -> Command:
     """Read a command line.
 
     Raises:
-        UserError: with every argument that is not of the form key=value, not an option of Hydra, or not supported.
+        UserError: an option is none of Hydra's, or is not supported.
     """
     options = _parse_options(arguments)
     is_sweep = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
     folders = _own_folders(options)
     # experiment=null is the default, which Hydra accepts in a file only.
     overrides = [_normalized(override) for override in options.overrides if override != "experiment=null"]
-    violations = [*_options(options), *_overrides(overrides, [CONF_DIR, *folders], is_sweep=is_sweep)]
-    if violations:
-        raise UserError(violations)
+    if refused := list(_options(options)):
+        raise UserError(refused)
+    violations = {override: list(_violations(override, [CONF_DIR, *folders], is_sweep=is_sweep)) for override in overrides}
     search = [f"hydra.searchpath=[{quoted(FILE + str(folder))}]" for folder in folders]
     words = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
     words += [f"--{name}={value}" for name in ("cfg", "package", "info") if (value := getattr(options, name)) is not None]
-    return Command([*search, *overrides], words, is_sweep, bool(options.cfg or options.info or options.hydra_help))
+    return Command(
+        [*search, *(override for override in overrides if not violations[override])],
+        [violation for found in violations.values() for violation in found],
+        words,
+        is_sweep,
+        bool(options.cfg or options.info or options.hydra_help),
+    )
 
 
 def _parse_options(arguments: Sequence[str]) -> Namespace:
@@ -120,25 +128,24 @@ def _options(options: Namespace) -> Iterator[Violation]:
         yield Violation("argument", f"--{other}", f"contradicts --{actions[0]}", "choose one of them")
 
 
-def _overrides(overrides: Sequence[str], folders: Sequence[Path], *, is_sweep: bool) -> Iterator[Violation]:
-    """Yield the violations of overrides that compose, or that Hydra refuses with words of its own."""
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        name = key.lstrip("+~")
-        if key.startswith("~"):
-            yield from _removal(name)
-        elif not equals or not key:
-            fix = "write key=value; an unset shell variable or a space inside a value can be the cause"
-            yield Violation("argument", repr(override), "is not of the form key=value", fix)
-        elif name in GROUPS:
-            yield from _group(key, value, folders, is_sweep=is_sweep)
-        elif name == "stage.name":
-            yield Violation("stage.name", value, "is set by the group stage", f"write stage={value}")
-        elif name == "hydra.searchpath":
-            yield Violation(name, value, "is set by --config-dir", "write --config-dir=FOLDER")
-        elif name.startswith("hydra/launcher") and not is_sweep:
-            fix = "add -m, which submits each run as a job; or remove it: the stage runs on this machine"
-            yield Violation(name, value, "launches the runs of a sweep, and this is none", fix)
+def _violations(override: str, folders: Sequence[Path], *, is_sweep: bool) -> Iterator[Violation]:
+    """Yield the violations of an override that composes, or that Hydra refuses with words of its own."""
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+~")
+    if key.startswith("~"):
+        yield from _removal(name)
+    elif not equals or not key:
+        fix = "write key=value; an unset shell variable or a space inside a value can be the cause"
+        yield Violation("argument", repr(override), "is not of the form key=value", fix)
+    elif name in GROUPS:
+        yield from _group(key, value, folders, is_sweep=is_sweep)
+    elif name == "stage.name":
+        yield Violation("stage.name", value, "is set by the group stage", f"write stage={value}")
+    elif name == "hydra.searchpath":
+        yield Violation(name, value, "is set by --config-dir", "write --config-dir=FOLDER")
+    elif name.startswith("hydra/launcher") and not is_sweep:
+        fix = "add -m, which submits each run as a job; or remove it: the stage runs on this machine"
+        yield Violation(name, value, "launches the runs of a sweep, and this is none", fix)
 
 
 def _removal(key: str) -> Iterator[Violation]:

@@ -115,7 +115,7 @@ def task_arguments() -> list[str]:
 
 
 def diagnose(command: Command) -> tuple[list[Violation], DictConfig]:
-    """Find the overrides that cannot be composed, after a composition has failed.
+    """Find the overrides that are illegal, after a composition has failed.
 
     Unknown keys are found without composing. If the others do not compose, composes once per override, each time with the valid overrides
     before it. Every value of a sweep is tried separately.
@@ -126,7 +126,7 @@ def diagnose(command: Command) -> tuple[list[Violation], DictConfig]:
     overrides = [value for override in command.overrides for value in sweep_values(override)] if command.is_sweep else command.overrides
     first = [override for override in overrides if override.startswith("hydra.searchpath=")]
     groups = [override for override in overrides if key_of(override) in GROUPS]
-    violations: list[Violation] = []
+    violations = list(command.violations)
     valid: list[str] = []
     composed = DictConfig({})
 
