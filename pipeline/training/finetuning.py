@@ -9,7 +9,7 @@ from pipeline.checkpoint import native, peft_format
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.labels import labels_of
+from pipeline.data.load.labeled_texts import labels_of
 from pipeline.models import config_classes
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended
