@@ -15,6 +15,7 @@ from pipeline.common import process_exit, signals
 
 if TYPE_CHECKING:
     from pipeline.common.errors import UserError
+    from pipeline.config.command_line import Command
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C, as that of a shell."""
@@ -73,16 +74,19 @@ def run_hydra(arguments: list[str]) -> None:
     from omegaconf import open_dict
 
     from pipeline.common.errors import UserError
-    from pipeline.config import compose
+    from pipeline.config import command_line, compose
     from pipeline.config.paths import CONF_DIR
     from pipeline.launch import hydra_launcher
 
     compose.register()
     hydra_launcher.register()
     try:
-        sys.argv[1:] = arguments = compose.normalize_overrides(arguments)
+        command = command_line.parse(arguments)
+        if command.violations:
+            report_overrides(command)
     except UserError as error:
         report(error)
+    sys.argv[1:] = [*command.options, *command.overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them; user errors are printed below without a traceback
     composing = True
 
@@ -92,39 +96,37 @@ def run_hydra(arguments: list[str]) -> None:
         run_one(composed)
 
     try:
-        if any(argument.startswith(("-", "hydra")) for argument in arguments):
+        if command.needs_hydra:
             hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(task)()
             return
         # Without sweeps and Hydra flags: hydra.main would compose the configuration twice.
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            composed = hydra.compose("config", arguments, return_hydra_config=True)
+            composed = hydra.compose("config", command.overrides, return_hydra_config=True)
     except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
         report(error)
-    except compose.COMPOSITION_ERRORS as error:
+    except compose.COMPOSITION_ERRORS:
         if not composing:
             raise
-        report_composition_error(error, arguments)
+        report_overrides(command)
+        raise
+    except SystemExit as end:  # of Hydra, which prints a configuration or information
+        sys.exit(2 if command.shows and end.code else end.code)
     HydraConfig.instance().set_config(composed)  # the dry run reads the command line from it
     with open_dict(composed):
         del composed["hydra"]
     run_one(composed)
 
 
-def report_composition_error(error: Exception, arguments: list[str]) -> None:
-    """Print why a command line does not compose, with what else is wrong in it, and exit with code 2.
-
-    Raises:
-        Exception: `error`, if no argument explains it.
-    """
+def report_overrides(command: Command) -> None:
+    """Print why a command line does not compose, with what else is wrong in it, and exit with code 2; return if no argument explains it."""
     from pipeline.common import ranks
     from pipeline.common.errors import UserError
     from pipeline.config import compose, layout
     from pipeline.config.rules import check
 
-    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
-    violations, valid = compose.diagnose(overrides, sweep=bool({"-m", "--multirun"} & set(arguments)))
+    violations, valid = compose.diagnose(command)
     if not violations:
-        raise error
+        return
     try:
         config = compose.to_run_config(valid)
         violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))

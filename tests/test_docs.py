@@ -1,4 +1,4 @@
-"""The commands in all READMEs compose, their links, paths and keys exist, and the README's file tree is complete."""
+"""The commands in all READMEs compose, their links, paths and keys exist, and the map of the code is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hydra import compose, initialize_config_dir
 
 from pipeline.common import knobs
 from pipeline.config import layout
-from pipeline.config.compose import normalize_overrides, register, to_run_config
+from pipeline.config.command_line import parse
+from pipeline.config.compose import register, to_run_config
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -22,10 +23,14 @@ from pipeline.config.stages import STAGES
 from pipeline.models.families import FAMILIES
 from tests.helpers import ROOT, pipeline
 
+#: Where is what, on one page.
+MAP = ROOT / "pipeline/README.md"
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
+    MAP,
+    ROOT / "tools/study/README.md",
     *sorted((ROOT / "pipeline").glob("*/README.md")),
 ]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
@@ -80,7 +85,7 @@ def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", normalize_overrides(list(overrides)), return_hydra_config=False)
+        composed = compose("config", parse(list(overrides)).overrides, return_hydra_config=False)
     config = to_run_config(composed)
     check.check(config, layout.job_size(config, ranks))
     return config
@@ -130,11 +135,9 @@ def test_tools_have_the_options_shown() -> None:
                 assert argument in source, f"{tool} {argument}"
 
 
-def test_the_file_tree_is_complete() -> None:
-    block = re.search(r"^    pipeline/\n(?:    .*\n)+", README, re.MULTILINE)[0]
-    packages = {f"{path.name}/" for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()}
-    files = {path.name for path in (ROOT / "pipeline").glob("*.py") if path.name != "__init__.py"}
-    assert {name for name in packages | files | {"conf/", "slurm/", "tools/", "tests/"} if name not in block} == set()
+def test_the_map_has_every_package() -> None:
+    packages = {f"pipeline/{path.name}/" for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()}
+    assert {name for name in packages if f"| `{name}` |" not in MAP.read_text(encoding="utf-8")} == set()
 
 
 def test_the_tools_are_described() -> None:

@@ -42,6 +42,11 @@ def entry(path: Path, **metadata: Any) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3": digest(path), **metadata}
 
 
+def entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the manifest entries of all files of a folder."""
+    return {file.name: entry(file) for file in sorted(folder.iterdir())}
+
+
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest atomically, which marks the folder as complete."""
     with atomic_file(folder / MANIFEST, "w") as handle:
@@ -91,6 +96,22 @@ def find_complete(folder: Path, *, key: str, stage: str, settings: dict[str, Any
     manifest = read(folder, key=key, stage=stage)
     check_settings(manifest.settings, settings, f"{folder} was created with", f"set {key} to another folder, or remove this one")
     return manifest
+
+
+def check_empty(folder: Path, *, key: str, stage: str) -> None:
+    """Refuse to replace files that a stage did not write.
+
+    Args:
+        folder: the output folder of the stage.
+        key: configuration key that names the folder.
+        stage: the stage.
+
+    Raises:
+        UserError: the folder contains files.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        rule = f"contains files that stage={stage} did not write"
+        raise UserError.of(key, folder, rule, f"set {key} to another folder, or remove this one")
 
 
 SHOWN_DIFFERENCES = 20

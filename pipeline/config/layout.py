@@ -69,6 +69,11 @@ class Layout:
         """Total number of pipeline stages."""
         return self.pipeline * self.stages_per_rank
 
+    def axes_text(self) -> str:
+        """Return the sizes of the axes in use, such as "tensor 2 x data 4"."""
+        sizes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "context", "expert", "data")}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
+
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank."""
         outer, tensor = divmod(rank, self.tensor)

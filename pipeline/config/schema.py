@@ -229,7 +229,7 @@ class ClusterConfig:
     cpus_per_task: int = knob(1, "CPU cores per rank", unit="cores", at_least=1)
     gpus_per_node: int = knob(0, "GPUs per node; 0 requests none", unit="GPUs", at_least=0)
     hardware: str | None = knob(
-        None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and the peak of MFU; default for MFU: by the name of the device"
+        None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
     )
     check_memory: bool = knob(True, "refuse a pretrain job that does not fit in the memory of cluster.hardware (dry run, Slurm launcher)")
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)

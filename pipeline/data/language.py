@@ -21,23 +21,23 @@ def identify(text: str) -> tuple[str, float]:
     Returns:
         (ISO 639 code, or "un" if unknown; the share of the text in that language, 0 to 1).
     """
-    found = UNKNOWN
+    detected = UNKNOWN
     for size in SAMPLE_CHARACTERS:
         start = max(0, (len(text) - size) // 2)
-        found = _largest(text[start : start + size])
-        if found[1] >= CLEAR or len(text) <= size:
+        detected = _largest(text[start : start + size])
+        if detected[1] >= CLEAR or len(text) <= size:
             break
-    return found
+    return detected
 
 
 def _largest(sample: str) -> tuple[str, float]:
     """The first result of CLD2."""
     try:
-        _, _, found = pycld2.detect(sample)
+        _, _, detected = pycld2.detect(sample)
     except pycld2.error:
         try:
-            _, _, found = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
+            _, _, detected = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
         except pycld2.error:  # characters outside the planes that CLD2 supports
             return UNKNOWN
-    _, code, percent, _ = found[0]
+    _, code, percent, _ = detected[0]
     return code, percent / 100

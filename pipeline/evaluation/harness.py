@@ -37,9 +37,9 @@ class Text:
         path = encoder.path.with_name("tokenizer_config.json")
         named = json.loads(path.read_text(encoding="utf-8")).get("bos_token") if path.is_file() else None
         named = named["content"] if isinstance(named, dict) else named
-        found = encoder.first_of([named]) if named else None
+        beginning = encoder.first_of([named]) if named else None
         self.end = encoder.end_of_document
-        self.beginning = self.end if found is None else found
+        self.beginning = self.end if beginning is None else beginning
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]:
         """Return the tokens of a text.
@@ -103,7 +103,7 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
                 rule = f"{task} of {stage.task_folder} cannot be loaded: {type(error).__name__}: {error}"
                 fix = "correct the task file; its data must be local, for example dataset_path: json with data_files in dataset_kwargs"
                 raise UserError.of("stage.tasks", task, rule, fix) from error
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=_language_model(text, max_positions, score, complete),
             tasks=list(stage.tasks),
             num_fewshot=stage.few_shot,
@@ -112,7 +112,7 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
             bootstrap_iters=1000,
             log_samples=False,
         )
-    return {task: _metrics(task, found) for task in found["results"]}
+    return {task: _metrics(task, results) for task in results["results"]}
 
 
 def _metrics(task: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def _language_model(text: Text, max_positions: int, score: Score, complete: Comp
             return text.encode(string, special=add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
-            found = score([Question(context, continuation) for _, context, continuation in requests])
-            return [(each.value, each.greedy) for each in found]
+            scores = score([Question(context, continuation) for _, context, continuation in requests])
+            return [(each.value, each.greedy) for each in scores]
 
         def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
             """Return the log-likelihood of each text, in windows of the model's length; every token is predicted once."""

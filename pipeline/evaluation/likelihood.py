@@ -56,7 +56,7 @@ def log_likelihoods(runner: Runner, vocab_size: int, questions: Sequence[Questio
     for number, question in enumerate(questions):
         whole = [*question.context, *question.continuation]
         inputs.setdefault(tuple(whole[-(limit + 1) : -1]), []).append(number)
-    found = [Scored(0.0, True)] * len(questions)
+    scores = [Scored(0.0, True)] * len(questions)
     for batch in _batches(sorted(inputs, key=len, reverse=True), vocab_size):
         runner.start(len(batch))
         runner.reserve(len(batch[0]))
@@ -66,8 +66,8 @@ def log_likelihoods(runner: Runner, vocab_size: int, questions: Sequence[Questio
                 target = torch.tensor(questions[number].continuation, device=logits.device)
                 part = logits[row, len(tokens) - len(target) : len(tokens)].float().log_softmax(dim=1)
                 value = part.gather(1, target[:, None]).sum()
-                found[number] = Scored(float(value), bool((part.argmax(dim=1) == target).all()))
-    return found
+                scores[number] = Scored(float(value), bool((part.argmax(dim=1) == target).all()))
+    return scores
 
 
 def _batches(inputs: Sequence[tuple[int, ...]], vocab_size: int) -> Iterator[Sequence[tuple[int, ...]]]:
@@ -97,5 +97,7 @@ def completions(runner: Runner, sampling: Sampling, stopping: Stopping, prompts:
         rule = f"leaves no room for a prompt and the {stopping.max_tokens} tokens that a task generates"
         raise UserError.of("model.max_positions", runner.max_positions, rule, "set a smaller max_gen_toks in the task file")
     generator = Generator(runner, sampling, stopping, batch_size=BATCH_COMPLETIONS)
-    found = {each.index: each.tokens for each in generator.run((number, tokens[-room:]) for number, tokens in prompts)}
-    return [stopping.cut(stopping.decode(found[number])) for number, _ in prompts]
+    tokens_of = {
+        completion.index: completion.tokens for completion in generator.run((number, tokens[-room:]) for number, tokens in prompts)
+    }
+    return [stopping.cut(stopping.decode(tokens_of[number])) for number, _ in prompts]

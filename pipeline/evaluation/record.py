@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import html
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ def write(run_dir: Path, step: int, kind: str, scores: dict[str, dict[str, Any]]
         json.dump({"step": step, "scores": scores, "settings": settings}, handle, indent=1)
         handle.write("\n")
     written: dict[int, dict[str, float]] = {}
-    while (found := read(run_dir)) != written:  # another job of the same array may have added a record
-        written = found
-        _write_table(run_dir / FOLDER, found)
+    while (recorded := read(run_dir)) != written:  # another job of the same array may have added a record
+        written = recorded
+        _write_table(run_dir / FOLDER, recorded)
 
 
 def read(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -82,42 +82,45 @@ def _write_table(folder: Path, rows: dict[int, dict[str, float]]) -> None:
         writer.writerow(["step", *columns])
         writer.writerows([step, *(row.get(name, "") for name in columns)] for step, row in rows.items())
     cells = [[step, *(f"{row[name]:.4f}" if name in row else "-" for name in columns)] for step, row in rows.items()]
-    plots = [
-        plot(name, [(step, row[name]) for step, row in rows.items() if name in row])
-        for name in columns
-        if not re.search(r"_stderr\b", name)
-    ]
+    plotted = [name for name in columns if not re.search(r"_stderr\b", name)]
+    curves = [curve(name, [(step, row[name]) for step, row in rows.items() if name in row]) for name in plotted]
     with atomic_file(folder / REPORT, "w") as handle:
-        handle.write(page.whole_page("Evaluation of checkpoints", [*plots, "<h2>Scores</h2>", page.table(["step", *columns], cells)]))
+        handle.write(
+            page.render("evaluation_report.html.jinja", "Evaluation of checkpoints", curves=curves, head=["step", *columns], rows=cells)
+        )
 
 
-def plot(title: str, points: Sequence[tuple[int, float]]) -> str:
-    """Return the SVG of a curve over steps."""
-    steps, values = [step for step, _ in points], [value for _, value in points]
+@dataclass(frozen=True)
+class Curve:
+    """A plot of scores over steps, in pixels.
+
+    Attributes:
+        labels: (x, y, anchor, text) of the texts around it.
+        points: (x, y, text) of each score.
+        width, height: of the plot.
+    """
+
+    labels: list[tuple[int, int, str, str]]
+    points: list[tuple[str, str, str]]
+    width: int = _WIDTH
+    height: int = _HEIGHT
+
+
+def curve(title: str, scores: Sequence[tuple[int, float]]) -> Curve:
+    """Return the plot of (step, score) pairs."""
+    steps, values = [step for step, _ in scores], [value for _, value in scores]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
 
-    def place(step: int, value: float) -> tuple[float, float]:
+    def place(step: int, value: float) -> tuple[str, str]:
         x = (step - first) / (last - first) if last > first else 0.5
         y = (value - low) / (high - low) if high > low else 0.5
-        return _MARGIN + x * (_WIDTH - 2 * _MARGIN), _HEIGHT - _MARGIN - y * (_HEIGHT - 2 * _MARGIN)
+        return f"{_MARGIN + x * (_WIDTH - 2 * _MARGIN):.1f}", f"{_HEIGHT - _MARGIN - y * (_HEIGHT - 2 * _MARGIN):.1f}"
 
-    places = [place(*point) for point in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {step}: {value:.4f}</title></circle>'
-        for (x, y), (step, value) in zip(places, points, strict=True)
-    )
     bottom = _HEIGHT - 12
-    labels = "".join(
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(text)}</text>'
-        for x, y, anchor, text in (
-            (_MARGIN, 16, "start", title),
-            (_MARGIN, bottom, "start", f"step {first}"),
-            (_WIDTH - _MARGIN, bottom, "end", f"{last}" if last > first else ""),
-            (_WIDTH - _MARGIN, 16, "end", f"{low:.4g} to {high:.4g}" if high > low else f"{low:.4g}"),
-        )
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" role="img" fill="#1c5d99" font-size="12">'
-        f'{labels}<polyline points="{line}" fill="none" stroke="#1c5d99" stroke-width="1.5"/>{dots}</svg>'
-    )
+    labels = [
+        (_MARGIN, 16, "start", title),
+        (_MARGIN, bottom, "start", f"step {first}"),
+        (_WIDTH - _MARGIN, bottom, "end", f"{last}" if last > first else ""),
+        (_WIDTH - _MARGIN, 16, "end", f"{low:.4g} to {high:.4g}" if high > low else f"{low:.4g}"),
+    ]
+    return Curve(labels, [(*place(step, value), f"step {step}: {value:.4f}") for step, value in scores])

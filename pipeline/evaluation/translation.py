@@ -55,9 +55,9 @@ def check(stage: Generate) -> None:
 
 def references(fields: Any) -> list[str]:
     """Return the references of a line: a text, or a list of texts; empty if it has none."""
-    found = fields.get("reference") if isinstance(fields, dict) else None
-    texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str) and text.strip()]
-    return texts if not isinstance(found, list) or len(texts) == len(found) else []
+    reference = fields.get("reference") if isinstance(fields, dict) else None
+    texts = [text for text in (reference if isinstance(reference, list) else [reference]) if isinstance(text, str) and text.strip()]
+    return texts if not isinstance(reference, list) or len(texts) == len(reference) else []
 
 
 def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequence[str]]) -> dict[str, Score]:
@@ -72,12 +72,12 @@ def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequ
 
     most = max(map(len, expected))
     streams = [[each[number] if number < len(each) else None for each in expected] for number in range(most)]
-    found = {}
+    scored = {}
     for name in metrics:
         metric = {"bleu": BLEU, "chrf": CHRF}[name]()
         value = metric.corpus_score(list(texts), streams).score
-        found[name] = Score(float(value), str(metric.get_signature()))
-    return found
+        scored[name] = Score(float(value), str(metric.get_signature()))
+    return scored
 
 
 def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequence[str]) -> None:
@@ -95,14 +95,14 @@ def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequen
     if not pairs:
         log.warning("%s: no completion has a reference; nothing is scored", folder)
         return
-    found = scores(metrics, *zip(*pairs, strict=True))
+    scored = scores(metrics, *zip(*pairs, strict=True))
     name = re.sub(r"[^\w.-]", "_", prompts.stem)
-    values = {name: {metric: score.value for metric, score in found.items()} | {"samples": len(pairs)}}
+    values = {name: {metric: score.value for metric, score in scored.items()} | {"samples": len(pairs)}}
     settings = artifact.read(folder, key="stage.output", stage="generate").settings
     record.write(
-        run_dir, step, f"translation-{name}", values, settings | {"signatures": {m: score.signature for m, score in found.items()}}
+        run_dir, step, f"translation-{name}", values, settings | {"signatures": {m: score.signature for m, score in scored.items()}}
     )
-    for metric, score in found.items():
+    for metric, score in scored.items():
         log.info("step %d, %s: %s %.2f over %d completions (%s)", step, name, metric, score.value, len(pairs), score.signature)
 
 

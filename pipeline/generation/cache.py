@@ -50,8 +50,8 @@ class Pass:
     def slots(self, capacity: int) -> Tensor:
         """Return the slot of each new token among those of all rows, each with `capacity` slots and one for what is not kept."""
         if capacity not in self._slots:
-            kept = self.valid & (self.positions >= self.lengths[:, None] - capacity)
-            slot = torch.where(kept, self.positions % capacity, capacity)
+            visible = self.valid & (self.positions >= self.lengths[:, None] - capacity)
+            slot = torch.where(visible, self.positions % capacity, capacity)
             self._slots[capacity] = (self.rows[:, None] * (capacity + 1) + slot).flatten()
         return self._slots[capacity]
 

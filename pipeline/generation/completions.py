@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
 from pipeline.common.files import atomic_file
@@ -24,7 +26,20 @@ def note_name(part: int) -> str:
     return f"part-{part:06d}"
 
 
-class Parts:
+class BroadcastRanks:
+    """The ranks of torch.distributed with what common/unfinished.py needs of a communicator."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, root)
+        return box[0]
+
+
+class PromptParts:
     """The parts of the prompts that this rank processes.
 
     Args:
@@ -57,16 +72,16 @@ class Parts:
         """Yield the line number and the tokens of each prompt."""
         for part in self.numbers:
             result: dict[str, Any] = {"completions": {}, "rejected": [], "missing": 0}
-            found = []
+            prompts = []
             for number, line in self.prompts.read(part):
                 try:
-                    found.append(self.reader.parse(number, line))
+                    prompts.append(self.reader.parse(number, line))
                 except BadLine as error:
                     result["rejected"].append({"line": number, "error": str(error)})
-            self._results[part] = {**result, "missing": len(found)}
-            self._open |= {prompt.line: (part, prompt) for prompt in found}
+            self._results[part] = {**result, "missing": len(prompts)}
+            self._open |= {prompt.line: (part, prompt) for prompt in prompts}
             self._write_if_complete(part)
-            for prompt in found:
+            for prompt in prompts:
                 yield prompt.line, prompt.tokens
 
     def add(self, completion: Completion) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import imported, native
 from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.stages import Generate
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.generation.weights import model_of
 from pipeline.models.config import ModelConfig
-
-#: Folder of a run directory with the tokenizer of an imported model.
-IMPORTED = "imported"
 
 
 def find(draft: str) -> Path:
@@ -37,19 +34,19 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
     Raises:
         UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.
     """
-    draft, found = model_of(checkpoint), []
+    draft, violations = model_of(checkpoint), []
     if draft.objective != "causal" or target.objective != "causal":
         rule = f"is of family {draft.family}, the target of family {target.family}; speculative decoding requires two decoders"
-        found.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
     for name in ("vocab_size", "max_positions"):
         ours, theirs = getattr(target, name), getattr(draft, name)
         if theirs < ours or (name == "vocab_size" and theirs != ours):
             rule = f"has model.{name}={theirs}; the target has {ours}"
-            found.append(
+            violations.append(
                 Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
             )
-    if found:
-        raise UserError(found)
+    if violations:
+        raise UserError(violations)
     folder = _tokenizer_folder(stage, checkpoint)
     ours, theirs = (
         load(each, key).get_vocab(with_added_tokens=True) for each, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))
@@ -62,9 +59,10 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
 
 def _tokenizer_folder(stage: Generate, checkpoint: MergedWeights) -> Path:
     """Return the folder with the tokenizer of the draft model."""
-    run = checkpoint.path.parent.parent
     recorded = checkpoint.config.get("tokenizer", {}).get("path")
-    candidates = [Path(stage.draft_tokenizer)] if stage.draft_tokenizer else [run / IMPORTED, *([Path(recorded)] if recorded else [])]
+    candidates = [checkpoint.path.parent.parent / imported.FOLDER, *([Path(recorded)] if recorded else [])]
+    if stage.draft_tokenizer:
+        candidates = [Path(stage.draft_tokenizer)]
     for folder in candidates:
         if (folder / "tokenizer.json").is_file():
             return folder

@@ -144,15 +144,17 @@ class Generator:
 
     def _extend(self, completions: list[Completion], logits: Tensor) -> None:
         """Append a token to each completion."""
-        histories = [[*each.prompt, *each.tokens] for each in completions] if self.sampling.repetition_penalty != 1 else []
-        uniforms = [self._random[each.index].random() for each in completions] if self.sampling.temperature else []
+        histories = (
+            [[*completion.prompt, *completion.tokens] for completion in completions] if self.sampling.repetition_penalty != 1 else []
+        )
+        uniforms = [self._random[completion.index].random() for completion in completions] if self.sampling.temperature else []
         chosen = choose(logits, self.sampling, histories, uniforms)
         if self.logprobs:
             values = logits.float().log_softmax(dim=1).gather(1, chosen[:, None]).squeeze(1).tolist()
-            for each, value in zip(completions, values, strict=True):
-                each.logprobs.append(value)
-        for each, token in zip(completions, chosen.tolist(), strict=True):
-            self._append(each, token)
+            for completion, value in zip(completions, values, strict=True):
+                completion.logprobs.append(value)
+        for completion, token in zip(completions, chosen.tolist(), strict=True):
+            self._append(completion, token)
 
     def _append(self, completion: Completion, token: int) -> None:
         """Append a token, and decide whether the completion is finished."""

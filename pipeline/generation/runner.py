@@ -11,6 +11,9 @@ from pipeline.generation.cache import KeyValueCache, Pass, detach
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
+from pipeline.models.config import ModelConfig
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pipeline_relay import Relay
 
 
@@ -106,6 +109,20 @@ class Runner:
     def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
         """Return the output of the last block, (batch, tokens, hidden), and the context of the blocks."""
         return self.model.hidden_states(tokens, {} if step.fresh else {"positions": step.positions})
+
+
+def decoder_runner(local: LocalModel, model: ModelConfig, mesh: Mesh, *, lookahead: int = 1) -> Runner:
+    """Return what runs a decoder that may be divided into pipeline stages.
+
+    Args:
+        local: this rank's part of the model.
+        model: configuration of the full model.
+        mesh: this rank's process groups.
+        lookahead: as in KeyValueCache.
+    """
+    relay = Relay(mesh) if mesh.layout.pipeline > 1 else None
+    module = next(local.stage_modules())
+    return Runner(module, model.max_positions, lookahead=lookahead, relay=relay, vocab_size=model.vocab_size, hidden=model.hidden)
 
 
 def pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

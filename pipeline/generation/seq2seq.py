@@ -43,13 +43,13 @@ class MemoryProjection:
 
     def keep(self, rows: Tensor) -> None:
         """As KeyValueCache.keep."""
-        self.rows, self.stored = len(rows), [each[rows.to(each.device)] for each in self.stored]
+        self.rows, self.stored = len(rows), [stored[rows.to(stored.device)] for stored in self.stored]
 
     def __call__(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
         """See Projection; the input of the key and value projections is not read."""
         if len(linears) == 1:
             return self.project(x, *linears)
-        return [each if self.chosen is None else each[self.chosen] for each in self.stored]
+        return [stored if self.chosen is None else stored[self.chosen] for stored in self.stored]
 
 
 class Seq2SeqRunner(Runner):
@@ -123,7 +123,7 @@ class Seq2SeqRunner(Runner):
     def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
         """See Runner."""
         model, everything = self.model, len(step.rows) == self.cache.rows
-        keys = torch.arange(max([each.stored[0].shape[1] for each in self.memory]), device=self.device)
+        keys = torch.arange(max([projection.stored[0].shape[1] for projection in self.memory]), device=self.device)
         lengths = self.source_lengths.to(self.device)[step.rows]
         key_documents = torch.where(keys < lengths.clamp(min=1)[:, None], 0, -1)
         bias = None

@@ -65,8 +65,8 @@ class PromptLookup:
     ) -> list[Proposal]:
         """See Proposer."""
         return [
-            ([] if each is None else self._look_up([*each.prompt, *each.tokens], count), None)
-            for each, count in zip(held, counts, strict=True)
+            ([] if completion is None else self._look_up([*completion.prompt, *completion.tokens], count), None)
+            for completion, count in zip(held, counts, strict=True)
         ]
 
     def _look_up(self, tokens: list[int], count: int) -> list[int]:
@@ -106,7 +106,7 @@ class DraftModel:
 
     def propose(self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None]) -> list[Proposal]:
         """See Proposer."""
-        sequences = [[] if each is None else [*each.prompt, *each.tokens] for each in held]
+        sequences = [[] if completion is None else [*completion.prompt, *completion.tokens] for completion in held]
         lengths = self.runner.cache.lengths
         # Tokens that were rejected are removed; of what was accepted, the cache lacks the last one or two.
         known = torch.tensor([len(sequence) - 1 for sequence in sequences]).clamp(min=0)
@@ -120,11 +120,11 @@ class DraftModel:
             logits = self.runner.forward(range(len(held)), new)[active]
             q = distribution(logits, self.sampling, [sequences[row] for row in active])
             uniforms = [number.random() for row in active if (number := numbers[row]) is not None]
-            for row, token, each in zip(active, draw(q, uniforms).tolist(), q, strict=True):
+            for row, token, probabilities in zip(active, draw(q, uniforms).tolist(), q, strict=True):
                 sequences[row].append(token)
                 drawn[row].append(token)
-                distributions[row].append(each)
-        return [(tokens, torch.stack(each) if each else None) for tokens, each in zip(drawn, distributions, strict=True)]
+                distributions[row].append(probabilities)
+        return [(tokens, torch.stack(rows) if rows else None) for tokens, rows in zip(drawn, distributions, strict=True)]
 
 
 #: Number of tokens that are guessed first, and how it grows after a pass in which all of them were accepted; after others it falls by 1.
@@ -171,7 +171,7 @@ class SpeculativeGenerator(Generator):
     def _prefill(self, rows: list[int], completions: list[Completion]) -> None:
         super()._prefill(rows, completions)
         self.proposer.prefill(rows, completions)
-        self._guesses |= {each.index: min(FIRST, self.tokens) for each in completions if not each.finish_reason}
+        self._guesses |= {completion.index: min(FIRST, self.tokens) for completion in completions if not completion.finish_reason}
 
     def _keep(self, rows: Tensor) -> None:
         super()._keep(rows)
@@ -180,20 +180,27 @@ class SpeculativeGenerator(Generator):
     def _decode(self) -> None:
         """Guess tokens, verify them in one pass, and append those that are accepted and one more."""
         held = self._rows
-        counts = [0 if each is None else min(self._guesses[each.index], self._limit(each) - len(each.tokens) - 1) for each in held]
-        proposals = self.proposer.propose(held, counts, [None if each is None else self._random[each.index] for each in held])
+        counts = [
+            0 if completion is None else min(self._guesses[completion.index], self._limit(completion) - len(completion.tokens) - 1)
+            for completion in held
+        ]
+        proposals = self.proposer.propose(
+            held, counts, [None if completion is None else self._random[completion.index] for completion in held]
+        )
         before = self.runner.cache.lengths.clone()
-        new = [[] if each is None else [each.tokens[-1], *guess] for each, (guess, _) in zip(held, proposals, strict=True)]
+        new = [
+            [] if completion is None else [completion.tokens[-1], *guess] for completion, (guess, _) in zip(held, proposals, strict=True)
+        ]
         logits = self.runner.forward(range(len(held)), new, every=True)
-        for row, (each, (guess, q)) in enumerate(zip(held, proposals, strict=True)):
-            if each is not None:
-                accepted = self._verify(each, guess, q, logits[row, : len(guess) + 1])
-                before[row] = len(each.prompt) + len(each.tokens) - 1
-                if each.finish_reason:
-                    del self._guesses[each.index]
+        for row, (completion, (guess, q)) in enumerate(zip(held, proposals, strict=True)):
+            if completion is not None:
+                accepted = self._verify(completion, guess, q, logits[row, : len(guess) + 1])
+                before[row] = len(completion.prompt) + len(completion.tokens) - 1
+                if completion.finish_reason:
+                    del self._guesses[completion.index]
                 elif guess:
                     change = GROWTH if accepted == len(guess) else -1
-                    self._guesses[each.index] = max(1, min(self._guesses[each.index] + change, self.tokens))
+                    self._guesses[completion.index] = max(1, min(self._guesses[completion.index] + change, self.tokens))
         self.runner.cache.truncate(torch.minimum(before, self.runner.cache.lengths))
 
     def _verify(self, completion: Completion, guess: list[int], q: Tensor | None, logits: Tensor) -> int:

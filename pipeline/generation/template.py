@@ -13,9 +13,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.common import json_lines
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
+from pipeline.config.stages import Generate
 
 #: The variable of a template with the examples.
 EXAMPLES = "examples"
+
+
+def open_template(stage: Generate) -> PromptTemplate | None:
+    """Open stage.template with its examples, None without a template; raises as PromptTemplate."""
+    if stage.template is None:
+        return None
+    examples = None if stage.examples is None else Path(stage.examples)
+    return PromptTemplate(Path(stage.template), examples, stage.few_shot or 0, stage.seed)
 
 
 class PromptTemplate:

@@ -18,12 +18,12 @@ import xxhash
 
 from pipeline.checkpoint import native
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import compose
+from pipeline.config import command_line, compose
+from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
 from pipeline.config.schema import ClusterConfig, RunConfig
 from pipeline.evaluation import record
 from pipeline.launch import job
-from pipeline.launch.hydra_launcher import quote
 
 log = logging.getLogger("pipeline")
 
@@ -114,14 +114,14 @@ def _job(config: RunConfig, kind: str, overrides: Sequence[str], environment: Ma
     kept = [o for o in overrides if not re.match(r"\+*((stage|run_dir)=|(stage|dry_run|evaluation|checkpoint)[.=])", o)]
     settings = ["stage.checkpoint=all", f"stage.every={wanted.every}"]
     if kind == "tasks":
-        settings.append(f"stage.tasks=[{','.join(map(quote, wanted.tasks))}]")
+        settings.append(f"stage.tasks=[{','.join(map(quoted, wanted.tasks))}]")
         given = {"task_folder": wanted.task_folder, "few_shot": wanted.few_shot, "limit": wanted.limit}
-        settings += [f"stage.{key}={quote(str(value))}" for key, value in given.items() if value is not None]
+        settings += [f"stage.{key}={quoted(str(value))}" for key, value in given.items() if value is not None]
     conf = environment.get("PIPELINE_CONF")
     return job.Job(
         name=f"evaluate-{kind}-{xxhash.xxh3_64_hexdigest(str(run_dir).encode())}",
         stage="evaluate",
-        overrides=(*kept, *compose.normalize_overrides(wanted.overrides), *settings, f"run_dir={quote(config.run_dir)}"),
+        overrides=(*kept, *wanted.overrides, *settings, f"run_dir={quoted(config.run_dir)}"),
         directory=Path.cwd(),
         output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
         conf=Path(conf) if conf else None,
@@ -130,8 +130,11 @@ def _job(config: RunConfig, kind: str, overrides: Sequence[str], environment: Ma
 
 def _violations(config: RunConfig, each: job.Job) -> list[Violation]:
     """Why a job would be refused."""
-    found, composed = compose.diagnose(["stage=evaluate", *each.overrides])
-    if not found:
-        size = config.evaluation.nodes * config.evaluation.tasks_per_node
-        found = check.violations(compose.to_run_config(composed), size)
+    try:
+        found, composed = compose.diagnose(command_line.parse(["stage=evaluate", *each.overrides]))
+        if not found:
+            size = config.evaluation.nodes * config.evaluation.tasks_per_node
+            found = check.violations(compose.to_run_config(composed), size)
+    except UserError as error:
+        found = list(error.violations)
     return [dataclasses.replace(one, rule=f"{one.rule} (in the jobs of evaluation.every; evaluation.overrides sets it)") for one in found]

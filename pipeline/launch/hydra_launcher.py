@@ -30,6 +30,7 @@ from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.files import atomic_file, atomic_folder
 from pipeline.config import compose, layout
+from pipeline.config.command_line import quoted
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -144,7 +145,8 @@ class SlurmLauncher(ValidatingLauncher):
         folder = Path(self.config.hydra.sweep.dir)
         earlier = _read_record(folder / RECORD)
         self._check_submission(runs, earlier, folder)
-        conf = _conf_copy(folder)
+        sources = [*reversed(compose.own_folders(self.config.hydra)), CONF_DIR]
+        conf = _conf_folder(folder, sources)
         submissions = [
             Submission(run, job.render(_job(run, number, conf), run.config.cluster))
             for number, run in enumerate(runs, start=initial_job_idx)
@@ -159,8 +161,7 @@ class SlurmLauncher(ValidatingLauncher):
         for one in new:
             Path(one.run.config.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the log file in it when the job starts
         if new and not conf.is_dir():
-            with atomic_folder(conf) as copy_of_conf:
-                shutil.copytree(CONF_DIR, copy_of_conf, dirs_exist_ok=True)
+            _copy_conf(conf, sources)
         for one, number in zip(new, _submit_all([one.text for one in new]), strict=True):
             one.state = f"job {number}"
             earlier[one.run.config.run_dir] = {
@@ -262,12 +263,25 @@ def _state(config: RunConfig, before: dict[str, Any] | None, queue: set[int]) ->
     return "finished" if step >= config.training.steps else ""
 
 
-def _conf_copy(folder: Path) -> Path:
-    """The folder for a copy of conf/ in the folder of a sweep, named after its content."""
+def _conf_folder(folder: Path, sources: Sequence[Path]) -> Path:
+    """The folder for a copy of conf/ and of a user's own files in the folder of a sweep, named after its content."""
     content = xxhash.xxh3_64()
-    for path in sorted(CONF_DIR.rglob("*.yaml")):
-        content.update(f"{path.relative_to(CONF_DIR)}\n".encode() + path.read_bytes())
+    for source in sources:
+        for path in sorted(source.rglob("*.yaml")):
+            content.update(f"{path.relative_to(source)}\n".encode() + path.read_bytes())
     return (folder / f".conf-{content.hexdigest()}").absolute()
+
+
+def _copy_conf(conf: Path, sources: Sequence[Path]) -> None:
+    """Copy the configuration files. Those of conf/, the last source, replace a user's own of the same name, as in Hydra's search path."""
+    with atomic_folder(conf) as copy_of_conf:
+        for source in sources:
+            shutil.copytree(source, copy_of_conf, dirs_exist_ok=True, ignore=None if source == CONF_DIR else _only_yaml)
+
+
+def _only_yaml(folder: str, names: list[str]) -> list[str]:
+    """The files of a folder that are no configuration; a user's own folder may have many others."""
+    return [name for name in names if not name.endswith(".yaml") and not (Path(folder) / name).is_dir()]
 
 
 def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
@@ -276,19 +290,11 @@ def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
     return job.Job(
         name=f"{run.config.stage.name}-{number}",
         stage=run.config.stage.name,
-        overrides=(*overrides, f"run_dir={quote(run.config.run_dir)}"),
+        overrides=(*overrides, f"run_dir={quoted(run.config.run_dir)}"),
         directory=Path.cwd(),
         output=_log(run, "%j"),
         conf=conf,
     )
-
-
-def quote(text: str) -> str:
-    """Quote a value for Hydra's override grammar."""
-    if re.fullmatch(r"[\w/.@:+-]+", text, re.ASCII):
-        return text
-    escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), text)
-    return f"'{escaped}'"
 
 
 def _submit_all(texts: list[str]) -> list[int]:

@@ -62,25 +62,25 @@ def check(config: ModelConfig, quantize: str) -> None:
     Raises:
         UserError: with all violations.
     """
-    found = []
+    violations = []
     fix = "set stage.format=huggingface"
     if quantize == "q4_k":
         rule = "cannot be written: the package gguf decodes this type, and does not encode it"
-        found.append(
+        violations.append(
             Violation("stage.quantize", quantize, rule, "set stage.quantize=q4_0 (4.5 bits), or convert a q8_0 file by llama-quantize")
         )
     if config.family != "llama":
-        found.append(Violation("stage.format", "gguf", f"is supported for model.family=llama; this is {config.family}", fix))
+        violations.append(Violation("stage.format", "gguf", f"is supported for model.family=llama; this is {config.family}", fix))
     elif (scaling := getattr(config, "rope_scaling", "none")) != "none":
-        found.append(Violation("stage.format", "gguf", f"is not supported with model.rope_scaling={scaling}", fix))
+        violations.append(Violation("stage.format", "gguf", f"is not supported with model.rope_scaling={scaling}", fix))
     elif getattr(config, "attention_bias", False):
-        found.append(Violation("stage.format", "gguf", "is not supported with model.attention_bias=true", fix))
+        violations.append(Violation("stage.format", "gguf", "is not supported with model.attention_bias=true", fix))
     try:
         import gguf  # noqa: F401
     except ModuleNotFoundError:
-        found.append(Violation("stage.format", "gguf", "requires the package gguf", "pip install '.[gguf]'"))
-    if found:
-        raise UserError(found)
+        violations.append(Violation("stage.format", "gguf", "requires the package gguf", "pip install '.[gguf]'"))
+    if violations:
+        raise UserError(violations)
 
 
 def read_tokens(folder: Path, vocab_size: int, end_of_document: int) -> Tokens:
@@ -140,7 +140,7 @@ def write(path: Path, weights: Weights, config: ModelConfig, tokens: Tokens, *, 
 
     writer = GGUFWriter(path, _ARCHITECTURES[registry.adapter(config).architecture])
     _add_settings(writer, config, tokens, name=name, file_type=_TYPES[kind][1])
-    wanted, plain, fallback = (GGMLQuantizationType[each] for each in (_TYPES[kind][0], "F32", "F16"))
+    wanted, plain, fallback = (GGMLQuantizationType[kind_name] for kind_name in (_TYPES[kind][0], "F32", "F16"))
     rows = {}
     for stored, row in _rows(config):
         shape = row.shape([weights.shape(part) for part in row.names])
@@ -204,7 +204,7 @@ def _rows(config: ModelConfig) -> Iterator[tuple[str, Row]]:
     """The tensors: name in GGUF, and their row. A tied head is not stored."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    architectures = {name: each for each, name in MODEL_ARCH_NAMES.items()}
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(architectures[_ARCHITECTURES[registry.adapter(config).architecture]], config.layers)
     for row in registry.stock_rows(config)[0]:
         stored = names.get_name(row.hf_name, try_suffixes=(".weight", ".bias"))

@@ -9,7 +9,7 @@ from pipeline.common.progress import Progress
 from pipeline.layers.stack import Stack
 from pipeline.layers.uniform_quantization import Quantized, Scheme, range_parameters, round_to_codes
 from pipeline.models.config import ModelConfig
-from pipeline.quantization.weights import layers_of
+from pipeline.quantization.quantized_weights import layers_of
 
 #: Added to the diagonal of the Hessian, relative to its mean, as in the paper.
 DAMPING = 0.01
@@ -92,7 +92,7 @@ def solve(model: Stack, config: ModelConfig, sequences: Tensor, scheme: Scheme, 
     Returns:
         Name of a layer -> its quantized weight.
     """
-    layers, found = layers_of(model, config), {}
+    layers, solved = layers_of(model, config), {}
     batches = sequences.split(_BATCH)
     context = model.attention_context({})
     assert model.embed is not None
@@ -105,8 +105,8 @@ def solve(model: Stack, config: ModelConfig, sequences: Tensor, scheme: Scheme, 
                 block(x, context)
             for layer, linear in own.items():
                 hessians[layer].remove()
-                found[layer] = solve_layer(linear.weight, hessians[layer].value, scheme, dtype)
-                linear.weight.copy_(found[layer].dequantize())
+                solved[layer] = solve_layer(linear.weight, hessians[layer].value, scheme, dtype)
+                linear.weight.copy_(solved[layer].dequantize())
                 progress.advance(1, layer)
             hidden = [block(x, context) for x in hidden]
-    return found
+    return solved

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,153 +15,100 @@ from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.launch import job
-from pipeline.planner import roofline_plot
-from pipeline.planner.engine_model import engine_model
-from pipeline.planner.peak_memory import beyond_saved, largest_activations
-from pipeline.planner.plan import JobPlan, OperationRow, hardware_of, plan, table
-from pipeline.stages import plan_run, plan_search
-
-GB = 1e9
-#: Lines of the table of operations, and of the largest activations.
-LINES, TENANTS = 28, 4
+from pipeline.planner import measured_report, plan_report, roofline_plot, search_report
+from pipeline.planner.plan import hardware_of, plan, table
+from pipeline.planner.scaling import scaling_points
+from pipeline.planner.search import CHOSEN
+from pipeline.planner.search_plots import draw_scaling, draw_search
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Print the plan of the configured job, or of the run of stage.run.
+    """Print the plan of the configured job, of the run of stage.run, or of other layouts.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/, or stage.run cannot be read.
+        UserError: cluster.hardware does not name a file of conf/hardware/, stage.run cannot be read, or no layout fits.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
     if ranks.rank > 0:
         return  # additional ranks do nothing
-    started = time.perf_counter()
     if stage.run:
-        plan_run.run(config, Path(stage.run), stage.out)
-        return
-    if stage.search or stage.scaling:
-        plan_search.run(config, job_size(config, 1))
-        return
-    result = plan(config, job_size(config, 1), hardware_of(config))
-    rows = table(result)
-    lines = [*head_lines(result), *table_lines(rows), *memory_lines(result), *time_lines(result), *cost_lines(result, stage)]
-    print("\n".join(lines))
-    print("\nsubmit\n" + override_line(result))
+        _compare(config, Path(stage.run), stage.out)
+    elif stage.scaling:
+        _scale(config, stage)
+    elif stage.search:
+        _search(config, stage, job_size(config, 1))
+    else:
+        _plan(config, stage, job_size(config, 1))
+
+
+def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
+    """Print the plan of the configured job."""
+    started = time.perf_counter()
+    result = plan(config, world_size, hardware_of(config))
+    rows, costs = table(result), plan_report.cost(result, stage.tokens)
+    print("\n".join(plan_report.lines(result, rows, costs)))
+    print("\nsubmit\n" + _sbatch_line(config, world_size))
     if stage.plot:
         roofline_plot.draw(result, rows, Path(stage.plot))
         print(f"\nroofline\n{stage.plot}")
     if stage.out:
-        write_json(Path(stage.out), result, rows)
+        _write_json(stage.out, plan_report.content(result, rows, costs))
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")
 
 
-def head_lines(result: JobPlan) -> Iterator[str]:
-    """Yield model, layout and hardware."""
-    layout, training = result.layout, result.config.training
-    yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
-    axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "context", "expert", "data", "pipeline"))
-    yield f"  {'layout':<14}{axes}, ZeRO {result.config.parallel.zero_stage}, {layout.schedule}"
-    batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"
-    yield f"  {'a rank':<14}{batch}, activation checkpointing {training.activation_checkpointing}"
+def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:
+    """Print the plan of a job that has run beside its measured step time and memory; cluster.hardware replaces that of the run."""
+    run, planned = measured_report.compare(config, run_dir)
+    print("\n".join(measured_report.lines(run_dir, run, planned)))
+    if out:
+        _write_json(out, measured_report.content(run, planned))
 
 
-def table_lines(rows: list[OperationRow]) -> Iterator[str]:
-    """Yield the table of matrix products and all else that takes time."""
-    total = sum(row.time * row.count for row in rows)
-    yield "operations of a step on the ranks of one pipeline; shapes per rank"
-    titles = f"{'operation':<34}{'phase':<10}{'shape (m x n x k)':<30}{'count':>9}{'GFLOP':>9}{'MB':>8}{'FLOP/B':>8}"
-    yield f"  {titles}{'bound':>9}{'us':>9}{'share':>8}"
-    for row in rows[:LINES]:
-        intensity = f"{row.flops / row.bytes:.0f}" if row.flops and row.bytes else "-"
-        gflop = f"{row.flops / 1e9:.1f}" if row.flops else "-"
-        sizes = f"{row.count:>9,}{gflop:>9}{row.bytes / 1e6:>8.1f}{intensity:>8}"
-        share = row.time * row.count / total
-        yield f"  {row.name[-33:]:<34}{row.phase:<10}{row.shape:<30}{sizes}{row.bound:>9}{row.time * 1e6:>9.0f}{share:>8.1%}"
-    if len(rows) > LINES:
-        rest = sum(row.time * row.count for row in rows[LINES:]) / total
-        yield f"  {f'{len(rows) - LINES} more':<34}{rest:>91.1%}"
-    products = sum(row.time * row.count for row in rows if row.shape) / total
-    yield f"  matrix products and attention take {products:.1%} of the time of all operations"
+def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
+    """Print the fastest layouts."""
+    result = search_report.search_layouts(config, world_size)
+    best = result.choices[0]
+    print("\n".join(search_report.search_lines(result)))
+    print("\nsubmit\n" + _sbatch_line(config, world_size, best.settings))
+    if stage.plot:
+        draw_search(result, Path(stage.plot))
+        print(f"\ntime and memory\n{stage.plot}")
+    if stage.out:
+        _write_json(stage.out, [search_report.choice_content(choice) for choice in result.choices])
 
 
-def memory_lines(result: JobPlan) -> Iterator[str]:
-    """Yield the memory of the fullest rank, when that is, and the largest activations."""
-    memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
-    stages = [result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)]
-    engine = engine_model(result.config.parallel.zero_stage)
-    moments = [(*beyond_saved(parts, engine), parts) for parts in stages]
-    _, index, parts = max(moments, key=lambda moment: moment[0])
-    kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
-    yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
-    for name, value in asdict(memory).items():
-        yield f"  {name:<14}{value / GB:9.2f} GB"
-        if name == "activations":
-            for producer, size in largest_activations(stages, value)[:TENANTS]:
-                yield f"{size / GB:>20.2f} GB  {producer}"
-    verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
-    yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
-    if not result.estimate.fits:
-        yield "  reduce it by parallel.zero_stage=2 or 3, training.activation_checkpointing=full, a smaller training.micro_batch_size,"
-        yield "  or more tensor or pipeline ranks"
+def _scale(config: RunConfig, stage: PlanConfig) -> None:
+    """Print the strong-scaling curve, each line when it is computed."""
+    training, points = config.training, []
+    tokens = stage.tokens or float(training.steps * training.global_batch_size * training.sequence_length)
+    print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
+    print(search_report.SCALING_TITLES)
+    for point in scaling_points(config, tokens):
+        print(search_report.scaling_line(point), flush=True)
+        points.append(point)
+    if stage.plot:
+        draw_scaling(points, Path(stage.plot))
+        print(f"\ntime over nodes\n{stage.plot}")
+    if stage.out:
+        _write_json(stage.out, [search_report.scaling_content(point) for point in points])
 
 
-def time_lines(result: JobPlan) -> Iterator[str]:
-    """Yield the time of a step by cause."""
-    estimate, training = result.estimate, result.config.training
-    tokens = training.global_batch_size * training.sequence_length
-    yield "time of a step"
-    for cause, seconds in sorted(estimate.causes.items(), key=lambda item: -item[1]):
-        if seconds > 0:
-            yield f"  {cause:<22}{seconds:10.4f} s {seconds / estimate.step_time:7.1%}"
-    rate = estimate.flops / estimate.step_time / result.layout.world_size / 1e12
-    speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
-    yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
+def _sbatch_line(config: RunConfig, world_size: int, layout: Sequence[str] = ()) -> str:
+    """Return the sbatch line of the job.
+
+    Args:
+        config: of the job.
+        world_size: ranks.
+        layout: overrides of a searched layout, which replace those of the command line.
+    """
+    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("stage")]
+    if layout:
+        words = [word for word in words if word.lstrip("+").partition("=")[0] not in CHOSEN]
+    return job.sbatch_line(config.cluster, "pretrain", world_size, [*words, *layout])
 
 
-def cost(result: JobPlan, stage: PlanConfig) -> dict[str, float]:
-    """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run."""
-    training, layout, hardware = result.config.training, result.layout, result.hardware
-    batch = training.global_batch_size * training.sequence_length
-    tokens = stage.tokens or float(training.steps * batch)
-    hours = tokens / batch * result.estimate.step_time / 3600
-    return {
-        "tokens": tokens,
-        "steps": tokens / batch,
-        "days": hours / 24,
-        "node_hours": hours * layout.world_size / hardware.gpus_per_node,
-        "gpu_hours": hours * layout.world_size,
-        "mwh": hours * layout.world_size * (hardware.watts + hardware.node_watts) / 1e6,
-    }
-
-
-def cost_lines(result: JobPlan, stage: PlanConfig) -> Iterator[str]:
-    """Yield the cost of the run."""
-    costs = cost(result, stage)
-    yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
-    yield f"  {costs['days']:,.2f} days, {costs['node_hours']:,.0f} node-hours, {costs['gpu_hours']:,.0f} GPU-hours"
-    yield f"  {costs['mwh']:,.2f} MWh at the stated power of GPUs and nodes"
-
-
-def override_line(result: JobPlan) -> str:
-    """Return the sbatch line of the job."""
-    words = [w for w in HydraConfig.get().overrides.task if not w.startswith("stage")]
-    return job.sbatch_line(result.config.cluster, "pretrain", result.layout.world_size, words)
-
-
-def write_json(path: Path, result: JobPlan, rows: list[OperationRow]) -> None:
-    """Write everything that is printed as JSON."""
-    estimate, stage = result.estimate, result.config.stage
-    assert isinstance(stage, PlanConfig)
-    content = {
-        "step_time_s": estimate.step_time,
-        "causes_s": estimate.causes,
-        "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
-        "fits": estimate.fits,
-        "cost": cost(result, stage),
-        "layout": asdict(result.layout),
-        "hardware": result.hardware.name,
-        "operations": [asdict(row) for row in rows],
-    }
-    with atomic_file(path, "w") as file:
+def _write_json(path: str, content: object) -> None:
+    """Write what is printed as JSON."""
+    with atomic_file(Path(path), "w") as file:
         file.write(json.dumps(content, indent=1) + "\n")

@@ -15,7 +15,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
-from pipeline.data.tokenize import engines, tokens
+from pipeline.data.tokenize import encoders, token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 log = logging.getLogger("pipeline")
@@ -35,12 +35,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if not unfinished:
                 return
             sizes = {name: entry["text_bytes"] for name, entry in text.files.items() if "split" in entry}
-            mine = [name for name in tokens.share(sizes, comm.rank, comm.size) if unfinished.note(name) is None]
-            engine = engines.choose(config.tokenizer.engine, encoder, lambda: tokens.excerpts(shards, text, mine))
+            mine = [name for name in token_shards.share(sizes, comm.rank, comm.size) if unfinished.note(name) is None]
+            engine = encoders.choose(config.tokenizer.engine, encoder, lambda: token_shards.excerpts(shards, text, mine))
             total = sum(comm.allgather(sum(sizes[name] for name in mine)))
             with SharedProgress(comm, total, "tokenize", "B") as progress:
                 for name in mine:
-                    entry = tokens.write(shards, text, name, folder / name, encoder, engine, progress.advance)
+                    entry = token_shards.write(shards, text, name, folder / name, encoder, engine, progress.advance)
                     unfinished.write(name, entry)
             comm.barrier()
             if comm.rank == 0:
@@ -70,7 +70,7 @@ def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files
         "end_of_document": encoder.end_of_document,
         "tokenizer": encoder.fingerprint,
         "dtype": encoder.dtype.name,
-        **tokens.totals(files),
+        **token_shards.totals(files),
     }
     artifact.write(folder, Manifest("tokenize", settings, files, totals))
     unfinished.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.common.files import atomic_folder, digest, make_folder, report_disk_full
-from pipeline.common.progress import Progress
 from pipeline.common.ranks import Ranks
 from pipeline.config.data import TokenizerConfig
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenize import tokenizer_import, tokenizer_report, tokenizer_training
 from pipeline.data.tokenize.tokenizer import load
-from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
+from pipeline.data.tokenize.training_text import TrainingText, held_out
 
 log = logging.getLogger("pipeline")
 
@@ -50,8 +48,8 @@ def _train(config: RunConfig) -> None:
         return
     compared = collect_errors(*(lambda other=other: load(Path(other), "tokenizer.compare") for other in options.compare))
 
-    sample = Sample(shards, text, options.train_megabytes, options.balance)
-    models = _train_models(sample, options, sorted(missing))
+    sample = TrainingText(shards, text, options.train_megabytes, options.balance)
+    models = tokenizer_training.train_sizes(sample, options, sorted(missing))
     for size, model in models.items():
         if model.get_vocab_size() < size:
             count = f"{sample.bytes:,} bytes of text yield only {model.get_vocab_size()}"
@@ -102,23 +100,7 @@ def _is_complete(folder: Path, settings: dict[str, Any]) -> bool:
     return done is not None
 
 
-def _train_models(sample: Sample, options: TokenizerConfig, sizes: list[int]) -> dict[int, Tokenizer]:
-    """Train one tokenizer per size. The smaller vocabularies of BPE are prefixes of the largest one."""
-
-    def texts() -> Iterator[str]:
-        with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
-            for text in sample:
-                yield text
-                progress.advance(len(text.encode("utf-8")))
-        log.info("train_tokenizer: training on %.1f MB", sum(sample.languages.values()) / 1e6)
-
-    if options.kind == "bpe":
-        largest = tokenizer_training.train(texts, options, sizes[-1])
-        return {size: tokenizer_training.truncate_vocab(largest, size) if size < sizes[-1] else largest for size in sizes}
-    return {size: tokenizer_training.train(texts, options, size) for size in sizes}
-
-
-def _measure(config: RunConfig, text: Manifest, tokenizers: dict[str, Tokenizer]) -> dict[str, tokenizer_report.Row]:
+def _measure(config: RunConfig, text: Manifest, tokenizers: dict[str, Tokenizer]) -> dict[str, tokenizer_report.Measurement]:
     """Return the rows of the report and log them; empty without held-out text."""
     from pipeline.planner.flops import flops_per_token  # imports torch
 
@@ -141,7 +123,7 @@ def _publish(
     settings: dict[str, Any],
     config: RunConfig,
     totals: dict[str, Any],
-    report: list[tokenizer_report.Row],
+    report: list[tokenizer_report.Measurement],
 ) -> None:
     """Write the folder atomically: an incomplete folder with a tokenizer.json would be read as an existing tokenizer."""
     end_of_document = config.tokenizer.end_of_document

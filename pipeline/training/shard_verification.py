@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.token_stream import TokenStream
 
 log = logging.getLogger("pipeline")
 

@@ -4,25 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import adapter, compatibility, save
+from pipeline.checkpoint import adapter, compatibility, native, save
 from pipeline.checkpoint.adapter_factors import Adapter
 from pipeline.checkpoint.consolidate import extract_fragment
 from pipeline.checkpoint.fragment import Fragment
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import DamagedCheckpointError
 from pipeline.config.lora import PARTS, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
+from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
+
+
+def begin(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> TrainState:
+    """Load what a run starts from, and return its state; collective. With checkpoint.skip_damaged, an older checkpoint if one is damaged.
+
+    Args:
+        config: configuration of the run.
+        trainer: gets the weights and the optimizer state.
+        path: the checkpoint to resume from; None for none.
+        training_data: as in resume.
+
+    Raises:
+        UserError: as resume and initialize.
+    """
+    settings = config.checkpoint
+    if path is None and settings.initialize_from is not None:
+        weights = on_rank_0(lambda: initial_checkpoint(settings.initialize_from or ""))
+        return initialize(config, trainer, Checkpoint(weights))
+    while True:
+        try:
+            return resume(config, trainer, path, training_data)
+        except DamagedCheckpointError as error:
+            if not settings.skip_damaged or settings.resume != "auto" or path is None:
+                raise
+            aside = on_rank_0(partial(native.set_aside, path))
+            path = on_rank_0(lambda: starting_checkpoint(Path(config.run_dir), settings.resume))
+            if path is None:
+                raise
+            log.warning("renamed a damaged checkpoint to %s (%s), continuing from %s", aside, error.violations[0], path)
 
 
 def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> TrainState:

@@ -28,11 +28,11 @@ from transformers import (
 
 from pipeline.checkpoint import native, save
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config, read_generation_config, weight_files
+from pipeline.checkpoint.imported import copy_originals, original_of
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.families import FAMILIES
-from pipeline.stages import convert, convert_import
 from tests.helpers import pipeline
 from tests.models.real_configs import CONFIGS, shrunk
 
@@ -113,15 +113,15 @@ def test_another_vocabulary_has_its_own_ids(run, tmp_path):
     """What the imported model says about ids applies only to its own tokenizer."""
     _, run_dir, _, _ = run
     imported_folder, other = run_dir / "imported", tmp_path / "other"
-    original = convert.imported_original(imported_folder, imported_folder)
+    original = original_of(imported_folder, imported_folder)
     assert original is not None
     assert original.content.items() >= KEPT.items()
     other.mkdir()
     tokenizer = Tokenizer.from_file(str(imported_folder / "tokenizer.json"))
     tokenizer.add_tokens(["another"])
     tokenizer.save(str(other / "tokenizer.json"))
-    assert convert.imported_original(imported_folder, other) is None
-    assert convert.imported_original(tmp_path, other) is None
+    assert original_of(imported_folder, other) is None
+    assert original_of(tmp_path, other) is None
 
 
 @pytest.mark.world
@@ -326,7 +326,7 @@ def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path, write):
     source, folder = tmp_path / "source", tmp_path / "imported"
     source.mkdir()
     ids = write(source)
-    convert_import.copy_originals(folder, source, {}, {})
+    copy_originals(folder, source, {}, {})
     assert {path.name for path in source.iterdir()} < {path.name for path in folder.iterdir()}
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids == ids
 
@@ -341,7 +341,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_kept(tmp_path, broken, monkeypa
         monkeypatch.setitem(sys.modules, "transformers", None)
     else:
         (source / "config.json").write_text(json.dumps({"model_type": "marian"}))
-    convert_import.copy_originals(folder, source, {}, {})
+    copy_originals(folder, source, {}, {})
     assert {path.name for path in folder.iterdir()} >= {path.name for path in source.iterdir()}
     assert not (folder / "tokenizer.json").exists()
     assert "copied vocab.json, source.spm, target.spm, but not as tokenizer.json" in caplog.text

@@ -23,6 +23,7 @@ def refused(tmp_path: Path, *arguments: str) -> str:
     "arguments, said",
     [
         (["optimizr.lr=1"], ["optimizr.lr=1", "no such key", "optimizer.lr"]),
+        (["stage=plan", "stage.table=rows.csv"], ["stage.table=rows.csv", "is no longer a key", "tools/plan_table ROWS.csv OUT.csv"]),
         (["parallel.tensr=2"], ["parallel.tensr=2", "no such key", "did you mean parallel.tensor"]),
         (["training.steps=many"], ["training.steps=many", "Integer"]),
         (["model=lama-tiny"], ["model=lama-tiny", "must be one of", "did you mean model=llama-tiny"]),

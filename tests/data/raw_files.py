@@ -12,15 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from pipeline.data.read import reader, sources
+from pipeline.data.read import input_files, reader
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from tests.helpers import words
 
 
 def read(*named: Path | str, suffixes: tuple[str, ...] = (), **options: object) -> tuple[list[Document], list[Bad]]:
     """Every document below the inputs, and every Bad."""
-    found, bad = sources.find({"default": [str(name) for name in named]}, suffixes, [".*"])
-    results = [each for part in sources.parts(found, 64 << 20) for span in part.spans for each in reader.read(span, ReadOptions(**options))]
+    found, bad = input_files.find({"default": [str(name) for name in named]}, suffixes, [".*"])
+    results = [
+        each for part in input_files.parts(found, 64 << 20) for span in part.spans for each in reader.read(span, ReadOptions(**options))
+    ]
     documents = [each for each in results if isinstance(each, Document)]
     assert len({document.id for document in documents}) == len(documents)
     return documents, bad + [each for each in results if isinstance(each, Bad)]
@@ -117,10 +119,10 @@ TAR = tar_of({f"{n}.txt": b"good" for n in range(4)})
 PARQUET = parquet_of([{"text": "good"}] * 5, row_group_size=2)
 
 
-def spans_of(path: Path, size: int) -> list[sources.Span]:
-    source = sources.Source(str(path), path.name, path.stat().st_size)
-    return [sources.Span(source, start, start + size) for start in range(0, source.size, size)]
+def spans_of(path: Path, size: int) -> list[input_files.Span]:
+    source = input_files.InputFile(str(path), path.name, path.stat().st_size)
+    return [input_files.Span(source, start, start + size) for start in range(0, source.size, size)]
 
 
-def all_of(spans: list[sources.Span]) -> list[Document | Bad]:
+def all_of(spans: list[input_files.Span]) -> list[Document | Bad]:
     return [found for span in spans for found in reader.read(span, ReadOptions())]

@@ -21,11 +21,11 @@ from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.sliding import Sliding
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.samples import Samples
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.windows import Windows
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batch_loader import BatchLoader
@@ -68,7 +68,7 @@ def config_of(folder, *overrides):
 @pytest.mark.parametrize("stride", [1, 12, LENGTH])
 def test_overlapping_windows_predict_every_token_once(corpora, stride):
     config = configured("stage=evaluate", f"data.tokens={corpora}/both", f"training.sequence_length={LENGTH}", f"stage.stride={stride}")
-    data, plain = Sliding.open_validation(config), Causal.open_validation(config)
+    data, plain = Sliding.open_windows(config, (0, 1), config.stage.stride), Causal.open_validation(config)
     assert data is not None
     assert plain is not None
     rows = data.arrays(np.arange(data.samples.counts[0]))
@@ -184,7 +184,7 @@ REFUSED = [
 def test_refused_before_work(corpora, overrides, said):
     def start():
         config = config_of(corpora, *overrides)
-        blend.check_epochs(config, blend.open_training(config))
+        blend.check_epochs(config.data, config.training, blend.open_training(config))
 
     with pytest.raises(UserError) as refused:
         start()

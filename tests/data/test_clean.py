@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.common.knobs import changed
 from pipeline.config.cleaning import STEPS, CleanConfig
-from pipeline.data.clean.batch import BATCH_CHARACTERS, Batch, batches
 from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches
 from pipeline.data.dedup import minhash
 from pipeline.data.language import identify
 from pipeline.data.read.documents import Document
@@ -38,7 +38,7 @@ def config(*steps: str, **knobs: dict) -> CleanConfig:
 def clean(texts: list[str], wanted: CleanConfig, meta: dict | None = None) -> tuple[list[str | None], dict]:
     """Return every text after cleaning, None if it was dropped, and the counts."""
     counts: dict = {}
-    batch = Batch([Document("x.jsonl", number, text, meta or {}) for number, text in enumerate(texts)])
+    batch = DocumentBatch([Document("x.jsonl", number, text, meta or {}) for number, text in enumerate(texts)])
     batch = Cleaner(wanted).clean(batch, counts)
     return [text if alive else None for text, alive in zip(batch.texts, batch.alive, strict=True)], counts
 
@@ -194,7 +194,7 @@ def test_thresholds_of_a_language_apply_to_that_language():
 def test_the_language_is_that_of_the_prose():
     code = "```c\n" + "int main(void) { return printf(x); }\n" * 40 + "```\n"
     german = "Am Abend ging der alte Mann noch einmal an den Strand, um nach den Schiffen zu sehen, die nicht gekommen waren. " * 3
-    batch = Batch([Document("x", 0, code + german + "\n" + code, {})])
+    batch = DocumentBatch([Document("x", 0, code + german + "\n" + code, {})])
     assert batch.languages[0][0] == "de"
 
 
@@ -205,10 +205,9 @@ def test_headings_are_no_symbols_and_dot_leaders_are_one():
 
 
 def test_tag_mode_keeps_and_annotates_every_document():
-    wanted = config("normalise", "length", "gopher")
-    wanted.mode = "tag"
+    wanted = changed(config("normalise", "length", "gopher"), {"mode": "tag"})
     counts: dict = {}
-    batch = Cleaner(wanted).clean(Batch([Document("x", 0, "short \ntext", {}), Document("x", 1, PROSE, {})]), counts)
+    batch = Cleaner(wanted).clean(DocumentBatch([Document("x", 0, "short \ntext", {}), Document("x", 1, PROSE, {})]), counts)
     assert batch.alive.all()
     assert batch.texts == ["short\ntext", PROSE]
     assert batch.tags == [["length: too short", "gopher: too few words"], []]
@@ -357,7 +356,7 @@ def test_the_memory_for_a_large_document_is_bounded():
 
     def peak(content: str) -> int:
         tracemalloc.start()
-        batch = Cleaner(wanted).clean(Batch([Document("x", 0, content, {})]), {})
+        batch = Cleaner(wanted).clean(DocumentBatch([Document("x", 0, content, {})]), {})
         minhash.signatures(*minhash.shingles(batch.words), 128)
         largest = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

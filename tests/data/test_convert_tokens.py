@@ -14,7 +14,7 @@ from pipeline.common import artifact
 from pipeline.common.artifact import MANIFEST
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import megatron
-from pipeline.data.tokenize.tokens import ids, lengths
+from pipeline.data.tokenize.token_shards import ids, lengths
 from tests.helpers import pipeline, same_files
 from tools.bench.token_dataset import TokenDataset
 

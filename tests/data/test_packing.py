@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common import artifact
-from pipeline.data.load.boundaries import cumulative_lengths, document_ids, positions
 from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.document_boundaries import cumulative_lengths, document_ids, positions
 from pipeline.data.load.infill import Infill
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import BestFit, best_fit, split_long
-from pipeline.data.load.stream import TokenStream
-from tests.data.test_loader import stream
+from pipeline.data.load.samples import Samples
+from pipeline.data.load.token_stream import TokenStream
+from tests.data.test_samples import stream
 from tests.world import configured
 
 PREFIX, MIDDLE, SUFFIX = 101, 102, 103

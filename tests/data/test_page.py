@@ -7,7 +7,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import NOTHING
 from pipeline.data.shard import report
-from pipeline.data.shard.part import PartCounts
+from pipeline.data.shard.process_part import PartCounts
 
 DIFFERENCES = {
     "removed": ("one two three", "one three", "one <del>two </del>three"),
@@ -21,11 +21,11 @@ DIFFERENCES = {
 @pytest.mark.parametrize("case", DIFFERENCES)
 def test_differences_are_highlighted(case):
     before, after, expected = DIFFERENCES[case]
-    assert page.difference(before, after, 20) == f"<pre>{expected}</pre>"
+    assert page.macros().difference(before, after, 20) == f"<pre>{expected}</pre>"
 
 
 def test_a_table_is_readable_on_a_narrow_screen_and_escapes():
-    made = page.table(["name", "n", "share"], [["<a>", 1234, "5.0 %"], ["b", "", "-"]])
+    made = page.macros().table(["name", "n", "share"], [["<a>", 1234, "5.0 %"], ["b", "", "-"]])
     assert 'data-name="n">1,234<' in made
     assert "&lt;a&gt;" in made
     assert "class=wide" in made
@@ -40,7 +40,7 @@ def test_the_page_warns_of_a_corpus_that_loses_half(kept, warned):
     corpora = {name: {"train": {"documents": n, "bytes": 100 * n}, "validation": empty} for name, n in (("books", 10), ("web", kept))}
     totals = {"documents": 10 + kept, "bytes": 100 * (10 + kept)}
     output = {"train": totals, "validation": empty, "corpora": corpora, "languages": {}, "lengths": {}, "repeated_documents": 0}
-    made = report.page(report.build(counts, NOTHING, None, output, {"dedup.bands": DedupConfig().bands}))
+    made = report.html(report.build(counts, NOTHING, None, output, {"dedup.bands": DedupConfig().bands}))
     assert ("<b>web</b> keeps 40.0 % of its documents" in made) == warned
     assert "<b>books</b> keeps" not in made
     assert f"<b>{50 + 5 * kept}.0 % of 20 documents kept</b>" in made

@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.read import reader, sources, suffixes
+from pipeline.data.read import input_files, reader, suffixes
 from pipeline.data.read.documents import ReadOptions
 from tests.data.raw_files import FORMATS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, json_line, page, read, tar_of, texts, warc_record
 from tests.helpers import pipeline, words
@@ -52,6 +52,15 @@ def test_every_format_of_tar_is_read(tmp_path, form):
     assert (texts(documents), bad) == (names, [])
 
 
+def test_numbered_shards_are_read_in_the_notation_of_webdataset(tmp_path):
+    for number in range(3):
+        (tmp_path / f"shard-{number:02d}.tar").write_bytes(tar_of({f"{number}.txt": words(number, 200).encode()}))
+    documents, bad = read(tmp_path / "shard-{00..01}.tar")
+    assert (texts(documents), bad) == ([words(0, 200), words(1, 200)], [])
+    with pytest.raises(UserError, match=r"shard-03\.tar: no such file"):
+        read(tmp_path / "shard-{01..03}.tar")
+
+
 def test_text_shards_of_this_pipeline_are_read_back(shards, corpus):
     documents, bad = read(shards, suffixes=(".tar",))
     originals, _ = read(corpus)
@@ -64,9 +73,9 @@ def test_corpora_are_named_by_the_user_and_kept_apart(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
-    found, _ = sources.find({"web": [f"{tmp_path}/a", f"{tmp_path}/a/x.txt"], "default": [f"{tmp_path}/b"]}, [], [])
+    found, _ = input_files.find({"web": [f"{tmp_path}/a", f"{tmp_path}/a/x.txt"], "default": [f"{tmp_path}/b"]}, [], [])
     documents = [
-        document for part in sources.parts(found, 64 << 20) for span in part.spans for document in reader.read(span, ReadOptions())
+        document for part in input_files.parts(found, 64 << 20) for span in part.spans for document in reader.read(span, ReadOptions())
     ]
     assert [(d.id, d.text, d.corpus) for d in documents] == [("x.txt:0", "b", "default"), ("web/x.txt:0", "a", "web")]
     refused = pipeline("stage=shard", "data.corpora={Web:[x],default:[x]}", "data.corpora.web=[x]", f"data.shards={tmp_path}/s", expect=2)

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.read import reader, sources, suffixes
+from pipeline.data.read import input_files, reader, suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from tests.data.raw_files import (
     FORMATS,
@@ -158,9 +158,9 @@ LOSSES: dict[str, tuple[str, bytes, float]] = {
 def test_damage_is_weighed_by_the_bytes_that_are_lost(tmp_path, case):
     name, content, share = LOSSES[case]
     (tmp_path / name).write_bytes(content)
-    source = sources.Source(str(tmp_path / name), name, len(content))
+    source = input_files.InputFile(str(tmp_path / name), name, len(content))
     for part_bytes in (1 << 30, 100_000):  # the sum over the parts of a file is the same
-        spans = [span for part in sources.parts([source], part_bytes) for span in part.spans]
+        spans = [span for part in input_files.parts([source], part_bytes) for span in part.spans]
         bad = [found for found in all_of(spans) if isinstance(found, Bad)]
         assert bad
         assert sum(found.lost_bytes for found in bad) == pytest.approx(share * len(content), abs=0.02 * len(content))
@@ -182,7 +182,7 @@ def test_one_invalid_byte_does_not_change_the_encoding_of_a_page(tmp_path):
 
 
 def test_a_file_that_disappears_is_reported(tmp_path):
-    span = sources.Span(sources.Source(str(tmp_path / "x.jsonl"), "x.jsonl", 5))
+    span = input_files.Span(input_files.InputFile(str(tmp_path / "x.jsonl"), "x.jsonl", 5))
     assert list(reader.read(span, ReadOptions())) == [Bad("x.jsonl", "", "cannot be read: No such file or directory", 5)]
 
 

@@ -6,7 +6,7 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.read import sources
+from pipeline.data.read import input_files
 from pipeline.data.read.documents import Document
 from tests.data.raw_files import all_of, json_line, parquet_of, spans_of
 
@@ -41,12 +41,12 @@ NAMES = st.sampled_from(["x.jsonl", "x.txt", "x.parquet", "x.jsonl.gz"])
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(NAMES, st.integers(0, 1_000_000)), max_size=30), st.integers(1, 7))
 def test_parts_cover_the_input_once_and_every_rank_gets_its_share(files, ranks):
-    found = [sources.Source(f"{n}/{name}", f"{n}/{name}", size) for n, (name, size) in enumerate(files)]
-    parts = sources.parts(found, 100_000)
+    found = [input_files.InputFile(f"{n}/{name}", f"{n}/{name}", size) for n, (name, size) in enumerate(files)]
+    parts = input_files.parts(found, 100_000)
     assert [part.number for part in parts] == list(range(len(parts)))
     covered: dict[str, list] = {source.name: [] for source in found}
     for span in (span for part in parts for span in part.spans):
-        covered[span.source.name].append((span.start, span.source.size if span.end is None else span.end))
+        covered[span.file.name].append((span.start, span.file.size if span.end is None else span.end))
     for source in found:
         ranges = covered[source.name]
         assert ranges[0][0] == 0
@@ -54,12 +54,12 @@ def test_parts_cover_the_input_once_and_every_rank_gets_its_share(files, ranks):
         assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
         assert len(ranges) == 1 or source.splittable
     assert all(part.size <= 100_000 or len(part.spans) == 1 for part in parts)
-    shares = [sources.assigned(parts, rank, ranks) for rank in range(ranks)]
+    shares = [input_files.assigned(parts, rank, ranks) for rank in range(ranks)]
     assert sorted(part.number for share in shares for part in share) == list(range(len(parts)))
     loads = [sum(part.cost for part in share) for share in shares]
     assert max(loads) - min(loads) <= max((part.cost for part in parts), default=0)
 
 
 def test_many_small_files_are_one_part() -> None:
-    found = [sources.Source(f"{n}.txt", f"{n}.txt", 1000) for n in range(1000)]
-    assert len(sources.parts(found, 64 << 20)) == 1
+    found = [input_files.InputFile(f"{n}.txt", f"{n}.txt", 1000) for n in range(1000)]
+    assert len(input_files.parts(found, 64 << 20)) == 1

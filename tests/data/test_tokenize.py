@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from pipeline.common.artifact import MANIFEST
-from pipeline.data.tokenize.tokens import share
+from pipeline.data.tokenize.token_shards import share
 from tests.helpers import RAW, pipeline, same_files
 
 EOD = "<|endoftext|>"

@@ -20,7 +20,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize import tokenizer_report, tokenizer_training
 from pipeline.data.tokenize.tokenizer import TextEncoder, encode, load
-from pipeline.data.tokenize.tokenizer_sample import Sample, held_out
+from pipeline.data.tokenize.training_text import TrainingText, held_out
 from tests.helpers import RAW, pipeline, same_files, words
 
 EOD = "<|endoftext|>"
@@ -208,7 +208,7 @@ def test_the_sample_is_balanced_by_language(tmp_path):
     text = artifact.read(shards, key="data.shards", stage="shard")
     shares = {}
     for balance in (1.0, 0.5, 0.0):
-        sample = Sample(shards, text, 0.03, balance)
+        sample = TrainingText(shards, text, 0.03, balance)
         first, again = list(sample), list(sample)
         assert first == again
         shares[balance] = sample.languages

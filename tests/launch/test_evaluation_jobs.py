@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.checkpoint import native
 from pipeline.common.errors import UserError
-from pipeline.config import compose
+from pipeline.config import command_line, compose
 from pipeline.evaluation import record
 from pipeline.launch import job
 from pipeline.launch.evaluation_jobs import Schedule
@@ -35,7 +35,7 @@ def schedule(folder: Path, *overrides: str) -> Schedule:
         *overrides,
     ]
     compose.register()
-    found, composed = compose.diagnose(given)
+    found, composed = compose.diagnose(command_line.parse(given))
     assert not found
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "3", "SLURM_JOB_ACCOUNT": "fir"}
     return Schedule(compose.to_run_config(composed), given, environment)

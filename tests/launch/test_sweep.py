@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.launch.hydra_launcher import quote
+from pipeline.config.command_line import quoted
 from tests.helpers import RAW, pipeline
 
 SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
@@ -78,4 +78,4 @@ def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.text("ab/.=, '\"\\$[]{}%#~é", min_size=1))
 def test_quoted_run_dir_is_parsed_back(folder: str) -> None:
-    assert str(OverridesParser.create().parse_override(f"run_dir={quote(folder)}").value()) == folder
+    assert str(OverridesParser.create().parse_override(f"run_dir={quoted(folder)}").value()) == folder

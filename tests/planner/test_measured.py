@@ -9,8 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import UserError
-from pipeline.planner import measured_run
-from pipeline.stages import plan_run
+from pipeline.planner import measured_report, measured_run
 from tests.world import configured
 
 JOB = ("stage=pretrain", "model=llama-tiny", "training.sequence_length=128", "training.global_batch_size=8", "parallel.tensor=2")
@@ -35,14 +34,14 @@ def test_a_run_is_read_as_it_was_configured(run_dir):
     assert (job.steps, job.step_time, job.memory) == (5, 0.56, 0.8e9)
 
 
-def test_the_plan_is_printed_beside_it(run_dir, capsys):
-    planned = plan_run.run(configured("stage=plan"), run_dir)
+def test_the_plan_is_printed_beside_it(run_dir):
+    job, planned = measured_report.compare(configured("stage=plan"), run_dir)
     assert planned.layout.tensor == 2
     assert planned.layout.data == 4
-    printed = capsys.readouterr().out
+    printed = "\n".join(measured_report.lines(run_dir, job, planned))
     assert "8 x A100 SXM 40 GB, median of 5 steps after the first 3" in printed
     assert f"{planned.estimate.step_time / 0.56:.3f}" in printed
-    other = plan_run.run(configured("stage=plan", "cluster.hardware=h100", "cluster.tasks_per_node=4"), run_dir)
+    _, other = measured_report.compare(configured("stage=plan", "cluster.hardware=h100", "cluster.tasks_per_node=4"), run_dir)
     assert other.hardware.name.startswith("H100")
 
 

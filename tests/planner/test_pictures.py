@@ -59,7 +59,7 @@ def test_the_search_is_a_table_a_picture_and_json(tmp_path):
 
 
 def test_two_kinds_of_plans_and_a_picture_of_none_are_refused():
-    config = configured("stage=plan", "stage.search=true", "stage.table=rows.csv", "stage.plot=a.png")
-    assert [violation.key for violation in check.violations(config, 1)] == ["stage.table"]
+    config = configured("stage=plan", "stage.search=true", "stage.run=runs/a", "stage.plot=a.png")
+    assert [violation.key for violation in check.violations(config, 1)] == ["stage.run"]
     config = configured("stage=plan", "stage.run=runs/a", "stage.plot=a.png")
     assert [violation.key for violation in check.violations(config, 1)] == ["stage.plot"]

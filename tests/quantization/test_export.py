@@ -11,8 +11,8 @@ from pipeline.checkpoint import huggingface_export
 from pipeline.common.errors import UserError
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.t5.config import T5Config
-from pipeline.quantization import compressed
-from pipeline.quantization.weights import QuantizedWeights, build, check_model, layers_of
+from pipeline.quantization import compressed_tensors
+from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of
 from tests.checkpoint.test_huggingface_export import InMemory, load, random_model
 from tests.models.small_decoders import CONFIGS
 
@@ -32,9 +32,9 @@ EXPORTS = [
 
 def export(folder: Path, weights: Any, config: Any, scheme: Scheme, *, dynamic: bool, shard_bytes: int = 10**9) -> QuantizedWeights:
     quantized = QuantizedWeights(weights, config, scheme, torch.float32)
-    packing = compressed.Packing(quantized, config, dynamic=dynamic, dtype=torch.float32)
+    packing = compressed_tensors.Packing(quantized, config, dynamic=dynamic, dtype=torch.float32)
     huggingface_export.write_weights(folder, weights, config, dtype=torch.float32, shard_bytes=shard_bytes, packing=packing)
-    entry = compressed.quantization_config(config, scheme, dynamic=dynamic)
+    entry = compressed_tensors.quantization_config(config, scheme, dynamic=dynamic)
     huggingface_export.write_configs(folder, config, dtype=torch.float32, end_of_document_id=0, quantization=entry)
     return quantized
 
@@ -46,7 +46,7 @@ def test_logits_of_stock_transformers_are_those_of_the_dequantized_weights(name,
     quantized = export(tmp_path, weights, config, scheme, dynamic=dynamic, shard_bytes=10**9 if name == "bloom" else 30_000)
     model = build(quantized, config)
     if dynamic:
-        compressed.quantize_inputs(layers_of(model, config).values())
+        compressed_tensors.quantize_inputs(layers_of(model, config).values())
     tokens = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         ours, theirs, before = model(tokens), load(tmp_path)(tokens).logits, random_model(config)(tokens)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.quantization import gguf_file
-from pipeline.quantization.weights import build
+from pipeline.quantization.quantized_weights import build
 from tests.checkpoint.test_huggingface_export import TEXT, InMemory, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
 

@@ -13,6 +13,8 @@ from tools.study.runs import read
 from tools.study.score import RowScore, regrets
 from tools.study.tables import predict
 
+pytestmark = pytest.mark.long
+
 SMALL = {**RUN, "layers": "8", "pp": "1", "interleave": "1", "dp": "", "tokens_per_s_per_gpu": ""}
 
 

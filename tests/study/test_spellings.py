@@ -13,6 +13,8 @@ from tools.study.runs import read
 from tools.study.sharding import Sharding
 from tools.study.tables import predict
 
+pytestmark = pytest.mark.long
+
 #: The columns of a table.
 TEXTS = "source year table model_name zero_or_fsdp recompute sequence_parallel precision notes"
 NUMBERS = "params_b kv_heads ffn_hidden gpu_mem_gb gpus_per_node tp pp dp ep cp interleave micro_batch"

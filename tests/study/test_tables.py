@@ -13,6 +13,8 @@ from tools.study.runs import read
 from tools.study.score import score
 from tools.study.tables import predict, predict_table, traced_row
 
+pytestmark = pytest.mark.long
+
 #: Llama-2 70B on 64 H100, as a user writes it.
 RUN = {
     "source": "here",

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from pipeline.common import artifact
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.stream import TokenStream
-from pipeline.data.load.token_shards import Shard
+from pipeline.data.load.shard_checksums import Shard
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.training import shard_verification
 
 

@@ -48,13 +48,13 @@ def ids(job: Job) -> Job:
 def store(job: Job) -> Job:
     """Write the data of the loaders: random tokens in documents, as arrays in `input` for the peers and as token shards in `output`."""
     from pipeline.common import artifact
-    from pipeline.data.tokenize import tokens as token_shards
+    from pipeline.data.tokenize import token_shards as token_shards
 
     random = np.random.default_rng(0)
     lengths = random.integers(1, 2 * MEAN_DOCUMENT, max(1, job["tokens"] // MEAN_DOCUMENT))
     tokens = random.integers(1, TOKENIZER_TOTALS["vocab_size"], lengths.sum(), dtype=np.uint16)
     tokens[np.cumsum(lengths) - 1] = TOKENIZER_TOTALS["end_of_document"]
-    np.save(f"{job['input']}/tokens.npy", tokens)
+    np.save(f"{job['input']}/token_shards.npy", tokens)
     np.save(f"{job['input']}/lengths.npy", lengths)
     folder, files = Path(job["output"]), {}
     for number, part in enumerate(np.array_split(np.arange(len(lengths)), 8)):

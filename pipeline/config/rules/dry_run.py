@@ -17,10 +17,6 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
             if value != default:
                 fix = f"add dry_run=true, or remove it to run stage={config.stage.name}"
                 yield Violation(f"dry_run.{key}", value, "has no effect without dry_run=true", fix)
-        return
-    if config.stage.name not in TRAINING_STAGES:
-        fix = "remove it: other stages have no parallel layout to inspect"
-        yield Violation("dry_run.enabled", True, "requires stage=pretrain or finetune", fix)
-    elif settings.rank >= world_size:
+    elif config.stage.name in TRAINING_STAGES and settings.rank >= world_size:
         rule = f"must be less than the world size {world_size}"
         yield Violation("dry_run.rank", settings.rank, rule, f"choose a rank from 0 to {world_size - 1}")

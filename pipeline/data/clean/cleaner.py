@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from pipeline.config.cleaning import CleanConfig
-from pipeline.data.clean import language, origin, personal, quality, repetition, text
-from pipeline.data.clean.batch import Batch, Step, Verdict
+from pipeline.data.clean import language, origin, pii_masking, quality, repetition, text
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict
 from pipeline.data.read.documents import Document, utf8_length
 
 _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
@@ -19,7 +19,7 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "repair": text.repair,
     "normalise": text.normalise,
     "boilerplate": text.boilerplate,
-    "personal": personal.personal,
+    "personal": pii_masking.personal,
     "length": quality.length,
     "language": language.language,
     "gopher": quality.gopher,
@@ -105,9 +105,9 @@ class Cleaner:
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
         self._tag = config.mode == "tag"
         kinds = config.personal.kinds if "personal" in config.steps else []
-        self._shown_as = partial(personal.mask, kinds=kinds)
+        self._shown_as = partial(pii_masking.mask, kinds=kinds)
 
-    def clean(self, batch: Batch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> Batch:
+    def clean(self, batch: DocumentBatch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> DocumentBatch:
         """Apply all steps to a batch; their counts are added to `counts` (step -> counts), and dropped documents are given to `dropped`."""
         sizes = list(map(utf8_length, batch.texts))
         for name, step in self._steps:

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 import numpy as np
 
 from pipeline.config.cleaning import LanguageStep
-from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 
 
 def language(knobs: LanguageStep) -> Step:
     """Drop documents in other languages, or with too small a share of the main language. If `keep` is empty, all documents are kept."""
     wanted = set(knobs.keep)
 
-    def step(batch: Batch) -> Iterable[Verdict]:
-        found = batch.languages
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
+        languages = batch.languages
         if not wanted:
             return ()
-        other = np.array([code not in wanted for code, _ in found])
-        unclear = np.array([share < knobs.share for _, share in found])
+        other = np.array([code not in wanted for code, _ in languages])
+        unclear = np.array([share < knobs.share for _, share in languages])
         return drop(batch, [(other, "other language"), (unclear, "language unclear")])
 
     return step

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.clean.batch import Batch
+from pipeline.data.clean.document_batch import DocumentBatch
 
 
 class Limits:
@@ -16,7 +16,7 @@ class Limits:
         knobs: the keys of the step; `by_language` holds the values of single languages.
     """
 
-    def __init__(self, knobs: Any, batch: Batch) -> None:
+    def __init__(self, knobs: Any, batch: DocumentBatch) -> None:
         self._knobs, self._batch = knobs, batch
 
     def __getitem__(self, key: str) -> np.ndarray:

@@ -62,29 +62,29 @@ def without(text: str) -> str:
 
 def _elements(text: str, spans: list[code.Span], unclosed: bool = False) -> list[_Element]:
     """The tags outside the spans, in order: of pairs, of elements that have no content and, if wanted, of those without closing tag."""
-    found: list[_Element] = []
+    elements: list[_Element] = []
     opened: list[tuple[str, re.Match[str]]] = []
     for tag in _TAG.finditer(text):
         name = tag["name"].lower()
         if code.contains(spans, tag.start()):
             continue
         if name in _VOID:
-            found.append(_Element(*tag.span(), name, tag.end()))
+            elements.append(_Element(*tag.span(), name, tag.end()))
         elif not tag["end"]:
             opened.append((name, tag))
         else:
             depth = next((index for index in range(len(opened) - 1, max(-1, len(opened) - 50), -1) if opened[index][0] == name), None)
             if depth is not None:
-                found += [_Element(*opened[depth][1].span(), name, tag.end()), _Element(*tag.span(), name, tag.end())]
+                elements += [_Element(*opened[depth][1].span(), name, tag.end()), _Element(*tag.span(), name, tag.end())]
                 left, opened[depth:] = opened[depth + 1 :], []
-                found += [
+                elements += [
                     _Element(*other.span(), other_name, other.end())
                     for other_name, other in left
                     if unclosed and other_name in _OPTIONAL_END
                 ]
     if unclosed:
-        found += [_Element(*tag.span(), name, tag.end()) for name, tag in opened if name in _OPTIONAL_END]
-    return sorted(found)
+        elements += [_Element(*tag.span(), name, tag.end()) for name, tag in opened if name in _OPTIONAL_END]
+    return sorted(elements)
 
 
 def _covered(elements: list[_Element]) -> int:

@@ -10,10 +10,10 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.config.cleaning import AllowStep, ContaminationStep
-from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.input_files import InputFile, Span
 from pipeline.data.read.reader import read
-from pipeline.data.read.sources import Source, Span
 from pipeline.data.words import Lookup, Words, ngrams
 
 
@@ -26,7 +26,7 @@ def allow(knobs: AllowStep) -> Step:
     def source(document: Document) -> object:
         return document.meta.get(knobs.source_field, document.source)
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         sources = np.array([not matches(source(document), knobs.sources) for document in batch.documents])
         licences = np.array([not matches(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
         return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed")])
@@ -36,14 +36,14 @@ def allow(knobs: AllowStep) -> Step:
 
 def contamination(knobs: ContaminationStep) -> Step:
     """Drop documents that share `words` consecutive words with a benchmark (13 in Brown et al. 2020, appendix C)."""
-    found = [_word_ngrams(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
-    known = Lookup(np.concatenate(found) if found else np.zeros(0, dtype=np.uint64))
+    benchmarks = [_word_ngrams(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
+    known = Lookup(np.concatenate(benchmarks) if benchmarks else np.zeros(0, dtype=np.uint64))
     if not len(known.known):
         rule = f"contain no text of {knobs.words} words"
         fix = "specify the benchmark files, or remove the step from clean.steps"
         raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         hashes, starts = _word_ngrams(batch.words, knobs.words)
         hits = starts[known.find(hashes)[0]]
         return drop(batch, [(np.bincount(batch.words.spans.texts[hits], minlength=len(batch.texts)) > 0, "overlaps a benchmark")])
@@ -65,7 +65,7 @@ def _benchmark_texts(files: list[str]) -> Iterable[str]:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError.of("clean.contamination.files", name, "no such file", "correct the path, or remove it")
-        source = Source(str(path), path.name, path.stat().st_size)
+        source = InputFile(str(path), path.name, path.stat().st_size)
         for document in read(Span(source), ReadOptions()):
             if isinstance(document, Bad):
                 raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "repair the file")

@@ -38,27 +38,27 @@ _REGIONS = "FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split()  # no
 
 def spans(text: str) -> list[tuple[int, int]]:
     """The spans of telephone numbers, in order."""
-    found: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int]] = []
     for run in _RUN.finditer(text):
         start, end = run.start(), run.end() + 3  # what follows decides whether a number ends there
         if _CUE.search(text, max(0, start - 30), start) and (number := _NUMBER.match(text, start)) and 7 <= _digits(number[0]) <= 15:
-            found.append(number.span())
+            numbers.append(number.span())
             start = number.end()
         for match in _CANDIDATE.finditer(text, start, end):
             if _is_number(text, match):
-                found.append((match.start() + _unclosed(match[0]), match.end()))
-    return found
+                numbers.append((match.start() + _unclosed(match[0]), match.end()))
+    return numbers
 
 
 def _is_number(text: str, match: re.Match[str]) -> bool:
-    found = match[0][_unclosed(match[0]) :]
-    if not 7 <= _digits(found) <= 15 or _DATE_OR_DECIMAL.match(found) or _in_a_row_of_numbers(text, *match.span()):
+    number = match[0][_unclosed(match[0]) :]
+    if not 7 <= _digits(number) <= 15 or _DATE_OR_DECIMAL.match(number) or _in_a_row_of_numbers(text, *match.span()):
         return False
-    if found.startswith("00"):
-        found = "+" + found[2:]
-    if found.startswith("+"):
-        return _is_possible(found)
-    return _is_national(found) if found.lstrip("(").startswith("0") else True
+    if number.startswith("00"):
+        number = "+" + number[2:]
+    if number.startswith("+"):
+        return _is_possible(number)
+    return _is_national(number) if number.lstrip("(").startswith("0") else True
 
 
 def _unclosed(number: str) -> int:
@@ -103,8 +103,8 @@ def _is_national(number: str) -> bool:
 
 def _boundaries(number: str) -> set[int]:
     """The positions between the groups of a number, counted in digits."""
-    found, total = set(), 0
+    codes, total = set(), 0
     for group in re.findall(r"\d+", number):
         total += len(group)
-        found.add(total)
-    return found
+        codes.add(total)
+    return codes

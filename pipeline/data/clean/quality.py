@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LengthStep
-from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 from pipeline.data.clean.limits import Limits
 from pipeline.data.clean.stop_words import STOP_WORDS
 from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, Spans, Words
@@ -26,7 +26,7 @@ _QUOTES = np.array([ord(character) for character in "…”’“」』"])
 def length(knobs: LengthStep) -> Step:
     """Drop texts that are too short or too long, in characters."""
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         characters, limits = batch.characters, Limits(knobs, batch)
         return drop(batch, [(characters < limits["least"], "too short"), (characters > limits["most"], "too long")])
 
@@ -36,7 +36,7 @@ def length(knobs: LengthStep) -> Step:
 def gopher(knobs: GopherStep) -> Step:
     """Gopher's quality rules. Stop words are those of the text's language; languages without a list skip that rule."""
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         words, lines, limits = batch.words, batch.words.lines, Limits(knobs, batch)
         count = np.diff(words.offsets)
         divisor = np.maximum(count, 1)
@@ -74,7 +74,7 @@ def gopher(knobs: GopherStep) -> Step:
 def c4(knobs: C4Step) -> Step:
     """C4's page-level rules: enough sentences, no placeholder text, and optionally no curly brackets."""
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         words, limits = batch.words, Limits(knobs, batch)
         code = words.count(words.codes == ord("{")) > 0
         placeholder = np.array(["lorem ipsum" in text.lower() for text in batch.texts])
@@ -93,7 +93,7 @@ def c4(knobs: C4Step) -> Step:
 def fineweb(knobs: FineWebStep) -> Step:
     """FineWeb's rules for lines: enough end in punctuation, not too many are short, not too many lines per word."""
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         words, lines, limits = batch.words, batch.words.lines, Limits(knobs, batch)
         count = np.maximum(np.diff(lines.offsets), 1)
         closed = _per_text(words.kinds[np.maximum(lines.ends - 1, 0)] & SENTENCE_END != 0, lines.offsets)
@@ -149,14 +149,14 @@ def _ellipses(words: Words) -> np.ndarray:
 
 def _with_letter(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return for every text (the number of spans with a letter, the number of spans)."""
-    found = np.empty(len(spans), dtype=bool)
+    matched = np.empty(len(spans), dtype=bool)
     for first in range(0, len(spans), _SPANS):
         starts, ends = spans.starts[first : first + _SPANS], spans.ends[first : first + _SPANS]
         base = starts[0]
         letters = np.zeros(ends[-1] - base + 1, dtype=np.uint32)
         np.cumsum(words.kinds[base : ends[-1]] & LETTER, out=letters[1:], dtype=np.uint32)  # LETTER is 1
-        found[first : first + _SPANS] = letters[ends - base] > letters[starts - base]
-    return _per_text(found, spans.offsets), np.diff(spans.offsets)
+        matched[first : first + _SPANS] = letters[ends - base] > letters[starts - base]
+    return _per_text(matched, spans.offsets), np.diff(spans.offsets)
 
 
 def _widths(words: Words, spans: Spans) -> np.ndarray:
@@ -178,12 +178,12 @@ def _sentence_ends(words: Words) -> np.ndarray:
     return np.sort(np.concatenate([closing, others])) if len(others) else closing
 
 
-def _stop_words_missing(batch: Batch, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _stop_words_missing(batch: DocumentBatch, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for every text (whether it has fewer than `least` stop words, whether its language has a list)."""
     known, lists, languages = _stop_word_table()
     number = np.array([languages.get(code, -1) for code, _ in batch.languages])
-    found, which = known.find(batch.words.hashes)
-    texts = batch.words.spans.texts[found]
+    is_known, which = known.find(batch.words.hashes)
+    texts = batch.words.spans.texts[is_known]
     own = lists[which, number[texts]] & (number[texts] >= 0)
     return np.bincount(texts[own], minlength=len(number)) < least, number >= 0
 

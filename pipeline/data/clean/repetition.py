@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from pipeline.config.cleaning import RepetitionStep
-from pipeline.data.clean.batch import Batch, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 from pipeline.data.clean.limits import Limits
 from pipeline.data.words import Spans, Words, mix, ngrams
 
@@ -17,7 +17,7 @@ Faults = list[tuple[np.ndarray, str]]
 def repetition(knobs: RepetitionStep) -> Step:
     """Drop texts by their shares of repeated lines and paragraphs, of the top short n-grams, and of repeated long n-grams."""
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         words, characters, limits = batch.words, batch.characters, Limits(knobs, batch)
         faults: Faults = []
         for spans, what, share, part in (
@@ -72,7 +72,7 @@ def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return order, np.flatnonzero(begins)
 
 
-def _ngrams(batch: Batch, top: np.ndarray, long: np.ndarray) -> Faults:
+def _ngrams(batch: DocumentBatch, top: np.ndarray, long: np.ndarray) -> Faults:
     """The n-gram rules. A cheap upper bound excludes most texts; only the remaining ones are measured exactly.
 
     Args:
@@ -95,7 +95,9 @@ def _ngrams(batch: Batch, top: np.ndarray, long: np.ndarray) -> Faults:
     return faults
 
 
-def _above(batch: Batch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: np.ndarray) -> np.ndarray:
+def _above(
+    batch: DocumentBatch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: np.ndarray
+) -> np.ndarray:
     """(texts,) bool: which of the chosen texts have a measure above their (texts,) share of their characters."""
     above = np.zeros(len(batch.texts), dtype=bool)
     if len(chosen):

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
 from pipeline.data.clean import code, markup
-from pipeline.data.clean.batch import Batch, Step, Verdict, alive_indices
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
 
 # UTF-8 decoded as Latin-1 or Windows-1252 is a LEAD followed by the characters that encode 80..BF there.
@@ -37,7 +37,7 @@ def repair(_: RepairStep) -> Step:
     decoded as Latin-1 or Windows-1252.
     """
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         garbled = batch.mark(_garbled)
         for index in alive_indices(batch, garbled | np.array(["&" in text for text in batch.texts])):
             text = repaired = batch.texts[index]
@@ -75,7 +75,7 @@ _BLANK_LINES = re.compile(r"\n{4,}")
 def normalise(_: NormaliseStep) -> Step:
     """Normalize to NFC and plain newlines; remove invisible characters, trailing whitespace, and more than two blank lines in a row."""
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         hidden, trailing_space, blank = batch.mark(_hidden), batch.mark(_trailing_space), batch.mark(_blank_lines)
         decomposed = np.array([not unicodedata.is_normalized("NFC", text) for text in batch.texts])
         for index in alive_indices(batch, hidden | trailing_space | blank | decomposed):
@@ -139,7 +139,7 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
             start += len(line) + 1
         return "\n".join(kept)
 
-    def step(batch: Batch) -> Iterable[Verdict]:
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
         for index in alive_indices(batch, np.ones(len(batch.texts), dtype=bool)):
             text = batch.texts[index]
             changed = without_phrases(markup.without(text))

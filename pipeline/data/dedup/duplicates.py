@@ -58,20 +58,20 @@ def find(
             available: near duplicates are decided by the estimated Jaccard index (standard deviation 0.035 at 0.8, 128 permutations).
     """
     known = known or Known.nothing(settings.permutations)
-    found = [np.empty(0, dtype=EDGE)]
+    candidates = [np.empty(0, dtype=EDGE)]
     remaining = np.ones(len(numbers), dtype=bool)
     if settings.exact or signatures is None:
         known_score = np.full(len(known.numbers), ALWAYS_KEPT)
         columns = (known.numbers, numbers), (known.keys, keys), (known_score, score)
         copies, edges = exact.find(comm, *map(np.concatenate, columns))
-        found.append(edges)
+        candidates.append(edges)
         remaining = ~np.isin(numbers, copies)
     if settings.near and signatures is not None:
         pairs = _candidates(comm, numbers, signatures, remaining, settings, known)
         same_corpus = pairs["left"] >= 0
-        found.append(_verified(comm, pairs[same_corpus], read, settings))
-        found.append(_estimated(comm, pairs[~same_corpus], numbers, signatures, settings.threshold, known))
-    return _resolved(comm, np.concatenate(found), numbers, score)
+        candidates.append(_verified(comm, pairs[same_corpus], read, settings))
+        candidates.append(_estimated(comm, pairs[~same_corpus], numbers, signatures, settings.threshold, known))
+    return _resolved(comm, np.concatenate(candidates), numbers, score)
 
 
 def _candidates(
@@ -170,14 +170,14 @@ def _resolved(comm: Comm, edges: np.ndarray, numbers: np.ndarray, score: np.ndar
     mine = np.flatnonzero(np.isin(numbers, requested))
     answers = np.stack([np.searchsorted(requested, numbers[mine]), score[mine]], axis=1)
     answers = _on_root(comm, answers)
-    found = None
+    resolved = None
     if comm.rank == 0:
         scores = np.full(len(requested), ALWAYS_KEPT)
         scores[answers[:, 0]] = answers[:, 1]
-        found = clusters.resolve(edges, scores)
-    drop = broadcast(comm, found.drop if found else requested[:0])
-    summary = comm.bcast(replace(found, drop=drop[:0], origin=found.origin[:0]) if found else None)
-    return replace(summary, drop=drop, origin=found.origin if found else summary.origin)
+        resolved = clusters.resolve(edges, scores)
+    drop = broadcast(comm, resolved.drop if resolved else requested[:0])
+    summary = comm.bcast(replace(resolved, drop=drop[:0], origin=resolved.origin[:0]) if resolved else None)
+    return replace(summary, drop=drop, origin=resolved.origin if resolved else summary.origin)
 
 
 def _on_root(comm: Comm, rows: np.ndarray) -> np.ndarray:

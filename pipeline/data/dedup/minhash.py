@@ -92,7 +92,7 @@ def estimated_jaccard(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
     """The distinct shingles of every text, sorted: uint64 arrays."""
-    found: list[np.ndarray] = []
+    blocks: list[np.ndarray] = []
     batch: list[str] = []
     characters = 0
     for number, text in enumerate(texts, 1):
@@ -100,9 +100,9 @@ def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
         characters += len(text)
         if characters >= _CHARACTERS or number == len(texts):
             flat, offsets = shingles(Words(batch), length)
-            found += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
+            blocks += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
             batch, characters = [], 0
-    return found
+    return blocks
 
 
 def jaccard(left: np.ndarray, right: np.ndarray) -> float:

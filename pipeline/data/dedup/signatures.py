@@ -83,15 +83,15 @@ def load(comm: Comm, settings: DedupConfig) -> Known:
 
 def _signature_files(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
     """List all signature files: (folder, manifest, file name)."""
-    found = []
+    loaded = []
     for folder in map(Path, folders):
         manifest = artifact.read(folder, key="dedup.against", stage="shard")
         names = sorted(name for name in manifest.files if name.startswith(PREFIX))
         if not names:
             fix = "shard it with dedup.save_signatures=true, or remove it from the list"
             raise UserError.of("dedup.against", folder, "contains no signatures", fix)
-        found += [(folder, manifest, name) for name in names]
-    return found
+        loaded += [(folder, manifest, name) for name in names]
+    return loaded
 
 
 def _read(path: Path, settings: DedupConfig) -> tuple[np.ndarray, np.ndarray]:

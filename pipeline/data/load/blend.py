@@ -15,21 +15,22 @@ import xxhash
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
-from pipeline.config.data import CorpusConfig
-from pipeline.config.schema import RunConfig
+from pipeline.config.data import CorpusConfig, DataConfig
+from pipeline.config.schema import TrainingConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.infill import Infill
-from pipeline.data.load.loader import Samples, Sequences, Source, too_short
 from pipeline.data.load.packing import BestFit
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.windows import Windows
 
 log = logging.getLogger("pipeline")
 
 
-def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:
+def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:
     """The training samples of a run. Opening reads manifests only, so its time does not depend on the number of tokens.
 
     Args:
@@ -42,8 +43,8 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
     """
     data = config.data
     length = length or config.training.sequence_length
-    corpora = _corpora(config, "train")
-    stream = _stream(config, corpora, share)
+    corpora = _corpora(data, "train")
+    stream = _stream(data.verify, corpora, share)
     sequences: Sequences
     if data.packing == "best_fit":
         sequences = BestFit(stream, [c.shards for c in corpora], length, corpora[0].totals["end_of_document"])
@@ -53,11 +54,11 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
     for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
         if count < 1:
             raise too_short("train", corpus.name or data.tokens, length, corpus.total("tokens"))
-    schedule = BlendSchedule(phases(config, sequences.counts.tolist())) if data.blend else None
+    schedule = BlendSchedule(phases(data, config.training.sequence_length, sequences.counts.tolist())) if data.blend else None
     return Samples(corpora, stream, sequences, config.training.seed, schedule, _infill(config, corpora[0]))
 
 
-def check_epochs(config: RunConfig, samples: Source) -> None:
+def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -> None:
     """Log how often a run reads each corpus of its blend.
 
     Raises:
@@ -65,10 +66,10 @@ def check_epochs(config: RunConfig, samples: Source) -> None:
     """
     if samples.schedule is None:
         return
-    training, total = config.training, warmup.samples(config.training, config.training.steps)
+    total = warmup.samples(training, training.steps)
     problems = []
-    for name, taken, count in zip(sorted(config.data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
-        most = config.data.blend[name].max_epochs
+    for name, taken, count in zip(sorted(data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
+        most = data.blend[name].max_epochs
         log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
         if most is not None and taken > most * count:
             rule = f"the run's {total:,} samples use {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
@@ -79,7 +80,7 @@ def check_epochs(config: RunConfig, samples: Source) -> None:
 
 
 def open_validation(
-    config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
+    config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
 ) -> Samples | None:
     """The concatenated validation splits of all corpora of the run; None if they contain no window.
 
@@ -90,16 +91,16 @@ def open_validation(
     Raises:
         UserError: as open_training.
     """
-    parts = _corpora(config, "validation")
+    parts = _corpora(config.data, "validation")
     shards = [shard for part in parts for shard in part.shards]
     return _in_order(config, Corpus("", shards, parts[0].totals, ""), share, length, stride)
 
 
 def open_validation_corpora(
-    config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
+    config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
 ) -> dict[str, Samples | None]:
     """The validation split of each corpus of the run by name; None for one without a window. Arguments and errors as open_validation."""
-    parts = _corpora(config, "validation")
+    parts = _corpora(config.data, "validation")
     if not config.data.blend:
         names = sorted({shard.entry["corpus"] for shard in parts[0].shards})
         shards = {name: [shard for shard in parts[0].shards if shard.entry["corpus"] == name] for name in names}
@@ -107,14 +108,14 @@ def open_validation_corpora(
     return {part.name: _in_order(config, replace(part, name=""), share, length, stride) for part in parts}
 
 
-def _in_order(config: RunConfig, corpus: Corpus, share: tuple[int, int], length: int | None, stride: int | None) -> Samples | None:
+def _in_order(config: SampleConfig, corpus: Corpus, share: tuple[int, int], length: int | None, stride: int | None) -> Samples | None:
     """The windows of a corpus in order; None if it contains none."""
-    stream = _stream(config, [corpus], share)
+    stream = _stream(config.data.verify, [corpus], share)
     windows = Windows(stream, [corpus], length or config.training.sequence_length, stride)
     return Samples([corpus], stream, windows, None) if windows.counts[0] > 0 else None
 
 
-def fingerprint(config: RunConfig, samples: Source, consumed: int, settings: dict[str, Any]) -> str:
+def fingerprint(config: SampleConfig, samples: Dataset, consumed: int, settings: dict[str, Any]) -> str:
     """A short text that is equal for two runs if their first `consumed` samples are equal.
 
     Phases that begin later do not count, nor do corpora without weight until then: they may still be changed or added.
@@ -137,7 +138,7 @@ def fingerprint(config: RunConfig, samples: Source, consumed: int, settings: dic
     fingerprints = {corpus.name: corpus.fingerprint for corpus in samples.corpora}
     begun: list[tuple[dict[str, int], int]] = []
     start = 0
-    for phase in phases(config, samples.counts.tolist()):
+    for phase in phases(data, config.training.sequence_length, samples.counts.tolist()):
         end = consumed if phase.end is None else min(phase.end, consumed)
         if start < consumed or not begun:
             begun.append(({name: unit for name, unit in zip(fingerprints, units(phase.weights), strict=True) if unit}, end))
@@ -150,14 +151,15 @@ def _hash(content: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]:
+def phases(data: DataConfig, sequence_length: int, epoch: Sequence[int] | None = None) -> list[Phase]:
     """The phases of the blend, with ends in samples; corpora are in the order of their names.
 
     Args:
-        config: of the run.
+        data: the blend.
+        sequence_length: tokens of a sample.
         epoch: samples of each corpus; required if data.blend_weights compares epochs.
     """
-    data, names = config.data, sorted(config.data.blend)
+    names = sorted(data.blend)
     worth = dict.fromkeys(names, 1)
     if data.blend_weights == "epochs":
         assert epoch is not None
@@ -168,15 +170,14 @@ def phases(config: RunConfig, epoch: Sequence[int] | None = None) -> list[Phase]
     return [
         Phase(
             [phase.weights.get(name, 0.0) * worth[name] for name in names],
-            phase.until_tokens and phase.until_tokens // config.training.sequence_length,
+            phase.until_tokens and phase.until_tokens // sequence_length,
         )
         for phase in data.phases
     ]
 
 
-def _corpora(config: RunConfig, split: str) -> list[Corpus]:
+def _corpora(data: DataConfig, split: str) -> list[Corpus]:
     """The corpora of the run, all tokenized with one tokenizer."""
-    data = config.data
     if not data.blend:
         folder = Path(data.tokens)
         return [Corpus.of(folder, artifact.read(folder, key="data.tokens", stage="tokenize"), split)]
@@ -219,9 +220,8 @@ def _corpus(name: str, chosen: CorpusConfig, folder: Path, manifest: artifact.Ma
     return Corpus.of(folder, manifest, split, name=name, corpus=wanted)
 
 
-def _stream(config: RunConfig, corpora: list[Corpus], share: tuple[int, int]) -> TokenStream:
+def _stream(verify: str, corpora: list[Corpus], share: tuple[int, int]) -> TokenStream:
     """The stream of their shards, verified as data.verify specifies."""
-    verify = config.data.verify
     stream = TokenStream([shard for corpus in corpora for shard in corpus.shards], lazy_checks=verify == "lazy", share=share)
     if share[0] == 0:
         stream.check_sizes()
@@ -230,7 +230,7 @@ def _stream(config: RunConfig, corpora: list[Corpus], share: tuple[int, int]) ->
     return stream
 
 
-def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
+def _infill(config: SampleConfig, corpus: Corpus) -> Infill | None:
     """Fill-in-the-middle with the sentinel ids of the run's tokenizer; None if it is off."""
     infill = config.data.infill
     if infill.rate == 0:

@@ -84,13 +84,13 @@ def units(weights: Sequence[float]) -> list[int]:
     assert total > 0
     assert min(weights) >= 0
     exact = [weight / total * UNITS for weight in weights]
-    found = [max(int(share), 1) if share > 0 else 0 for share in exact]
-    missing = UNITS - sum(found)
-    by_loss = sorted((c for c, unit in enumerate(found) if unit > 0), key=lambda c: (found[c] - exact[c], c))
+    whole = [max(int(share), 1) if share > 0 else 0 for share in exact]
+    missing = UNITS - sum(whole)
+    by_loss = sorted((c for c, unit in enumerate(whole) if unit > 0), key=lambda c: (whole[c] - exact[c], c))
     for corpus in by_loss[: max(missing, 0)]:
-        found[corpus] += 1
-    found[max(range(len(found)), key=found.__getitem__)] += min(missing, 0)  # the largest compensates for those that were rounded up to 1
-    return found
+        whole[corpus] += 1
+    whole[max(range(len(whole)), key=whole.__getitem__)] += min(missing, 0)  # the largest compensates for those that were rounded up to 1
+    return whole
 
 
 def _chain(shares: list[int]) -> list[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ import xxhash
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError
-from pipeline.data.load.token_shards import Shard
+from pipeline.data.load.shard_checksums import Shard
 
 
 @dataclass(frozen=True)

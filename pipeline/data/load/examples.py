@@ -84,19 +84,19 @@ class ExampleReader:
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
         """Return the example of every line, or why it is none."""
         parsed = [self._try_to_parse(line) for line in lines]
-        found: dict[int, Example | BadLine] = {number: line for number, line in enumerate(parsed) if isinstance(line, BadLine)}
+        examples: dict[int, Example | BadLine] = {number: line for number, line in enumerate(parsed) if isinstance(line, BadLine)}
         chats = {number: line for number, line in enumerate(parsed) if isinstance(line, _Chat)}
         pairs = {number: line for number, line in enumerate(parsed) if isinstance(line, _Pair)}
         encoded = self._encode([chat.text for chat in chats.values()], special=True)
         for (number, chat), encoding in zip(chats.items(), encoded, strict=True):
-            found[number] = self._finished(encoding.ids, _in_spans(encoding.offsets, chat.answers), ends=chat.ends)
+            examples[number] = self._finished(encoding.ids, _in_spans(encoding.offsets, chat.answers), ends=chat.ends)
         prompts = self._encode([pair.prompt for pair in pairs.values()], special=False, complete=True)
         completions = self._encode([pair.completion for pair in pairs.values()], special=False)
         for number, prompt, completion in zip(pairs, prompts, completions, strict=True):
             before = prompt.ids or [self._end]
             is_answer = np.arange(len(before) + len(completion.ids)) >= len(before)
-            found[number] = self._finished([*before, *completion.ids], is_answer, ends=True)
-        return [found[number] for number in range(len(lines))]
+            examples[number] = self._finished([*before, *completion.ids], is_answer, ends=True)
+        return [examples[number] for number in range(len(lines))]
 
     def _try_to_parse(self, line: bytes) -> _Chat | _Pair | BadLine:
         """As _parse, or the reason why the line cannot be used."""
@@ -149,8 +149,8 @@ class PairReader(ExampleReader):
     def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
         """See ExampleReader."""
         both = [self._try_to_split(line) for line in lines]
-        found = iter(self.read([text for pair in both if not isinstance(pair, BadLine) for text in pair]))
-        return [pair if isinstance(pair, BadLine) else self._joined(next(found), next(found)) for pair in both]
+        answers = iter(self.read([text for pair in both if not isinstance(pair, BadLine) for text in pair]))
+        return [pair if isinstance(pair, BadLine) else self._joined(next(answers), next(answers)) for pair in both]
 
     def _try_to_split(self, line: bytes) -> tuple[bytes, bytes] | BadLine:
         """Return the lines of the two examples, or the reason why the line cannot be used."""
@@ -196,7 +196,7 @@ class PairReader(ExampleReader):
 def _in_spans(offsets: list[Span], spans: list[Span]) -> np.ndarray:
     """Return which tokens have a character in one of the spans, bool (tokens,)."""
     first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    found = np.zeros(len(first), dtype=bool)
+    inside = np.zeros(len(first), dtype=bool)
     for start, stop in spans:
-        found |= (last > np.maximum(first, start)) & (first < stop)
-    return found
+        inside |= (last > np.maximum(first, start)) & (first < stop)
+    return inside

@@ -17,9 +17,9 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.json_lines import BadLine
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.examples import Example, ExampleReader
-from pipeline.data.load.loader import Source
 from pipeline.data.load.packing import best_fit
-from pipeline.data.load.permutation import permute
+from pipeline.data.load.sample_order import permute
+from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 log = logging.getLogger("pipeline")
@@ -30,7 +30,7 @@ _CHUNK_LINES = 1024
 _SHOWN = 10
 
 
-class Instructions(Source):
+class Instructions(Dataset):
     """The sequences of a run: packed examples. Training visits those of an epoch in the order of a permutation of (seed, epoch).
 
     Attributes:

@@ -113,14 +113,14 @@ def labels_of(paths: Sequence[str], key: str) -> list[str]:
     """
     if problems := [Violation(key, path, "is not a file", "list files of JSON lines") for path in paths if not Path(path).is_file()]:
         raise UserError(problems)
-    found = set()
+    labels = set()
     for path in paths:
         with open(path, "rb") as handle:
             for line in handle:
                 try:
-                    found.add(label_of(json_lines.parse(line)))
+                    labels.add(label_of(json_lines.parse(line)))
                 except BadLine:
                     continue
-    if all(re.fullmatch("-?[0-9]+", label) for label in found):
-        return sorted(found, key=int)
-    return sorted(found)
+    if all(re.fullmatch("-?[0-9]+", label) for label in labels):
+        return sorted(labels, key=int)
+    return sorted(labels)

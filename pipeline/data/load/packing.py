@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.data.load.stream import TokenStream
-from pipeline.data.load.token_shards import Shard
+from pipeline.data.load.shard_checksums import Shard
+from pipeline.data.load.token_stream import TokenStream
 
 
 class BestFit:

@@ -72,13 +72,13 @@ class PairFiles:
     def _parse(self, path: Path, line: str) -> Iterator[str]:
         """The two texts of a line."""
         if path.suffix == ".tsv":
-            found = line.split("\t")[:2]
+            texts = line.split("\t")[:2]
         else:
             record = json.loads(line)
-            found = [record[name] for name in self._fields]
-        if len(found) != 2 or not all(isinstance(text, str) and text.strip() for text in found):
+            texts = [record[name] for name in self._fields]
+        if len(texts) != 2 or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError("two non-empty texts are required")
-        return iter(found)
+        return iter(texts)
 
     def _line_offsets(self, path: Path, state: xxhash.xxh3_128) -> np.ndarray:
         """The byte offset of each line of a file, and the end of the last line: int64 (lines + 1,). Adds the content to `state`."""

@@ -44,7 +44,7 @@ class SpecialTokens:
         Raises:
             UserError: naming every key whose token the tokenizer does not have.
         """
-        problems, found = [], []
+        problems, ids = [], []
         for key, (named, usual) in wanted.items():
             token = next((token for token in ([named] if named else usual) if token in self._added), None)
             if token is None:
@@ -54,7 +54,7 @@ class SpecialTokens:
                 fix = f"name one of its special tokens ({have}), or {train}"
                 problems.append(Violation(key, named, rule, fix))
             else:
-                found.append(self._added[token])
+                ids.append(self._added[token])
         if problems:
             raise UserError(problems)
-        return found
+        return ids

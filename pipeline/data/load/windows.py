@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.stream import TokenStream
+from pipeline.data.load.token_stream import TokenStream
 
 
 class Windows:

@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import itertools
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 from pipeline.common import files
 from pipeline.data.read.streams import is_remote
 
+#: Numbers in WebDataset's notation.
+_NUMBERS = re.compile(r"\{\d+\.\.\d+\}")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "modified")
 """Fields of fsspec's file information that change when a file is written; every protocol has its own."""
 
@@ -62,6 +65,18 @@ def search(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         InputPathError: the entry does not exist or cannot be read.
     """
     return _remote(given, exclude) if is_remote(given) else _local(given, exclude)
+
+
+def expand_numbers(given: str) -> list[str]:
+    """Return the files of WebDataset's notation for numbered shards, such as shard-{000..099}.tar; another input as it is.
+
+    It names the files of a server that cannot list them.
+    """
+    if not _NUMBERS.search(given) or "::" in given or Path(given).expanduser().exists():
+        return [given]
+    from webdataset.shardlists import expand_urls  # loads torch
+
+    return list(expand_urls(given))
 
 
 def is_folder(given: str) -> bool:
@@ -144,29 +159,29 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         raise InputPathError("a URL needs fsspec", "pip install 'tannschen[remote]'") from error
     try:
         system, given_path = url_to_fs(given)
-        root, found = _listed(system, given_path)
+        root, infos = _listed(system, given_path)
     except ImportError as error:
         raise InputPathError(f"its protocol needs a package: {error}", "install that package in addition to fsspec") from error
     except Exception as error:  # every protocol raises its own exception types
         raise InputPathError(f"cannot be listed: {error}", "correct the URL, or the credentials for its protocol") from error
-    if not found:
+    if not infos:
         raise InputPathError("no such file, folder or match", "correct the URL")
-    for path in sorted(found):
+    for path in sorted(infos):
         name = path.removeprefix(root).lstrip("/")
-        if found[path]["type"] == "file" and (path == given_path or not any(_matches(part, exclude) for part in name.split("/"))):
+        if infos[path]["type"] == "file" and (path == given_path or not any(_matches(part, exclude) for part in name.split("/"))):
             url = system.unstrip_protocol(path)
-            version = next((f"{key} {found[path][key]}" for key in _VERSION_KEYS if found[path].get(key)), "")
-            yield Entry(url, printable(name), url, found[path]["size"] or 0, version)
+            version = next((f"{key} {infos[path][key]}" for key in _VERSION_KEYS if infos[path].get(key)), "")
+            yield Entry(url, printable(name), url, infos[path]["size"] or 0, version)
 
 
 def _listed(system: Any, path: str) -> tuple[str, dict[str, Any]]:
     """List the files of a remote path, folder or glob: (the folder that names are relative to, path -> fsspec info)."""
     if glob.has_magic(path):
         fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.split("/"))
-        found: dict[str, Any] = {}
+        infos: dict[str, Any] = {}
         for match, info in system.glob(path, detail=True).items():
-            found |= system.find(match, detail=True) if info["type"] == "directory" else {match: info}
-        return "/".join(fixed), found
+            infos |= system.find(match, detail=True) if info["type"] == "directory" else {match: info}
+        return "/".join(fixed), infos
     if system.isfile(path):
         return path.rpartition("/")[0], {path: system.info(path)}
     return path.rstrip("/"), system.find(path, detail=True)

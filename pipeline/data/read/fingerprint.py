@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from pipeline.common.mpi import Comm
-from pipeline.data.read.sources import Source
+from pipeline.data.read.input_files import InputFile
 from pipeline.data.read.streams import is_remote
 
 BLOCKS, BLOCK_BYTES = 8, 1 << 14
@@ -18,7 +18,7 @@ _THREADS = 8
 """Concurrent reads of a rank: a parallel file system has a high latency per file, but serves many files in parallel."""
 
 
-def content(comm: Comm, sources: Sequence[Source]) -> str:
+def content(comm: Comm, sources: Sequence[InputFile]) -> str:
     """Summarize the corpora, names, sizes and sampled contents of the files; independent of their location and times. Collective.
 
     A remote file is represented by its version instead of its content.
@@ -34,7 +34,7 @@ def content(comm: Comm, sources: Sequence[Source]) -> str:
     return f"{len(sources)} files, {sum(source.size for source in sources)} bytes, xxh3 {state.hexdigest()}"
 
 
-def versions(sources: Sequence[Source]) -> dict[str, str]:
+def versions(sources: Sequence[InputFile]) -> dict[str, str]:
     """Describe the size and the version of every file: an edit that the sample of the content misses changes its modification time.
 
     Returns:
@@ -43,7 +43,7 @@ def versions(sources: Sequence[Source]) -> dict[str, str]:
     return {f"data.input/{source.label}": f"{source.size} bytes, {source.version or 'of unknown version'}" for source in sources}
 
 
-def _sample(source: Source) -> str:
+def _sample(source: InputFile) -> str:
     """The checksum of evenly spaced blocks of a file; its version if it is remote, its error if it cannot be read."""
     if is_remote(source.path):
         return source.version

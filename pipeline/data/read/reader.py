@@ -7,7 +7,7 @@ from importlib import import_module
 
 from pipeline.data.read import suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 from pipeline.data.read.streams import DamageError
 
 
@@ -16,23 +16,23 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
 
     If a file is damaged, truncated or unreadable, the documents before the damage are returned, then one Bad.
     """
-    file_format = suffixes.file_format(span.source.name)
-    if span.source.size == 0 and file_format != "text":
-        yield Bad(span.source.label, "", "is an empty file")
+    file_format = suffixes.file_format(span.file.name)
+    if span.file.size == 0 and file_format != "text":
+        yield Bad(span.file.label, "", "is an empty file")
         return
     try:
         # Imported on demand: each format imports its own library.
-        found = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
-        first = next(found, None)
+        documents = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
+        first = next(documents, None)
         if first is not None:
             yield first
-            yield from found
+            yield from documents
         elif span.covers_file:
-            yield Bad(span.source.label, "", "contains no document")
+            yield Bad(span.file.label, "", "contains no document")
     except DamageError as error:
-        source = span.source
+        source = span.file
         plain = not suffixes.split_compression(source.name)[1] and error.position < source.size
         read_bytes = error.position if plain else error.stored
         yield Bad(source.label, f"byte {error.position}", f"is damaged or truncated: {error}", source.size - read_bytes)
     except OSError as error:
-        yield Bad(span.source.label, "", f"cannot be read: {error.strerror or error}", span.size)
+        yield Bad(span.file.label, "", f"cannot be read: {error.strerror or error}", span.size)

@@ -19,7 +19,7 @@ import zstandard
 from pipeline.common.files import atomic_file
 from pipeline.common.mpi import Comm, exchange
 from pipeline.data.dedup.clusters import ORIGIN, Clusters, Kind
-from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.spilled_documents import Pool
 
 NAME = "dropped.jsonl.zst"
 
@@ -57,8 +57,8 @@ def write_duplicates(comm: Comm, pool: Pool, found: Clusters) -> None:
         with writer(pool.stems[part].with_suffix(BY_DEDUPLICATION)) as add:
             for number, kept, kind in rows[parts == part].tolist():
                 (meta, text), reason = pool.record(number), Kind(kind).reason
-                of = orjson.loads(pool.record(kept)[0])["id"] if kept >= 0 else "a document of dedup.against"
-                add(orjson.loads(meta), "dedup", f"{reason} of {of}", text.decode("utf-8"))
+                original = orjson.loads(pool.record(kept)[0])["id"] if kept >= 0 else "a document of dedup.against"
+                add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
 
 
 def join(path: Path, parts: Iterable[Path]) -> None:

@@ -12,13 +12,13 @@ import orjson
 
 from pipeline.common import artifact
 from pipeline.common.files import atomic_file
-from pipeline.config.schema import RunConfig
+from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.shard import dropped, report, text_shards
-from pipeline.data.shard.part import PartCounts
-from pipeline.data.shard.pool import Pool
+from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
+from pipeline.data.shard.spilled_documents import Pool
 
 Entries = dict[str, dict[str, Any]]
 
@@ -26,7 +26,9 @@ OUTPUTS = ("*-?????.tar", f"{signatures.PREFIX}*.safetensors", "report.json", "r
 """Glob patterns of the files of a folder of text shards, besides the manifest."""
 
 
-def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: RunConfig, records: Path) -> dict[str, Any]:
+def write(
+    folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, data: DataConfig, dedup: DedupConfig, records: Path
+) -> dict[str, Any]:
     """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
@@ -37,7 +39,6 @@ def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: R
         {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents,
         "repeated": [documents, bytes] without text after dedup.paragraphs}.
     """
-    dedup = config.dedup
     languages: dict[str, list[int]] = {}
     lengths: dict[str, int] = {}
     rows: list[np.void] = []
@@ -58,12 +59,12 @@ def write(folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, config: R
             rows.append(row)
             yield text, meta
 
-    save = config.data.save_dropped and dedup.paragraphs
+    save = data.save_dropped and dedup.paragraphs
     with (
         dropped.writer(records / f"{plan.name}{dropped.BY_PARAGRAPHS}") if save else nullcontext() as add,
         atomic_file(folder / plan.name) as handle,
     ):
-        text_shards.write(handle, documents(add), config.data.documents_per_member)
+        text_shards.write(handle, documents(add), data.documents_per_member)
     text_bytes = sum(size for _, size in languages.values())
     fields = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
     files = {plan.name: artifact.entry(folder / plan.name, **fields)}
@@ -103,7 +104,7 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
     made = report.build(counts, found, pool, output, settings)
     pages = {
         "report.json": report.as_json(made),
-        "report.html": report.page(made).encode("utf-8", "replace"),
+        "report.html": report.html(made).encode("utf-8", "replace"),
         "quarantine.jsonl": report.quarantine(counts.bad),
     }
     for name, content in pages.items():

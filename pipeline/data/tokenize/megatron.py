@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.common.files import atomic_file
-from pipeline.data.tokenize import tokens
+from pipeline.data.tokenize import token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
 
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
@@ -60,10 +60,10 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
     with atomic_file(index) as handle:
         handle.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype.name], documents, documents + 1))
         for name, entry in zip(shards, entries, strict=True):
-            handle.write(tokens.lengths(folder / name, entry).astype("<i4").tobytes())
+            handle.write(token_shards.lengths(folder / name, entry).astype("<i4").tobytes())
         start = 0
         for name, entry in zip(shards, entries, strict=True):
-            ends = start + np.cumsum(tokens.lengths(folder / name, entry), dtype="<i8") * dtype.itemsize
+            ends = start + np.cumsum(token_shards.lengths(folder / name, entry), dtype="<i8") * dtype.itemsize
             handle.write(np.concatenate([[start], ends[:-1]]).astype("<i8")[: len(ends)].tobytes())
             start = int(ends[-1]) if len(ends) else start
         handle.write(np.arange(documents + 1, dtype="<i8").tobytes())
@@ -149,7 +149,7 @@ def write_shard(source: IndexedDataset, first: int, stop: int, path: Path, encod
     """
     tokenizer, text_bytes = load(encoder.path.parent), 0
     with atomic_file(path) as handle:
-        writer = tokens.Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
+        writer = token_shards.Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
         for ids, lengths in source.documents(first, stop):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
                 rule = f"contains the token {int(ids.max())}, {encoder.path} has {encoder.vocab_size} entries"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError
 from pipeline.common.files import atomic_file
 from pipeline.data.shard import text_shards
-from pipeline.data.tokenize import tokens
+from pipeline.data.tokenize import token_shards
+
+log = logging.getLogger("pipeline")
 
 GROUP_TOKENS = 1 << 22
 """Approximate number of tokens per row group; a document is not split over row groups."""
 
 
-Shards = tuple[Path, artifact.Manifest]
+Shards = tuple[Path, Manifest]
 """The folder of shards, and its manifest."""
 
 
@@ -36,7 +41,7 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text
         File name -> its manifest entry.
     """
     entry = manifest.files[name]
-    ids, ends = tokens.ids(folder / name, entry), np.cumsum(tokens.lengths(folder / name, entry), dtype=np.int64)
+    ids, ends = token_shards.ids(folder / name, entry), np.cumsum(token_shards.lengths(folder / name, entry), dtype=np.int64)
     starts = np.concatenate([[0], ends])
     names = [None] * len(ends) if text is None else [metadata["id"] for _, metadata in text_shards.verified(*text, name)]
     assert len(names) == len(ends), f"{name} has {len(ends)} documents, and the text shard {len(names)}"
@@ -56,3 +61,17 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text
             writer.write_table(pa.table(columns, schema=schema))
             first = stop
     return {path.name: artifact.entry(path, documents=entry["documents"], tokens=entry["tokens"])}
+
+
+def text_shards_of(folder: Path, tokens_manifest: Manifest) -> Shards | None:
+    """The text shards that the token shards were made from, with the ids of the documents; None with a warning if data.shards differs."""
+    try:
+        text = artifact.read(folder, key="data.shards", stage="shard")
+    except UserError:
+        reason = "is not a complete folder of text shards"
+    else:
+        if artifact.fingerprint(text) == tokens_manifest.settings.get("data.shards"):
+            return folder, text
+        reason = "is not the folder from which the token shards were made"
+    log.warning("convert_tokens: the column id of the Parquet files is empty, because data.shards=%s %s", folder, reason)
+    return None

@@ -55,7 +55,7 @@ class TextEncoder:
 
     Text that spells a special token is encoded as ordinary text, so that a document cannot contain an end-of-document token.
 
-    Its ids are the reference for other engines (pipeline/data/tokenize/engines.py).
+    Its ids are the reference for other engines (pipeline/data/tokenize/encoders.py).
 
     Attributes:
         path: of tokenizer.json.

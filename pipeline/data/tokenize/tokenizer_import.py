@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
-from pipeline.data.tokenize.engines import HARD_TEXTS
+from pipeline.data.tokenize.encoders import HARD_TEXTS
 from pipeline.data.tokenize.tokenizer import encode
 from pipeline.data.tokenize.tokenizer_training import split_pattern
 
@@ -65,13 +65,13 @@ def from_folder(folder: Path) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        found = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
-        if not isinstance(found, Tokenizer):
+        backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
             raise ValueError("its class has no tokenizer.json")
     except Exception as error:  # the libraries raise no more specific type
         fix = "pip install transformers sentencepiece and import again, or set tokenizer.path to a tokenizer with the same ids"
         raise UserError.of("tokenizer", folder, f"cannot be converted: {error}", fix) from error
-    return found
+    return backend
 
 
 Reference = Callable[[str], list[int]]

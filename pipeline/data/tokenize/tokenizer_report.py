@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 from pipeline.common import page
 from pipeline.data.tokenize.tokenizer import encode
 
-Row = dict[str, Any]
+Measurement = dict[str, Any]
 
 SAMPLE_CHARACTERS = 240
 """Characters of a text per language whose division into tokens is shown."""
@@ -34,7 +33,7 @@ COLUMNS = {
 }
 
 
-def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_per_token: Callable[[int], float]) -> Row:
+def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_per_token: Callable[[int], float]) -> Measurement:
     """Compute the metrics of one tokenizer.
 
     Args:
@@ -49,7 +48,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     unknown = _unknown(tokenizer)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     used = np.zeros(vocab_size, dtype=bool)
-    languages: dict[str, Row] = {}
+    languages: dict[str, Measurement] = {}
     for language, documents in texts.items():
         ids = encode(tokenizer, documents)[0]
         used[ids] = True
@@ -69,7 +68,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     return {"name": name, "vocab_size": vocab_size, **total, **cost, "languages": languages}
 
 
-def _metrics(size: int, words: int, tokens: int, unknown: int) -> Row:
+def _metrics(size: int, words: int, tokens: int, unknown: int) -> Measurement:
     """The counts and their ratios."""
     ratios = {"fertility": tokens / max(words, 1), "bytes_per_token": size / max(tokens, 1)}
     return {"bytes": size, "words": words, "tokens": tokens, "unknown": unknown, **ratios}
@@ -93,7 +92,7 @@ def _unknown(tokenizer: Tokenizer) -> int | None:
     return tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
 
-def text_table(rows: list[Row]) -> str:
+def text_table(rows: list[Measurement]) -> str:
     """The rows as a text table for the log, with one line per tokenizer."""
     languages = list(rows[0]["languages"])
     width = max(len("tokenizer"), *(len(row["name"]) for row in rows))
@@ -110,7 +109,7 @@ def _width(language: str) -> int:
     return len(f"parity {language}")
 
 
-def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> list[Path]:
+def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[Path]:
     """Write report.json and report.html.
 
     Args:
@@ -131,53 +130,30 @@ _TOTALS = ("vocab_size", "tokens", "bytes_per_token", "fertility", "unknown", "c
 _BY_LANGUAGE = ("bytes_per_token", "fertility", "parity", "unknown")
 
 
-def _page(rows: list[Row], about: dict[str, Any]) -> str:
+def _page(rows: list[Measurement], about: dict[str, Any]) -> str:
     """The report as one HTML page."""
     languages = rows[0]["languages"]
-    parts = [*_verdict(rows[0], about), "<h2>Samples</h2>", "<p class=soft>How the tokenizers divide held-out text. "]
-    parts += ["A number counts tokens that are parts of one character.</p>"]
-    parts += [_samples(language, rows) for language in languages]
-    parts += ["<h2>All text</h2>", _table(["tokenizer", *_TOTALS], [[row["name"], *(row[key] for key in _TOTALS)] for row in rows])]
-    for key in _BY_LANGUAGE:
-        values = [[row["name"], *(row["languages"][language][key] for language in languages)] for row in rows]
-        parts += [f"<h2>{html.escape(key)}</h2><p>{html.escape(COLUMNS[key])}.</p>", _table(["tokenizer", *languages], values)]
-    sizes = [[language, row["bytes"], row["words"]] for language, row in languages.items()]
-    parts += ["<h2>The text</h2>", _table(["language", "bytes", "words"], sizes)]
-    notes = "".join(f"<li>{html.escape(key)}: {html.escape(meaning)}</li>" for key, meaning in COLUMNS.items())
-    return page.whole_page("Tokenizer report", [*parts, f"<h2>Columns</h2><ul>{notes}</ul>"])
-
-
-def _verdict(row: Row, about: dict[str, Any]) -> Iterator[str]:
-    """The size and the compression of the folder's tokenizer, the settings, and warnings."""
-    name, languages = html.escape(row["name"]), row["languages"]
-    yield f"<div class=verdict><b>{name}: {row['bytes_per_token']:.2f} bytes per token, {row['vocab_size']:,} entries</b>"
-    yield f"<p>{row['fertility']:.2f} tokens per word on {row['bytes']:,} bytes of held-out text in {len(languages)} languages; "
-    yield f"{100 * row['coverage']:.1f} % of the entries occur in it.</p>{page.settings(about)}</div>"
-    for language, part in languages.items():
-        if part["parity"] > WARN_PARITY:
-            what = f"{html.escape(language)} takes {part['parity']:.1f} times as many tokens per byte as the best language"
-            yield f"<div class=warning>{what}: see tokenizer.balance, or add text of this language.</div>"
-        if part["unknown"]:
-            what = f"{part['unknown']:,} of {part['tokens']:,} tokens of {html.escape(language)} are unknown: their text is lost"
-            yield f"<div class=warning>{what}.</div>"
-
-
-def _samples(language: str, rows: list[Row]) -> str:
-    """The beginning of a text of a language, as every tokenizer divides it."""
-    shown = []
-    for row in rows:
-        pieces = row["languages"][language]["sample"]
-        spans = (f"<span class=token>{html.escape(piece)}{f'<sub>{count}</sub>' if count > 1 else ''}</span>" for piece, count in pieces)
-        count = sum(count for _, count in pieces)
-        shown.append(f"<div class=soft>{html.escape(row['name'])}: {count} tokens</div><pre>{''.join(spans)}</pre>")
-    return f"<p><b>{html.escape(language)}</b></p>{''.join(shown)}"
-
-
-def _table(head: list[str], rows: list[list[Any]]) -> str:
-    return page.table(head, [[_formatted(value) for value in row] for row in rows])
+    return page.render(
+        "tokenizer_report.html.jinja",
+        "Tokenizer report",
+        first=rows[0],
+        tokenizers=rows,
+        languages=languages,
+        about=about,
+        columns=COLUMNS,
+        warn_parity=WARN_PARITY,
+        totals=list(_TOTALS),
+        total_rows=[[row["name"], *(_formatted(row[key]) for key in _TOTALS)] for row in rows],
+        language_rows={
+            key: [[row["name"], *(_formatted(row["languages"][language][key]) for language in languages)] for row in rows]
+            for key in _BY_LANGUAGE
+        },
+        size_rows=[[language, row["bytes"], row["words"]] for language, row in languages.items()],
+    )
 
 
 def _formatted(value: Any) -> str:
+    """Return a metric as text."""
     if isinstance(value, float):
         return f"{value:.3g}" if value >= 1e6 else f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return page.cell(value)

@@ -7,14 +7,19 @@ by TextEncoder.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipeline.common.errors import UserError
+from pipeline.common.progress import Progress
 from pipeline.config.data import TokenizerConfig
+from pipeline.data.tokenize.training_text import TrainingText
+
+log = logging.getLogger("pipeline")
 
 Texts = Callable[[], Iterable[str]]
 """Returns an iterable over the training texts."""
@@ -45,6 +50,31 @@ TEMPLATES = {
     ("</s>", "<s>", "<mask>"): ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
     ("</s>", "<extra_id_0>"): ("$A </s>", "$A </s> $B </s>"),
 }
+
+
+def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]) -> dict[int, Tokenizer]:
+    """Train one tokenizer per size. The smaller vocabularies of BPE are prefixes of the largest one.
+
+    Args:
+        sample: the training text.
+        options: as in train.
+        sizes: maximum numbers of entries, ascending.
+
+    Raises:
+        UserError: as train.
+    """
+
+    def texts() -> Iterator[str]:
+        with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
+            for text in sample:
+                yield text
+                progress.advance(len(text.encode("utf-8")))
+        log.info("train_tokenizer: training on %.1f MB", sum(sample.languages.values()) / 1e6)
+
+    if options.kind == "bpe":
+        largest = train(texts, options, sizes[-1])
+        return {size: truncate_vocab(largest, size) if size < sizes[-1] else largest for size in sizes}
+    return {size: train(texts, options, size) for size in sizes}
 
 
 def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:

@@ -6,10 +6,10 @@ from typing import Self
 
 import numpy as np
 
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.boundaries import document_ids
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Samples
 
 
 class Causal(TokenShardObjective):
@@ -27,28 +27,28 @@ class Causal(TokenShardObjective):
         self._document_mask, self._padded = document_mask, padded
 
     @staticmethod
-    def every_position_counts(config: RunConfig) -> bool:
+    def every_position_counts(config: SampleConfig) -> bool:
         """See Objective: packed documents are padded."""
         return config.data.packing == "windows"
 
     @staticmethod
-    def text_length(config: RunConfig) -> int:
+    def text_length(config: SampleConfig) -> int:
         """See TokenShardObjective."""
         return config.training.sequence_length
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
+    def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and targets; documents under a document mask."""
         text = self.samples.samples(indices)
-        found = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+        arrays = {"tokens": text[:, :-1], "targets": text[:, 1:]}
         if self._padded:
             end = self.samples.end_of_document
-            padding = (found["tokens"] == end) & (found["targets"] == end)
-            found["targets"] = np.where(padding, np.int32(IGNORE), found["targets"].astype(np.int32))
+            padding = (arrays["tokens"] == end) & (arrays["targets"] == end)
+            arrays["targets"] = np.where(padding, np.int32(IGNORE), arrays["targets"].astype(np.int32))
         if self._document_mask:
-            found["documents"] = document_ids(found["tokens"], self.samples.end_of_document)
-        return found
+            arrays["documents"] = document_ids(arrays["tokens"], self.samples.end_of_document)
+        return arrays

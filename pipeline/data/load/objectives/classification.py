@@ -9,11 +9,11 @@ import numpy as np
 import xxhash
 
 from pipeline.common.errors import UserError
-from pipeline.config.schema import RunConfig
 from pipeline.data.load.instructions import open_files
 from pipeline.data.load.labels import LabelReader
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
+from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -28,7 +28,7 @@ class Classification(Supervised):
     _segments: int
 
     @classmethod
-    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         model: Any = config.model
         encoder = TextEncoder(folder, config.tokenizer.end_of_document)
@@ -48,11 +48,11 @@ class Classification(Supervised):
         reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), truncate=truncate)
         log_it = share[0] == 0
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, log_it=log_it)
-        found = cls(samples, length)
-        found._between, found._segments = between, model.segments
-        return found
+        objective = cls(samples, length)
+        objective._between, objective._segments = between, model.segments
+        return objective
 
-    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
+    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, and truncation; the labels are those of the model."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.truncate)
@@ -67,5 +67,5 @@ class Classification(Supervised):
             *text, label = example.tokens.tolist()
             tokens[row, : len(text)], documents[row, : len(text)], targets[row, 0] = text, 0, label
             segments[row, text.index(self._between) + 1 : len(text)] = 1
-        found: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
-        return found | ({"segments": segments} if self._segments > 1 else {})
+        arrays: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
+        return arrays | ({"segments": segments} if self._segments > 1 else {})

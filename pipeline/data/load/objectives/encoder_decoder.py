@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from pipeline.config.schema import RunConfig
 from pipeline.data.load.special_tokens import SpecialTokens
 
 #: The default of data.decoder_start: the first of these that the tokenizer has.
 DECODER_STARTS = ("<pad>", "[PAD]")
 
 
-def decoder_start(config: RunConfig, special: SpecialTokens) -> int:
+def decoder_start(named: str | None, special: SpecialTokens) -> int:
     """The id of the token that a decoder reads first, which is also its padding.
+
+    Args:
+        named: data.decoder_start.
+        special: the special tokens of the tokenizer.
 
     Raises:
         UserError: as SpecialTokens.find.
     """
-    return special.find({"data.decoder_start": (config.data.decoder_start, DECODER_STARTS)})[0]
+    return special.find({"data.decoder_start": (named, DECODER_STARTS)})[0]

@@ -9,12 +9,12 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.boundaries import document_ids
-from pipeline.data.load.loader import Samples
+from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives import sentences
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
-from pipeline.data.load.permutation import random_words
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.sample_order import random_words
+from pipeline.data.load.samples import Samples
 from pipeline.models.config import MaskedModelConfig
 
 
@@ -44,7 +44,7 @@ class Masked(TokenShardObjective):
 
     settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "data.masking", "model.next_sentence")
 
-    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
         """Use samples of text_length + 1 tokens; the last one is not used."""
         self.samples, self._count = samples, int(samples.counts.sum())
         self._vocabulary, self._rates, self._seed = vocabulary, config.data.masking, config.training.seed
@@ -54,17 +54,17 @@ class Masked(TokenShardObjective):
         self._is_ordinary[vocabulary.ordinary] = True
 
     @staticmethod
-    def sample_settings(config: RunConfig) -> dict[str, Any]:
+    def sample_settings(config: SampleConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
         return {"masking": vars(config.data.masking) | {"next_sentence": _model(config).next_sentence}}
 
     @staticmethod
-    def text_length(config: RunConfig) -> int:
+    def text_length(config: SampleConfig) -> int:
         """See TokenShardObjective: the sequence without its special tokens."""
         return config.training.sequence_length - (3 if _model(config).next_sentence else 2)
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
+    def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         masking, special = config.data.masking, special_tokens(config, samples)
         mask, first, between = special.find(
@@ -88,9 +88,9 @@ class Masked(TokenShardObjective):
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and targets; segments and next_sentence with two segments; documents with padding or a document mask."""
         indices = np.asarray(indices, dtype=np.int64)
-        found = self.unmasked(indices)
-        found["tokens"], found["targets"] = mask(found["tokens"], indices, self._is_ordinary, self._vocabulary, self._rates, self._seed)
-        return found
+        arrays = self.unmasked(indices)
+        arrays["tokens"], arrays["targets"] = mask(arrays["tokens"], indices, self._is_ordinary, self._vocabulary, self._rates, self._seed)
+        return arrays
 
     def unmasked(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of samples with the original tokens, without targets."""
@@ -131,7 +131,7 @@ class Masked(TokenShardObjective):
         return {"tokens": tokens, "segments": segments, "documents": documents, "next_sentence": next_sentence}
 
 
-def _model(config: RunConfig) -> MaskedModelConfig:
+def _model(config: SampleConfig) -> MaskedModelConfig:
     """The model's configuration; only models with the members that masking needs name this objective."""
     return cast(MaskedModelConfig, config.model)
 

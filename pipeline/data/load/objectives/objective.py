@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
-from pipeline.data.load.loader import Samples, Source
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Dataset, Samples
 from pipeline.data.load.special_tokens import SpecialTokens
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
@@ -41,18 +41,18 @@ class Objective(ABC):
     data_key: ClassVar[str] = "data.tokens"
     measures: ClassVar[tuple[str, ...]] = ()
 
-    samples: Source
+    samples: Dataset
     decoder_length: int = 0
     bytes_per_token: float | None = None
 
     @staticmethod
-    def every_position_counts(config: RunConfig) -> bool:  # noqa: ARG004
+    def every_position_counts(config: SampleConfig) -> bool:  # noqa: ARG004
         """Whether every position of a batch has a target, so that the mean over micro-batches is the mean over targets."""
         return False
 
     @classmethod
     @abstractmethod
-    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """Open the training data of a run.
 
         Args:
@@ -65,16 +65,16 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """Open the validation data; None if it holds no sample. Arguments and errors as in open_training."""
 
     @classmethod
-    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:  # noqa: ARG003
+    def open_validation_corpora(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:  # noqa: ARG003
         """Open the validation data of each corpus by name, None for one without a sample; empty if the data is not divided into corpora."""
         return {}
 
     @abstractmethod
-    def fingerprint(self, config: RunConfig, consumed: int) -> str:
+    def fingerprint(self, config: SampleConfig, consumed: int) -> str:
         """A short text that is equal for two runs if their first `consumed` samples are equal."""
 
     @abstractmethod
@@ -98,41 +98,41 @@ class TokenShardObjective(Objective):
 
     @staticmethod
     @abstractmethod
-    def text_length(config: RunConfig) -> int:
+    def text_length(config: SampleConfig) -> int:
         """Tokens of text per sample; samples have one token more, the last label."""
 
     @classmethod
     @abstractmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
+    def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """The objective over these samples; errors as in open_training."""
 
     @staticmethod
-    def sample_settings(config: RunConfig) -> dict[str, Any]:  # noqa: ARG004
+    def sample_settings(config: SampleConfig) -> dict[str, Any]:  # noqa: ARG004
         """Settings of this objective that determine a sample, for the fingerprint."""
         return {}
 
     @classmethod
-    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective."""
         return cls.of(config, blend.open_training(config, share, cls.text_length(config)))
 
     @classmethod
-    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective."""
         samples = blend.open_validation(config, share, cls.text_length(config))
         return cls.of(config, samples) if samples is not None else None
 
     @classmethod
-    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
+    def open_validation_corpora(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
         """See Objective."""
         corpora = blend.open_validation_corpora(config, share, cls.text_length(config))
         return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
 
-    def fingerprint(self, config: RunConfig, consumed: int) -> str:
+    def fingerprint(self, config: SampleConfig, consumed: int) -> str:
         """See Objective."""
         return blend.fingerprint(config, self.samples, consumed, self.sample_settings(config))
 
 
-def special_tokens(config: RunConfig, samples: Source) -> SpecialTokens:
+def special_tokens(config: SampleConfig, samples: Dataset) -> SpecialTokens:
     """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
     return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])

@@ -15,6 +15,6 @@ class Preferences(Supervised):
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Supervised, and the choices."""
-        found = super().arrays(indices)
-        found["choices"] = np.select([found["documents"] == 0, found["documents"] == 1], [1, -1], 0)
-        return found
+        arrays = super().arrays(indices)
+        arrays["choices"] = np.select([arrays["documents"] == 0, arrays["documents"] == 1], [1, -1], 0)
+        return arrays

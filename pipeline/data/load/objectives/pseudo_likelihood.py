@@ -6,10 +6,10 @@ import copy
 
 import numpy as np
 
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.masked import Masked, Vocabulary
 from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Samples
 
 
 class PseudoLikelihood(Masked):
@@ -18,7 +18,7 @@ class PseudoLikelihood(Masked):
     Sample i is position i % sequence_length of sequence i // sequence_length. At a special token, it has no target.
     """
 
-    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
         """See Masked."""
         super().__init__(samples, vocabulary, config)
         self.samples = copy.copy(samples)
@@ -28,12 +28,12 @@ class PseudoLikelihood(Masked):
         """See Objective: as Masked, with one target in each row at most."""
         sequences, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
         distinct, where = np.unique(sequences, return_inverse=True)
-        found = {name: array[where] for name, array in self.unmasked(distinct).items()}
-        rows, targets = np.arange(len(positions)), np.full(found["tokens"].shape, IGNORE, dtype=np.int32)
-        original = found["tokens"][rows, positions]
+        arrays = {name: array[where] for name, array in self.unmasked(distinct).items()}
+        rows, targets = np.arange(len(positions)), np.full(arrays["tokens"].shape, IGNORE, dtype=np.int32)
+        original = arrays["tokens"][rows, positions]
         counted = self._is_ordinary[original]
-        if "documents" in found:
-            counted &= found["documents"][rows, positions] >= 0
+        if "documents" in arrays:
+            counted &= arrays["documents"][rows, positions] >= 0
         targets[rows[counted], positions[counted]] = original[counted]
-        found["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
-        return {**found, "targets": targets}
+        arrays["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
+        return {**arrays, "targets": targets}

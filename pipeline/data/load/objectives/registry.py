@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.schema import RunConfig
+from pipeline.common.errors import UserError
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import Masked
@@ -11,6 +11,7 @@ from pipeline.data.load.objectives.pairs import Pairs
 from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.spans import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
+from pipeline.data.load.sample_config import SampleConfig
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "causal": Causal,
@@ -23,16 +24,44 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def objective_of(config: RunConfig) -> type[Objective]:
+def objective_of(config: SampleConfig) -> type[Objective]:
     """The configured objective; that of the model's family with training.objective=auto."""
     return OBJECTIVES[config.objective]
 
 
-def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective:
+def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Objective:
     """The objective of the run over its training data; arguments and errors as in Objective.open_training."""
     return objective_of(config).open_training(config, share)
 
 
-def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective | None:
+def open_validation(config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Objective | None:
     """The objective of the run over its validation data; None if it holds no sample."""
     return objective_of(config).open_validation(config, share)
+
+
+def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:
+    """Open the training data, and the validation data if the validation split contains a sample.
+
+    Args:
+        config: configuration of the run.
+        share: (rank, world size).
+
+    Raises:
+        UserError: token shards are missing or damaged, or contain token ids outside the embedding.
+    """
+    training = open_training(config, share)
+    check_vocabulary(config, training)
+    return training, open_validation(config, share)
+
+
+def check_vocabulary(config: SampleConfig, data: Objective) -> None:
+    """Refuse data with token ids outside the embedding.
+
+    Raises:
+        UserError: the vocabulary of the data is larger than the model's.
+    """
+    vocab_size = data.samples.vocab_size
+    if vocab_size > config.model.vocab_size:
+        rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
+        fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
+        raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)

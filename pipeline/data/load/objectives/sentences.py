@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.data.load.permutation import random_words
+from pipeline.data.load.sample_order import random_words
 
 #: The counter of a sample's own random words; masking uses the position, which is smaller.
 _SAMPLE_COUNTER = 1 << 40
@@ -39,13 +39,13 @@ def segment_pairs(texts: np.ndarray, others: np.ndarray, samples: np.ndarray, en
     for text, other, (where, cut, whether, place, start) in zip(texts, others, chances.tolist(), strict=True):
         document = _document(text, end_of_document, where)
         middle = 1 + int(cut * (len(document) - 1))
-        one, two = document[:middle], document[middle:]
+        former, latter = document[:middle], document[middle:]
         follows = whether < 0.5
         if not follows:
             foreign = _document(other, end_of_document, place)
-            first = int(start * (max(len(foreign) - len(two), 0) + 1))
-            two = foreign[first : first + len(two)]
-        made.append((one, two, follows))
+            first = int(start * (max(len(foreign) - len(latter), 0) + 1))
+            latter = foreign[first : first + len(latter)]
+        made.append((former, latter, follows))
     return made
 
 

@@ -6,12 +6,11 @@ from typing import Self
 
 import numpy as np
 
-from pipeline.config.schema import RunConfig
-from pipeline.config.stages import Evaluate
 from pipeline.data.load import blend
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.samples import Samples
 
 
 class Sliding(Causal):
@@ -24,34 +23,27 @@ class Sliding(Causal):
     stride: int
 
     @classmethod
-    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
-        """See Objective."""
-        samples = blend.open_validation(config, share, stride=_stride(config))
-        return cls.of(config, samples) if samples is not None else None
+    def open_windows(cls, config: SampleConfig, share: tuple[int, int], stride: int) -> Self | None:
+        """Open the validation data as Objective.open_validation does, with windows `stride` tokens apart."""
+        samples = blend.open_validation(config, share, stride=stride)
+        return None if samples is None else cls.with_stride(config, samples, stride)
 
     @classmethod
-    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
-        """See Objective."""
-        corpora = blend.open_validation_corpora(config, share, stride=_stride(config))
-        return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
+    def open_windows_of_corpora(cls, config: SampleConfig, share: tuple[int, int], stride: int) -> dict[str, Self | None]:
+        """Open each corpus as Objective.open_validation_corpora does, with windows `stride` tokens apart."""
+        corpora = blend.open_validation_corpora(config, share, stride=stride)
+        return {name: None if samples is None else cls.with_stride(config, samples, stride) for name, samples in corpora.items()}
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
-        """See TokenShardObjective."""
-        found = super().of(config, samples)
-        found.stride = _stride(config)
-        return found
+    def with_stride(cls, config: SampleConfig, samples: Samples, stride: int) -> Self:
+        """Return the objective over windows `stride` tokens apart."""
+        objective = cls.of(config, samples)
+        objective.stride = stride
+        return objective
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Causal, with the targets of a window's last tokens."""
-        found = super().arrays(indices)
-        targets = found["targets"].astype(np.int32)
+        arrays = super().arrays(indices)
+        targets = arrays["targets"].astype(np.int32)
         targets[np.asarray(indices) > 0, : targets.shape[1] - self.stride] = IGNORE
-        return {**found, "targets": targets}
-
-
-def _stride(config: RunConfig) -> int:
-    """The distance of two windows."""
-    assert isinstance(config.stage, Evaluate)
-    assert config.stage.stride is not None
-    return config.stage.stride
+        return {**arrays, "targets": targets}

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.config.data import SpansConfig
-from pipeline.config.schema import RunConfig
-from pipeline.data.load.loader import Samples
 from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
-from pipeline.data.load.permutation import random_words
+from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.load.sample_order import random_words
+from pipeline.data.load.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class SpanCorruption(TokenShardObjective):
         self.decoder_length = decoder_length or sizes.decoder
 
     @staticmethod
-    def sample_settings(config: RunConfig) -> dict[str, Any]:
+    def sample_settings(config: SampleConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
         return {"spans": vars(config.data.spans), "decoder_start": config.data.decoder_start}
 
     @staticmethod
-    def text_length(config: RunConfig) -> int:
+    def text_length(config: SampleConfig) -> int:
         """See TokenShardObjective."""
         return longest(config.training.sequence_length, config.data.spans).text
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Samples) -> Self:
+    def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         sizes = longest(config.training.sequence_length, config.data.spans)
         special = special_tokens(config, samples)
@@ -109,7 +109,14 @@ class SpanCorruption(TokenShardObjective):
         # Sequence parallelism splits a sequence evenly over the tensor ranks.
         parts = config.parallel.tensor if config.parallel.sequence_parallel else 1
         padded = -(-sizes.decoder // parts) * parts
-        return cls(samples, sizes, np.array(sentinels), encoder_decoder.decoder_start(config, special), config.training.seed, padded)
+        return cls(
+            samples,
+            sizes,
+            np.array(sentinels),
+            encoder_decoder.decoder_start(config.data.decoder_start, special),
+            config.training.seed,
+            padded,
+        )
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and decoder_tokens, with targets."""

@@ -8,10 +8,10 @@ from typing import ClassVar, Self
 import numpy as np
 import xxhash
 
-from pipeline.config.schema import RunConfig
 from pipeline.data.load.examples import ExampleReader
 from pipeline.data.load.instructions import Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 
@@ -31,18 +31,18 @@ class Supervised(Objective):
         self.samples, self._length = samples, length
 
     @classmethod
-    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective: data.instructions.train, shuffled."""
         return cls._open(config, config.data.instructions.train, "data.instructions.train", share, config.training.seed)
 
     @classmethod
-    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective: data.instructions.validation in file order; None if it names no file."""
         paths = config.data.instructions.validation
         return cls._open(config, paths, "data.instructions.validation", share, None) if paths else None
 
     @classmethod
-    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         encoder = TextEncoder(folder, config.tokenizer.end_of_document)
         pack, limit = config.data.instructions.pack, config.data.quarantine_limit
@@ -50,7 +50,7 @@ class Supervised(Objective):
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
         return cls(samples, length)
 
-    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
+    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, its chat template, and packing."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], corpus.totals["end_of_document"], config.data.instructions.pack)

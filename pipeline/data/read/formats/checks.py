@@ -49,21 +49,21 @@ def text_of(record: Any, field: str) -> str:
 
 def small_fields(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """The fields of at most META_BYTES as plain JSON; other Parquet types (dates, decimals) are converted to strings."""
-    kept: dict[str, Any] = {}
+    small: dict[str, Any] = {}
     for name, value in fields:
         if isinstance(value, str):
             if len(value) <= META_BYTES:
-                kept[name] = value
+                small[name] = value
         elif value is None or isinstance(value, int):
-            kept[name] = value
+            small[name] = value
         else:
             try:
                 encoded = orjson.dumps(value, default=str)
             except TypeError:  # nested deeper than orjson supports
                 continue
             if len(encoded) <= META_BYTES:
-                kept[name] = orjson.loads(encoded)  # orjson has converted NaN to null
-    return kept
+                small[name] = orjson.loads(encoded)  # orjson has converted NaN to null
+    return small
 
 
 def too_large(options: ReadOptions) -> str:

@@ -12,7 +12,7 @@ from resiliparse.parse.html import HTMLTree
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _DEPTH = 1000
 _NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
@@ -20,7 +20,7 @@ _NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the text of the page, with its title in the metadata."""
-    source = span.source
+    source = span.file
     with streams.open_bytes(source.path) as handle:
         raw = handle.read(options.document_bytes + 1)
     try:

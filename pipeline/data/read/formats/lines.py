@@ -11,14 +11,14 @@ import orjson
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small_fields, text_of, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _SKIPPED_BYTES = 1 << 20
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
-    source = span.source
+    source = span.file
     with streams.open_bytes(source.path) as handle:
         start = 0
         if span.start:

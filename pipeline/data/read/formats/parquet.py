@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, within_limit
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _BATCH_ROWS = 64
 
@@ -21,7 +21,7 @@ _DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)  # UnicodeDecodeError
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the row groups that begin in the span. Of a damaged row group, the rows before the damage are read."""
-    source = span.source
+    source = span.file
     with streams.open_raw(source.path) as handle:
         try:
             file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES)
@@ -69,9 +69,9 @@ def _groups(metadata: pq.FileMetaData, span: Span) -> Iterator[tuple[int, int, i
     total = max(1, sum(group.total_byte_size for group in groups))
     row = before = 0
     for number, group in enumerate(groups):
-        begin = span.source.size * before // total
+        begin = span.file.size * before // total
         if span.start <= begin and (span.end is None or begin < span.end):
-            yield number, row, span.source.size * group.total_byte_size // total
+            yield number, row, span.file.size * group.total_byte_size // total
         row += group.num_rows
         before += group.total_byte_size
 

@@ -14,14 +14,14 @@ from pipeline.data.read.file_search import printable
 from pipeline.data.read.formats import html, lines
 from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, too_large
 from pipeline.data.read.formats.text import plain
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 _SAMPLE_SUFFIXES = ("txt", "html", "htm", "json")
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the archive; members of other types are skipped."""
-    source = span.source
+    source = span.file
     with streams.open_bytes(source.path) as handle:
         archive = tar.Archive(handle)
         sample = _Sample("")
@@ -67,7 +67,7 @@ class _Sample:
         suffix = next((suffix for suffix in _SAMPLE_SUFFIXES if suffix in self._members), None)
         if suffix is None:
             return
-        source, (member, raw) = span.source, self._members[suffix]
+        source, (member, raw) = span.file, self._members[suffix]
         try:
             fields = self._fields(options)
             if suffix == "txt":
@@ -103,7 +103,7 @@ class _Sample:
 
 def _lines(span: Span, member: tar.Member, handle: IO[bytes], options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of a JSON lines member."""
-    source = span.source
+    source = span.file
     for offset, number, found in lines.records(handle, 0, None, options):
         if isinstance(found, str):
             yield Bad(source.label, f"member {printable(member.name)}, line {number}", found)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the text of the file."""
-    source = span.source
+    source = span.file
     with streams.open_bytes(source.path) as handle:
         raw = handle.read(options.document_bytes + 1)
     try:

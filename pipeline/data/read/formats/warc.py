@@ -11,7 +11,7 @@ from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import html
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
-from pipeline.data.read.sources import Span
+from pipeline.data.read.input_files import Span
 from pipeline.data.read.suffixes import split_compression
 
 _RECORD_TYPES = WarcRecordType.response | WarcRecordType.conversion
@@ -24,20 +24,20 @@ class _TruncatedError(UnusableError):
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the archive; records without a page (images, redirects, HTTP errors) are skipped."""
-    source, position = span.source, None
+    source, position = span.file, None
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
         try:
             for record in ArchiveIterator(io.BufferedReader(stream), record_types=_RECORD_TYPES, parse_http=False, stream_detect=False):
                 position = record.stream_pos
                 try:
-                    found = _document(record, options)
+                    document = _document(record, options)
                 except UnusableError as error:
                     if stream.damage is None:  # else the error is a consequence of the damage
                         yield Bad(source.label, f"byte {position}", str(error), source.size if isinstance(error, _TruncatedError) else 0)
                     continue
-                if found is not None:
-                    text, title = found
+                if document is not None:
+                    text, title = document
                     meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
                     yield Document(source.name, position, text, small_fields((k, v) for k, v in meta.items() if v), source.corpus)
         except OSError as error:

@@ -1,0 +1,62 @@
+"""Export of the adapter of a checkpoint in PEFT's format (stage=convert stage.format=peft)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.checkpoint import adapter, peft_format
+from pipeline.checkpoint.adapter_factors import Adapter
+from pipeline.checkpoint.native import INDEX
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common import artifact
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.files import atomic_folder, digest
+from pipeline.models import families, registry
+
+log = logging.getLogger("pipeline")
+
+
+def export_adapter(path: Path, output: Path) -> None:
+    """Write the adapter of a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        output: folder to write.
+
+    Raises:
+        UserError: the checkpoint has no adapter, no transformers class implements the model, or the folder contains other files.
+    """
+    settings = {"stage.checkpoint": f"{path.name} {digest(path / INDEX)}", "stage.format": "peft"}
+    if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
+        log.info("convert: %s is complete, nothing to do (from %s)", output, path)
+        return
+    checkpoint = Checkpoint(path)
+    model = families.from_dict(checkpoint.config["model"])
+    if getattr(model, "labels", []):
+        rule = "would leave out the head of the classifier, which is trained beside the adapter"
+        raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapter is merged into full weights")
+    trained, *_ = collect_errors(
+        lambda: _adapter_of(checkpoint),
+        lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
+        lambda: registry.adapter(model),
+    )
+    saved, lora = adapter.saved_weights(checkpoint), adapter.lora_of(checkpoint.config)
+    trained = replace(trained, saved=saved)
+    if lora.quantize == "none":  # else the checkpoint has the rounded weights of its base
+        trained = replace(trained, base=adapter.base_hash(checkpoint, model, saved))
+    base = checkpoint.config["checkpoint"].get("initialize_from") or ""
+    with atomic_folder(output) as folder:
+        parameters = peft_format.write_peft(folder, trained, model, dropout=lora.dropout, base_name=base)
+        totals = {"step": checkpoint.step, "parameters": parameters}
+        artifact.write(folder, artifact.Manifest("convert", settings, artifact.entries(folder), totals))
+    log.info("convert: wrote %s (step %d, an adapter with %s parameters)", output, checkpoint.step, f"{parameters:,}")
+
+
+def _adapter_of(checkpoint: Checkpoint) -> Adapter:
+    """Return the adapter of a checkpoint; refuse a checkpoint without one."""
+    if (trained := adapter.of_checkpoint(checkpoint)) is None:
+        rule = f"requires an adapter, and {checkpoint.path} has none"
+        raise UserError.of("stage.format", "peft", rule, "choose a run with lora.rank above 0, or stage.format=huggingface")
+    return trained

@@ -1,0 +1,210 @@
+"""The command line: Hydra's grammar and options, with refusals of those that would start something else than what was meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
+from pipeline.config.paths import CONF_DIR
+from pipeline.config.schema import RunConfig
+
+#: What precedes a folder in Hydra's search path.
+FILE = "file://"
+#: The config groups, which are folders of conf/: keys of the configuration, and experiments, which set keys of several groups.
+GROUPS = ("experiment", *(item.name for item in dataclasses.fields(RunConfig) if (CONF_DIR / item.name).is_dir()))
+#: Keys whose values are dictionaries with names that a user defines.
+NAMED = tuple(key for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict))
+
+_OWN_FILES = "write an experiment file, and choose it by --config-dir=FOLDER experiment=NAME (FOLDER/experiment/NAME.yaml)"
+#: Options of Hydra that are refused -> what to do instead.
+_UNSUPPORTED = {
+    "config_name": _OWN_FILES,
+    "config_path": _OWN_FILES,
+    "experimental_rerun": "write the arguments of the run again; run_dir/config.yaml has all of its settings",
+    "shell_completion": "remove it; python -m pipeline --help lists every key",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line.
+
+    Attributes:
+        overrides: in Hydra's grammar, without illegal ones. That of --config-dir is `hydra.searchpath`.
+        violations: of the illegal ones.
+        options: of Hydra, such as --multirun or --cfg job.
+        is_sweep: whether the overrides may have several values.
+        shows: whether Hydra prints something and no stage runs.
+    """
+
+    overrides: list[str]
+    violations: list[Violation]
+    options: list[str]
+    is_sweep: bool
+    shows: bool
+
+    @property
+    def needs_hydra(self) -> bool:
+        """Whether Hydra itself must run the command, instead of composing one configuration."""
+        return bool(self.options) or any(re.match(r"[+~]*hydra(?!\.searchpath=)", override) for override in self.overrides)
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Read a command line.
+
+    Raises:
+        UserError: an option is none of Hydra's, or is not supported.
+    """
+    options = _parse_options(arguments)
+    is_sweep = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
+    folders = _own_folders(options)
+    # experiment=null is the default, which Hydra accepts in a file only.
+    overrides = [_normalized(override) for override in options.overrides if override != "experiment=null"]
+    if refused := list(_options(options)):
+        raise UserError(refused)
+    violations = {override: list(_violations(override, [CONF_DIR, *folders], is_sweep=is_sweep)) for override in overrides}
+    search = [f"hydra.searchpath=[{quoted(FILE + str(folder))}]" for folder in folders]
+    words = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
+    words += [f"--{name}={value}" for name in ("cfg", "package", "info") if (value := getattr(options, name)) is not None]
+    return Command(
+        [*search, *(override for override in overrides if not violations[override])],
+        [violation for found in violations.values() for violation in found],
+        words,
+        is_sweep,
+        bool(options.cfg or options.info or options.hydra_help),
+    )
+
+
+def _parse_options(arguments: Sequence[str]) -> Namespace:
+    """Separate Hydra's options from the overrides, in any order."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError.of("argument", " ".join(arguments), message, "python -m pipeline --hydra-help lists the options")
+
+    parser.error = refuse
+    options: Namespace = parser.parse_intermixed_args(arguments)
+    return options
+
+
+def _own_folders(options: Namespace) -> list[Path]:
+    """The folder of --config-dir."""
+    if options.config_dir is None:
+        return []
+    folder = Path(options.config_dir).absolute()
+    if not folder.is_dir():
+        raise UserError.of("argument", f"--config-dir={options.config_dir}", "is not a folder", "name one with experiment/NAME.yaml")
+    return [folder]
+
+
+def _normalized(override: str) -> str:
+    """Convert an override to Hydra's grammar: dry_run=true to its full key, and keys of user-defined names to ++key."""
+    override = re.sub("^dry_run=", "dry_run.enabled=", override)
+    return f"++{override}" if override.startswith(tuple(f"{key}{mark}" for key in NAMED for mark in "=.")) else override
+
+
+def _options(options: Namespace) -> Iterator[Violation]:
+    """Yield the violations of Hydra's options."""
+    for name, fix in _UNSUPPORTED.items():
+        if getattr(options, name):
+            yield Violation("argument", f"--{name.replace('_', '-')}", "is not supported", fix)
+    for name in ("resolve", "package"):
+        if getattr(options, name) and options.cfg is None:
+            yield Violation("argument", f"--{name}", "requires --cfg", "add --cfg=job, which prints the configuration, or remove it")
+    actions = [name for name in ("run", "multirun", "cfg", "info") if getattr(options, name)]
+    for other in actions[1:]:
+        yield Violation("argument", f"--{other}", f"contradicts --{actions[0]}", "choose one of them")
+
+
+def _violations(override: str, folders: Sequence[Path], *, is_sweep: bool) -> Iterator[Violation]:
+    """Yield the violations of an override that composes, or that Hydra refuses with words of its own."""
+    key, equals, value = override.partition("=")
+    name = key.lstrip("+~")
+    if key.startswith("~"):
+        yield from _removal(name)
+    elif not equals or not key:
+        fix = "write key=value; an unset shell variable or a space inside a value can be the cause"
+        yield Violation("argument", repr(override), "is not of the form key=value", fix)
+    elif name in GROUPS:
+        yield from _group(key, value, folders, is_sweep=is_sweep)
+    elif name == "stage.name":
+        yield Violation("stage.name", value, "is set by the group stage", f"write stage={value}")
+    elif name == "hydra.searchpath":
+        yield Violation(name, value, "is set by --config-dir", "write --config-dir=FOLDER")
+    elif name.startswith("hydra/launcher") and not is_sweep:
+        fix = "add -m, which submits each run as a job; or remove it: the stage runs on this machine"
+        yield Violation(name, value, "launches the runs of a sweep, and this is none", fix)
+
+
+def _removal(key: str) -> Iterator[Violation]:
+    """Only names that a user defined may be removed (~data.blend.NAME)."""
+    if not key.startswith(tuple(f"{named}." for named in NAMED)):
+        what = "a group" if key in GROUPS else "a key"
+        yield Violation("argument", f"~{key}", f"removes {what}, and each has a value", f"leave it out for the default, or set {key}=VALUE")
+
+
+def _group(key: str, value: str, folders: Sequence[Path], *, is_sweep: bool) -> Iterator[Violation]:
+    """The value of a group is one of its files; several experiments may be composed, or none."""
+    group = key.lstrip("+")
+    if key != group:
+        yield Violation(key, value, "is chosen, not added", f"write {group}={value}")
+        return
+    legal = {path.relative_to(folder / group).with_suffix("").as_posix() for folder in folders for path in (folder / group).rglob("*.yaml")}
+    options = sorted(legal)
+    for option in _chosen(group, value, is_sweep=is_sweep):
+        if option not in options:
+            yield Violation(group, option, f"must be one of {', '.join(options)}", nearest(f"{group}=", option, options))
+
+
+def _chosen(group: str, value: str, *, is_sweep: bool) -> list[str]:
+    """The options that the value of a group names, as far as Hydra does not check them itself."""
+    if group == "experiment" and re.fullmatch(r"\[.*\]", value):
+        return re.split(r"\s*,\s*", value[1:-1].strip())
+    if re.fullmatch(r"[^\[{].*,.*|\w+\(.*\)", value):  # several values, of which Hydra refuses those that are no sweep
+        values = (override.partition("=")[2] for override in sweep_values(f"{group}={value}"))
+        return [option for option in values if is_sweep and not option.startswith("glob(")]
+    return [value.strip("'\"")]
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def sweep_values(override: str) -> list[str]:
+    """Expand the override of a sweep: `a=1,2` -> a=1, a=2."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return [override]
+    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()] if parsed.is_discrete_sweep() else [override]
+
+
+def nearest(prefix: str, name: str, known: list[str]) -> str:
+    """Return advice with the closest legal names, or where to find all of them."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    leaf = name.rpartition(".")[2]
+    close += [key for key in known if key.rpartition(".")[2] == leaf and key not in close][:3]
+    if close:
+        return "did you mean " + " or ".join(f"{prefix}{c}" for c in close) + "?"
+    return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}"
+
+
+def quoted(text: str) -> str:
+    """Quote a value for Hydra's override grammar."""
+    if re.fullmatch(r"[\w/.@:+-]+", text, re.ASCII):
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), text)
+    return f"'{escaped}'"

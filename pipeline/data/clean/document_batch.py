@@ -1,0 +1,138 @@
+"""A batch of documents that passes through the cleaning steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.data import language
+from pipeline.data.clean import code
+from pipeline.data.read.documents import Document
+from pipeline.data.words import Words
+
+BATCH_CHARACTERS = 1 << 18
+"""Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
+
+
+class Verdict(NamedTuple):
+    """The decision of a step on one document. A document that the step keeps unchanged has no verdict.
+
+    Attributes:
+        document: index of the document in the batch.
+        reason: a short text, identical for every document with this fault.
+        text: the new text; None drops the document.
+    """
+
+    document: int
+    reason: str
+    text: str | None = None
+
+
+class DocumentBatch:
+    """Documents with their current texts. Steps read a batch; `apply` returns the next one.
+
+    Attributes:
+        alive: (documents,) bool, documents that have not been dropped. Verdicts on other documents are ignored.
+        changed: (documents,) bool, documents whose text differs from the original.
+        tags: for every document, the reasons for which a step would have dropped it (`clean.mode=tag`).
+    """
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self.documents = documents
+        self.texts = [document.text for document in documents]
+        self.tags: list[list[str]] = [[] for _ in documents]
+        self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
+
+    @cached_property
+    def words(self) -> Words:
+        """The words of all current texts."""
+        return Words(self.texts) if self.changed.any() else self.first_words
+
+    @cached_property
+    def first_words(self) -> Words:
+        """The words of all original texts."""
+        return Words([document.text for document in self.documents])
+
+    @cached_property
+    def changed_words(self) -> Words:
+        """The words of the changed texts only."""
+        return self.words if self.changed.all() else Words([self.texts[index] for index in np.flatnonzero(self.changed)])
+
+    def mark(self, test: Callable[[Words], np.ndarray]) -> np.ndarray:
+        """Apply a test to the current texts: (documents,) bool. Words of unchanged texts are not computed again."""
+        if self.changed.all():
+            return test(self.words)
+        mask = test(self.first_words)
+        if self.changed.any():
+            mask[self.changed] = test(self.changed_words)
+        return mask
+
+    @cached_property
+    def characters(self) -> np.ndarray:
+        """(documents,) length of every text in characters, at least 1."""
+        return np.maximum(np.diff(self.words.text_starts) - 1, 1)
+
+    @cached_property
+    def languages(self) -> list[tuple[str, float]]:
+        """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
+        return [
+            language.identify(code.prose(text)) if alive else language.UNKNOWN for text, alive in zip(self.texts, self.alive, strict=True)
+        ]
+
+    def apply(self, verdicts: Iterable[Verdict]) -> DocumentBatch:
+        """Apply verdicts: return this batch if documents were only dropped, or a new one if texts changed."""
+        changed = {}
+        for verdict in verdicts:
+            if verdict.text is None:
+                self.alive[verdict.document] = False
+            else:
+                changed[verdict.document] = verdict.text
+        if not changed:
+            return self
+        batch = DocumentBatch(self.documents)
+        batch.alive, batch.tags, batch.changed = self.alive, self.tags, self.changed.copy()
+        batch.changed[list(changed)] = True
+        batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
+        for name in ("languages", "first_words"):
+            if name in vars(self) and not (name == "first_words" and batch.changed.all()):
+                setattr(batch, name, getattr(self, name))
+        for name in ("words", "first_words", "changed_words"):  # large, and the caller may hold this batch
+            vars(self).pop(name, None)
+        return batch
+
+
+Step = Callable[[DocumentBatch], Iterable[Verdict]]
+
+
+def alive_indices(batch: DocumentBatch, mask: np.ndarray) -> list[int]:
+    """The indices of the alive documents that a (documents,) mask selects."""
+    return np.flatnonzero(mask & batch.alive).tolist()
+
+
+def drop(batch: DocumentBatch, faults: Iterable[tuple[np.ndarray, str]]) -> Iterable[Verdict]:
+    """Drop the documents that a (mask, reason) pair selects; a document with several faults is dropped for the first one."""
+    dropped = np.zeros(len(batch.texts), dtype=bool)
+    for mask, reason in faults:
+        for index in alive_indices(batch, mask & ~dropped):
+            yield Verdict(index, reason)
+        dropped |= mask
+
+
+def batches(documents: Iterable[Document]) -> Iterable[DocumentBatch]:
+    """Group the documents into batches of about BATCH_CHARACTERS; a larger document is a batch of its own, to bound the memory."""
+    collected: list[Document] = []
+    size = 0
+    for document in documents:
+        if collected and len(document.text) >= BATCH_CHARACTERS:
+            yield DocumentBatch(collected)
+            collected, size = [], 0
+        collected.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield DocumentBatch(collected)
+            collected, size = [], 0
+    if collected:
+        yield DocumentBatch(collected)

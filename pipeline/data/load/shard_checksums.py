@@ -1,0 +1,103 @@
+"""Is a token shard the file that stage=tokenize wrote? Its path, its manifest entry, and checks of size and checksum."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.files import verify
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A token shard: its path, and its entry in the manifest. The file format is documented in pipeline/data/tokenize/token_shards.py."""
+
+    path: Path
+    entry: dict[str, Any]
+
+    @property
+    def fix(self) -> str:
+        """The fix that error messages suggest for a missing or damaged shard."""
+        return f"remove {self.path.parent} and run stage=tokenize again"
+
+    def check_size(self, found: int | None) -> Violation | None:
+        """Compare a file size with the manifest.
+
+        Args:
+            found: bytes; None for a missing file.
+
+        Returns:
+            The violation, or None if the size is correct.
+        """
+        written = self.entry["bytes"]
+        if found == written:
+            return None
+        rule = "is missing" if found is None else f"is truncated or overwritten: {found} bytes, {written} were written"
+        return Violation("data.tokens", self.path, rule, self.fix)
+
+    def verify(self) -> None:
+        """Read the full file and compare its size and checksum with the manifest.
+
+        Raises:
+            UserError: the shard is missing, truncated or corrupt.
+        """
+        verify(self.path, self.entry["bytes"], self.entry["xxh3"], self.fix)
+
+
+class Verifier:
+    """A background thread that verifies shards one by one, while training reads them, and stores the first error.
+
+    The thread is a daemon, so that a job does not wait for pending verifications at exit.
+
+    Attributes:
+        verified: the numbers of the shards that are verified.
+    """
+
+    def __init__(self) -> None:
+        self.verified: set[int] = set()
+        self._shards: SimpleQueue[tuple[int, Shard]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._error: Exception | None = None
+
+    def add(self, number: int, shard: Shard) -> None:
+        """Queue a shard for verification."""
+        with self._changed:
+            self._pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True, name="verify")
+                self._thread.start()
+        self._shards.put((number, shard))
+
+    def check(self) -> None:
+        """Raise the first error found so far, without waiting.
+
+        Raises:
+            UserError: a shard is missing, truncated or corrupt; the message names it.
+            OSError: a shard cannot be read.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait until all queued shards are verified, at most `seconds`, then check."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending == 0, seconds)
+        self.check()
+
+    def _work(self) -> None:
+        while True:
+            number, shard = self._shards.get()
+            try:
+                shard.verify()
+                self.verified.add(number)
+            except (UserError, OSError) as error:
+                self._error = self._error or error
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()

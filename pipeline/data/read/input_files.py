@@ -1,0 +1,210 @@
+"""The input files, and their division into parts that ranks read."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.common.errors import UserError, Violation
+from pipeline.data.read import file_search
+from pipeline.data.read import suffixes as file_suffixes
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
+
+_SPLITTABLE = ("lines", "parquet")
+_OPENING_BYTES = 4096  # opening a file costs about as much as reading this
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input file.
+
+    Attributes:
+        path: local path or URL.
+        name: path relative to the input that contains it, JSON-safe; with an offset it identifies a document independently of the
+            location of the corpus.
+        size: size as stored, in bytes.
+        corpus: name of its corpus.
+        version: changes when the file is written; see file_search.Entry.
+    """
+
+    path: str
+    name: str
+    size: int
+    corpus: str = DEFAULT_CORPUS
+    version: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, prefixed with its corpus unless that is the default one."""
+        return label(self.corpus, self.name)
+
+    @property
+    def splittable(self) -> bool:
+        """Whether it can be read in byte ranges."""
+        return file_suffixes.file_format(self.name) in _SPLITTABLE and not file_suffixes.split_compression(self.name)[1]
+
+    @property
+    def expansion(self) -> int:
+        """Approximate bytes of text per stored byte."""
+        return (
+            file_suffixes.EXPANSION
+            if file_suffixes.split_compression(self.name)[1] or file_suffixes.file_format(self.name) == "parquet"
+            else 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file."""
+
+    file: InputFile
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def covers_file(self) -> bool:
+        """Whether it covers the entire file."""
+        return self.start == 0 and self.end is None
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return (self.file.size if self.end is None else self.end) - self.start
+
+    @property
+    def cost(self) -> int:
+        """Estimated cost of reading it, in bytes of plain text."""
+        return self.size * self.file.expansion + _OPENING_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class InputPart:
+    """A unit of work: consecutive spans in the order of the sources.
+
+    Attributes:
+        number: index of the part, independent of the number of ranks.
+        spans: its spans.
+    """
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return sum(span.size for span in self.spans)
+
+    @property
+    def cost(self) -> int:
+        """Estimated cost of reading it, in bytes of plain text."""
+        return sum(span.cost for span in self.spans)
+
+
+def part_bytes(sources: Sequence[InputFile], megabytes: float | None) -> int:
+    """The size of a part in bytes: as configured, or else a thousandth of the input, from 4 to 256 MB; independent of the ranks."""
+    if megabytes is not None:
+        return round(megabytes * 1e6)
+    return min(max(sum(source.size for source in sources) // 1000, 4_000_000), 256_000_000)
+
+
+def parts(sources: Sequence[InputFile], part_bytes: int) -> list[InputPart]:
+    """Divide the input into parts of about `part_bytes`, independent of the number of ranks: small files are grouped, large ones split."""
+    divided: list[InputPart] = []
+    spans: list[Span] = []
+    filled = 0
+    for span in itertools.chain.from_iterable(_spans(source, part_bytes) for source in sources):
+        weight = span.size + _OPENING_BYTES
+        if spans and filled + weight > part_bytes + _OPENING_BYTES:
+            divided.append(InputPart(len(divided), tuple(spans)))
+            spans, filled = [], 0
+        spans.append(span)
+        filled += weight
+    return [*divided, InputPart(len(divided), tuple(spans))] if spans else divided
+
+
+def _spans(source: InputFile, part_bytes: int) -> list[Span]:
+    """The spans of a file: one, or byte ranges if the file is large and splittable."""
+    if not source.splittable or source.size <= part_bytes:
+        return [Span(source)]
+    return [Span(source, start, min(start + part_bytes, source.size)) for start in range(0, source.size, part_bytes)]
+
+
+def assigned(parts: Sequence[InputPart], rank: int, size: int) -> list[InputPart]:
+    """The parts that one of `size` ranks reads, balanced by cost: in descending order, each goes to the least loaded rank."""
+    loads = [(0, r) for r in range(size)]
+    mine = []
+    for cost, number in sorted((-part.cost, number) for number, part in enumerate(parts)):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load - cost, owner))
+        if owner == rank:
+            mine.append(parts[number])
+    return mine
+
+
+def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[InputFile], list[Bad]]:
+    """Find the files of `data.input` and `data.corpora`.
+
+    Args:
+        corpora: name of a corpus -> its files, folders (searched recursively), globs and URLs.
+        suffixes: file name suffixes of documents; empty selects all supported formats.
+        exclude: globs on single path components; a file or folder below a searched folder that matches one is skipped.
+
+    Returns:
+        The files, the default corpus first, each corpus sorted by name; and broken links, unreadable files, folders without documents.
+
+    Raises:
+        UserError: no input is given or found, an input does not exist, or two files have the same name. All problems in one error.
+    """
+    if not any(corpora.values()):
+        raise UserError.of("data.input", "[]", "names no documents", "specify files, globs or folders: data.input=[corpus/*.jsonl]")
+    input_files: list[InputFile] = []
+    bad: list[Bad] = []
+    violations: list[Violation] = []
+    for corpus in sorted(corpora, key=lambda name: (name != DEFAULT_CORPUS, name)):
+        key = "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"
+        try:
+            input_files += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, bad)
+        except UserError as error:
+            violations += error.violations
+    if not input_files and not violations:
+        violations = [Violation("data.input", at.source, at.reason, "specify other files, or other data.suffixes") for at in bad]
+    if violations:
+        raise UserError(violations)
+    return input_files, bad
+
+
+def _corpus(
+    corpus: str, key: str, inputs: Sequence[str], suffixes: tuple[str, ...], exclude: Sequence[str], bad: list[Bad]
+) -> list[InputFile]:
+    """The files of one corpus, sorted by name; unreadable entries are appended to `bad`."""
+    violations: list[Violation] = []
+    by_name: dict[str, InputFile] = {}
+    seen: set[str] = set()  # a file that is found twice is read once
+    for given in itertools.chain.from_iterable(map(file_search.expand_numbers, inputs)):
+        matched = False
+        try:
+            for entry in file_search.search(given, exclude):
+                if not entry.name.endswith(suffixes) and not entry.folder:
+                    continue
+                matched = True
+                if entry.problem:
+                    bad.append(Bad(label(corpus, entry.name), "", entry.problem, entry.size))
+                elif entry.real not in seen:
+                    seen.add(entry.real)
+                    source = InputFile(entry.path, entry.name, entry.size, corpus, entry.version)
+                    if by_name.setdefault(entry.name, source) is not source:
+                        rule = f"has the same name {entry.name} relative to its input as {by_name[entry.name].path}"
+                        violations.append(Violation(key, entry.path, rule, "specify their common parent folder as one input"))
+        except file_search.InputPathError as error:
+            violations.append(Violation(key, given, str(error), error.fix))
+            continue
+        if not matched and file_search.is_folder(given):
+            bad.append(Bad(label(corpus, file_search.printable(given)), "", f"contains no file with suffix {', '.join(suffixes)}"))
+        elif not matched:
+            rule = f"does not have the suffix {', '.join(suffixes)}"
+            violations.append(Violation(key, given, rule, "specify other data.suffixes, or other files"))
+    if violations:
+        raise UserError(violations)
+    return [by_name[name] for name in sorted(by_name)]

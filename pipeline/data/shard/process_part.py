@@ -1,0 +1,176 @@
+"""Processes one part of the input: read, clean, compute signatures, write a sorted spill. Parts are independent of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.data import DedupConfig
+from pipeline.data.clean.cleaner import Cleaner, StepCounts
+from pipeline.data.clean.document_batch import DocumentBatch, batches
+from pipeline.data.dedup import exact, minhash
+from pipeline.data.read.documents import Bad, Document, ReadOptions, utf8_length
+from pipeline.data.read.input_files import InputPart
+from pipeline.data.read.reader import read
+from pipeline.data.shard import dropped
+from pipeline.data.shard.shuffle import Order
+from pipeline.data.shard.spill import Spill, row_type
+
+
+@dataclass
+class PartCounts:
+    """The counts of one part, or the sum over parts.
+
+    Attributes:
+        documents, bytes: non-empty documents that were read.
+        empty: documents without text.
+        bad: [file, position, reason, lost bytes] of unreadable input.
+        read: corpus -> [documents, bytes].
+        steps: cleaning step -> counts.
+        lost: corpus -> step and reason -> [documents, bytes] that cleaning dropped.
+        runs: bounds of the sorted runs in the spill.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    empty: int = 0
+    bad: list[list[Any]] = field(default_factory=list)
+    read: dict[str, list[int]] = field(default_factory=dict)
+    steps: dict[str, StepCounts] = field(default_factory=dict)
+    lost: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    runs: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON for the completion record of the part."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, encoded: dict[str, Any]) -> PartCounts:
+        """Restore the counts from the result of `to_json`."""
+        return cls(**{**encoded, "steps": {name: StepCounts(**counts) for name, counts in encoded["steps"].items()}})
+
+    def add(self, other: PartCounts) -> None:
+        """Add the counts of another part."""
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.empty += other.empty
+        self.bad += other.bad
+        for corpus, (documents, size) in other.read.items():
+            total = self.read.get(corpus, [0, 0])
+            self.read[corpus] = [total[0] + documents, total[1] + size]
+        for corpus, reasons in other.lost.items():
+            for reason, (documents, size) in reasons.items():
+                self.count_lost(corpus, reason, documents, size)
+        for name, counts in other.steps.items():
+            self.steps.setdefault(name, StepCounts()).add(counts)
+
+    def count_lost(self, corpus: str, reason: str, documents: int, size: int) -> None:
+        """Count dropped documents of a corpus."""
+        total = self.lost.setdefault(corpus, {}).setdefault(reason, [0, 0])
+        total[:] = total[0] + documents, total[1] + size
+
+
+def listed(bad: Bad) -> list[Any]:
+    """The entry of PartCounts.bad."""
+    return [bad.source, bad.position, bad.reason, bad.lost_bytes]
+
+
+def process(
+    part: InputPart,
+    stem: Path,
+    options: ReadOptions,
+    cleaner: Cleaner,
+    order: Order,
+    dedup: DedupConfig,
+    advance: Callable[[int], None],
+    *,
+    save_dropped: bool = False,
+) -> PartCounts:
+    """Read and clean one part, and spill the documents that are kept.
+
+    Args:
+        stem: path of the spill files without suffixes.
+        advance: called with the number of input bytes that have been processed.
+        save_dropped: write the dropped documents next to the spill.
+    """
+    counts, rows = PartCounts(), row_type(dedup.permutations if dedup.near else 0)
+    spill = Spill(stem, rows)
+    try:
+        with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:
+
+            def save(document: Document, step: str, reason: str, text: str) -> None:
+                counts.count_lost(document.corpus, f"{step}: {reason}", 1, utf8_length(text))
+                if add:
+                    add(_metadata(document, None, []), step, reason, text)
+
+            for batch in batches(_documents(part, options, counts, advance)):
+                _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup)
+        spill.close()
+    except BaseException as error:
+        spill.discard(error)
+        raise
+    counts.runs = spill.runs
+    return counts
+
+
+def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
+    """Yield the non-empty documents; count empty documents and unreadable input."""
+    for span in part.spans:
+        total = counts.read.setdefault(span.file.corpus, [0, 0])
+        for document in read(span, options):
+            if isinstance(document, Bad):
+                counts.bad.append(listed(document))
+            elif not document.text or document.text.isspace():
+                counts.empty += 1
+            else:
+                total[0] += 1
+                total[1] += utf8_length(document.text)
+                yield document
+        advance(span.size)
+    counts.documents = sum(documents for documents, _ in counts.read.values())
+    counts.bytes = sum(size for _, size in counts.read.values())
+
+
+def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
+    """Spill a cleaned batch, with the rows that deduplication and the report require."""
+    alive = np.flatnonzero(batch.alive).tolist()
+    if not alive:
+        return
+    documents = [batch.documents[index] for index in alive]
+    texts = [batch.texts[index] for index in alive]
+    languages = [_language(batch, index) for index in alive]
+    rows = np.zeros(len(alive), dtype=kind)
+    rows["language"] = [(language or "").encode() for language in languages]
+    rows["score"] = [len(text) for text in texts]
+    rows["exact"] = exact.keys(texts)
+    if dedup.url:
+        # A document without a URL is unique: its identity replaces the URL.
+        rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
+    if dedup.near:
+        flat, offsets = minhash.shingles(batch.words, dedup.shingle)
+        signatures = minhash.signatures(flat, offsets, dedup.permutations)
+        rows["minhash"] = signatures[alive]
+    keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
+    tags = [batch.tags[index] for index in alive]
+    metadata = [_metadata(*entry) for entry in zip(documents, languages, tags, strict=True)]
+    spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows)
+
+
+def _language(batch: DocumentBatch, index: int) -> str | None:
+    """The language identified by a cleaning step, or else the one in the document's metadata."""
+    if "languages" in vars(batch):
+        return batch.languages[index][0]
+    given = batch.documents[index].meta.get("lang")
+    return given if isinstance(given, str) else None
+
+
+def _metadata(document: Document, language: str | None, tags: list[str]) -> dict[str, Any]:
+    """The metadata record of a document in the shard, with its identity first; tags only if there are any."""
+    record = {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
+    return {**record, "clean": tags} if tags else record

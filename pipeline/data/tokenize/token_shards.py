@@ -1,0 +1,205 @@
+"""Token shards: WebDataset tar files whose tokens are one uncompressed numpy array, so that they can be read by file offset.
+
+A shard contains one sample of three members: `.tokens.npy` (uint16 or uint32, tokens) is the concatenation of the documents, each followed
+by the end-of-document token; `.lengths.npy` (uint32, documents) is the number of tokens of every document; `.json` contains the metadata.
+The tokens are the first member and are written as they are produced, so that memory does not grow with the shard. The headers before them
+have a fixed size and are written at the end, when the number of tokens is known.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pipeline.common import artifact
+from pipeline.common.files import atomic_file
+from pipeline.data import tar
+from pipeline.data.shard import text_shards
+from pipeline.data.tokenize.encoders import EXCERPT, Encoder
+from pipeline.data.tokenize.tokenizer import TextEncoder
+
+BATCH_BYTES = 1 << 20
+"""Bytes of text per call of the tokenizer; the ids of this much text fit into the cache of a core."""
+
+_HEADERS = tar.BLOCK + 128
+"""Bytes before the first token: the tar header, and the 128-byte .npy header of a one-dimensional array of any length."""
+
+EXCERPT_SHARDS, EXCERPTS = 8, 4
+"""Maximum number of text shards that excerpts are taken from, and of documents per shard."""
+
+SPLITS = ("train", "validation")
+
+
+def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
+    """The sorted names of the shards of one rank. Shards are assigned largest first, each to the rank with the smallest load so far."""
+    loads = [(0, number) for number in range(ranks)]
+    mine = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + sizes[name], number))
+        if number == rank:
+            mine.append(name)
+    return sorted(mine)
+
+
+class Writer:
+    """Writes one token shard: add() appends documents, close() completes the file.
+
+    Args:
+        handle: an empty file.
+        stem: name of the shard's only sample.
+        dtype: "<u2" or "<u4".
+    """
+
+    def __init__(self, handle: IO[bytes], stem: str, dtype: np.dtype) -> None:
+        self._handle, self._stem, self._dtype = handle, stem, dtype
+        self._lengths = [np.empty(0, "<u4")]
+        self._tokens = 0
+        handle.seek(_HEADERS)
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents.
+
+        Args:
+            tokens: (tokens,) the concatenated documents with their end-of-document tokens.
+            lengths: (documents,) tokens of each document.
+        """
+        self._handle.write(tokens.astype(self._dtype, copy=False).data)
+        self._lengths.append(lengths.astype("<u4"))
+        self._tokens += len(tokens)
+
+    def close(self, **about: Any) -> dict[str, Any]:
+        """Write the headers, the lengths and the metadata.
+
+        Args:
+            about: additional metadata for the shard's `.json`.
+
+        Returns:
+            The fields of the manifest entry that locate the arrays: dtype, tokens, documents, and the byte offsets of both arrays.
+        """
+        lengths, handle = np.concatenate(self._lengths), self._handle
+        content = _HEADERS - tar.BLOCK + self._tokens * self._dtype.itemsize
+        counts = {"dtype": self._dtype.name, "tokens": self._tokens, "documents": len(lengths)}
+        handle.write(tar.padding(content))
+        after = handle.tell()
+        handle.write(tar.member(f"{self._stem}.lengths.npy", _npy_header(lengths.dtype, len(lengths)) + lengths.tobytes()))
+        handle.write(tar.member(f"{self._stem}.json", json.dumps({**counts, **about}).encode()))
+        handle.write(tar.END)
+        handle.seek(0)
+        handle.write(tar.header(f"{self._stem}.tokens.npy", content) + _npy_header(self._dtype, self._tokens))
+        return {**counts, "offset": _HEADERS, "lengths_offset": after + _HEADERS}
+
+
+def write(
+    shards: Path, text: artifact.Manifest, name: str, path: Path, encoder: TextEncoder, engine: Encoder, progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """Tokenize one text shard. The shard is read once; its checksum is verified during the read.
+
+    Args:
+        shards: folder of the text shards.
+        text: manifest of the folder.
+        name: of the text shard.
+        path: the token shard to write.
+        encoder: the tokenizer.
+        engine: the tokenization engine.
+        progress: called with the number of bytes of text after each batch.
+
+    Returns:
+        The manifest entry: size, checksum, dtype, counts, and the byte offsets of the first token and of the first length.
+
+    Raises:
+        UserError: the text shard is missing or corrupt; nothing is written.
+    """
+    source, text_bytes = text.files[name], 0
+    with atomic_file(path) as handle:
+        writer = Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
+        with artifact.open_verified(shards, text, name) as shard:
+            for batch in _batches(text_shards.texts(shard)):
+                ids, lengths = engine.encode([document.decode("utf-8") for document in batch])
+                writer.add(np.insert(ids.astype(encoder.dtype), np.cumsum(lengths), encoder.end_of_document), lengths + 1)
+                done = sum(map(len, batch))
+                text_bytes += done
+                progress(done)
+        about = {"text_bytes": text_bytes, "split": source["split"], "corpus": source["corpus"]}
+        made_with = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
+        counts = writer.close(**about, **made_with)
+    return artifact.entry(path, **counts, **about)
+
+
+def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> list[str]:
+    """The beginnings of a few documents, from text shards that are evenly spaced in `names`.
+
+    Raises:
+        UserError: a shard is missing or corrupt.
+    """
+    texts: list[str] = []
+    for name in names[:: -(-len(names) // EXCERPT_SHARDS) or 1]:
+        documents = islice(text_shards.readable(shards, text, name), EXCERPTS)
+        texts += [document.decode("utf-8", errors="replace")[:EXCERPT] for document, _ in documents]
+    return texts
+
+
+def ids(path: Path, entry: dict[str, Any]) -> np.ndarray:
+    """All tokens of a shard, (tokens,), memory-mapped.
+
+    Args:
+        path: of the shard.
+        entry: its manifest entry.
+    """
+    dtype = np.dtype(entry["dtype"]).newbyteorder("<")
+    if not entry["tokens"]:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", entry["offset"], (entry["tokens"],)).view(np.ndarray)
+
+
+def lengths(path: Path, entry: dict[str, Any]) -> np.ndarray:
+    """The number of tokens of every document of a shard, (documents,) uint32."""
+    return np.fromfile(path, "<u4", entry["documents"], offset=entry["lengths_offset"])
+
+
+def totals(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Count shards, documents, bytes of text and tokens: per split, and under "corpora" per split of each corpus."""
+    shards = [entry for entry in files.values() if "split" in entry]
+    corpora = sorted({entry["corpus"] for entry in shards})
+    return {
+        **_by_split(shards),
+        "corpora": {corpus: _by_split([entry for entry in shards if entry["corpus"] == corpus]) for corpus in corpora},
+    }
+
+
+def _by_split(shards: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    return {split: _counts([entry for entry in shards if entry["split"] == split]) for split in SPLITS}
+
+
+def _counts(shards: list[dict[str, Any]]) -> dict[str, int]:
+    names = {"documents": "documents", "bytes": "text_bytes", "tokens": "tokens"}
+    return {"shards": len(shards), **{name: sum(entry[key] for entry in shards) for name, key in names.items()}}
+
+
+def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Group documents into batches of about BATCH_BYTES."""
+    batch: list[bytes] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _npy_header(dtype: np.dtype, count: int) -> bytes:
+    """The header of a one-dimensional .npy file, padded to a fixed size."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+    assert tar.BLOCK + header.tell() == _HEADERS
+    return header.getvalue()

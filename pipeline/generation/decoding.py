@@ -1,0 +1,134 @@
+"""What stage=generate decodes with: the checks of the model, when a completion ends, the runner of the model, and the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline.checkpoint import imported
+from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.checkpoint.huggingface_import import read_generation_config
+from pipeline.common.errors import UserError
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Generate
+from pipeline.data.load.objectives.encoder_decoder import decoder_start
+from pipeline.data.load.special_tokens import SpecialTokens
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.generation import weights
+from pipeline.generation.beam import BeamGenerator
+from pipeline.generation.generator import Generator, Stopping
+from pipeline.generation.runner import Runner, decoder_runner
+from pipeline.generation.sampling import Sampling
+from pipeline.generation.seq2seq import Seq2SeqRunner
+from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.models.config import ModelConfig
+from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.parallel.mesh import Mesh
+
+
+def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int) -> None:
+    """Refuse a model that does not generate text, or not with these settings.
+
+    Args:
+        model: of the checkpoint.
+        stage: the settings of the stage.
+        run_dir: for the message.
+        pipeline: parallel.pipeline.
+
+    Raises:
+        UserError: with the first rule that the model breaks.
+    """
+    if model.objective in ("masked", "classification"):
+        rule = f"is of family {model.family}, which does not predict the next token"
+        raise UserError.of("stage.checkpoint", run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
+    if not isinstance(model, EncoderDecoderSizes):
+        return
+    if pipeline > 1:
+        rule = f"is not supported by stage=generate for family {model.family}"
+        raise UserError.of("parallel.pipeline", pipeline, rule, "set it to 1, and use parallel.tensor")
+    if stage.prompt_lookup:
+        rule = f"is not supported by family {model.family}; speculative decoding requires a decoder"
+        raise UserError.of("stage.prompt_lookup", True, rule, "set it to false")
+
+
+def stopping(stage: Generate, run_dir: Path, end_of_document: int, decode: Callable[[Sequence[int]], str]) -> Stopping:
+    """Return when a completion ends: after stage.max_tokens, at stage.stop, at the end of a document, and at the ends of an imported model.
+
+    Args:
+        stage: the settings of the stage.
+        run_dir: the run directory.
+        end_of_document: token that ends a text.
+        decode: tokens -> text.
+    """
+    ends: list[int] = []
+    if not stage.ignore_eos:
+        named = (read_generation_config(run_dir / imported.FOLDER) or {}).get("eos_token_id") or []
+        ends = [end_of_document, *(named if isinstance(named, list) else [named])]
+    return Stopping(stage.max_tokens, frozenset(ends), tuple(stage.stop), decode)
+
+
+def first_decoder_token(named: str | None, model: ModelConfig, tokenizer: TextEncoder) -> int:
+    """Return the token that the decoder of an encoder-decoder reads first; 0, which is not read, for other models.
+
+    Args:
+        named: data.decoder_start.
+        model: of the checkpoint.
+        tokenizer: the tokenizer.
+
+    Raises:
+        UserError: the tokenizer does not have it.
+    """
+    if not isinstance(model, EncoderDecoderSizes):
+        return 0
+    return decoder_start(named, SpecialTokens(tokenizer.path.parent, tokenizer.fingerprint))
+
+
+def load_runner(config: RunConfig, stage: Generate, checkpoint: MergedWeights, mesh: Mesh, decoder_token: int) -> Runner:
+    """Return what runs the model of a checkpoint with a cache.
+
+    Args:
+        config: as weights.for_generation returns it.
+        stage: the settings of the stage.
+        checkpoint: the weights.
+        mesh: this rank's process groups.
+        decoder_token: as first_decoder_token returns it.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    local = weights.load(checkpoint, config, mesh)
+    module = next(local.stage_modules())
+    if isinstance(module, EncoderDecoder):
+        return Seq2SeqRunner(module, config.model.max_positions, start=decoder_token)
+    return decoder_runner(local, config.model, mesh, lookahead=stage.speculative_tokens + 1 if _is_speculative(stage) else 1)
+
+
+def _is_speculative(stage: Generate) -> bool:
+    """Whether tokens are proposed and verified."""
+    return stage.draft is not None or stage.prompt_lookup
+
+
+def generator_of(stage: Generate, runner: Runner, draft: Runner | None, stops: Stopping) -> Generator | BeamGenerator:
+    """Return the decoding algorithm that the settings choose.
+
+    Args:
+        stage: the settings of the stage.
+        runner: of the model.
+        draft: runner of the draft model; None without stage.draft.
+        stops: when a completion ends.
+    """
+    if stage.beams > 1:
+        return BeamGenerator(runner, stops, beams=stage.beams, length_penalty=stage.length_penalty, batch_size=stage.batch_size)
+    sampling = Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
+    if not _is_speculative(stage):
+        return Generator(runner, sampling, stops, batch_size=stage.batch_size, logprobs=stage.logprobs)
+    return SpeculativeGenerator(
+        runner,
+        sampling,
+        stops,
+        batch_size=stage.batch_size,
+        proposer=PromptLookup() if draft is None else DraftModel(draft, sampling),
+        tokens=stage.speculative_tokens,
+        logprobs=stage.logprobs,
+    )

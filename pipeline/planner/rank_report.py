@@ -1,0 +1,112 @@
+"""What dry_run=true prints: the part of the model, the memory and the batches of one rank of a training job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config import warmup
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.blend import phases
+from pipeline.data.load.blend_schedule import BlendSchedule
+from pipeline.parallel import mesh
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import LocalModel, parallelize
+from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
+from pipeline.planner.plan import JobPlan
+from pipeline.planner.state_memory import frozen_bytes, rank_state
+from pipeline.training.optimizers import OPTIMIZERS
+
+GIB = 1 << 30
+
+
+def init_fake(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
+    """Return the mesh of rank `dry_run.rank` and its part of the model on the meta device."""
+    device = mesh.init_fake(config.dry_run.rank, world_size)
+    try:
+        local = mesh.build_mesh(Layout.of(config, world_size), device)
+        return local, parallelize(config, local)
+    finally:
+        mesh.destroy_process_group()
+
+
+def lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
+    """Yield everything but the plan of the job.
+
+    Args:
+        config: of the job.
+        local, model: as init_fake returns them.
+    """
+    yield from rank_lines(config, local.layout)
+    yield from stage_lines(config, local, model)
+    yield from memory_lines(config, local, model)
+    yield from batch_lines(config, local.layout)
+
+
+def rank_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield the coordinates of the rank on each mesh axis."""
+    coordinates = layout.coordinates(config.dry_run.rank)
+    yield f"rank {config.dry_run.rank} of {layout.world_size:,}"
+    for axis in ("pipeline", "data", "expert", "context", "tensor"):
+        yield f"  {axis:<16}{getattr(coordinates, axis)} of {getattr(layout, axis)}"
+
+
+def plan_lines(result: JobPlan) -> Iterator[str]:
+    """Yield the planned memory of the fullest rank and time of a step; stage=plan prints their parts."""
+    memory = result.estimate.memory.total / 1e9
+    yield f"planned on {result.hardware.name} (details: stage=plan)"
+    yield f"  {'memory':<14}{memory:9.1f} GB of {result.hardware.memory_gb:.1f} GB on the fullest rank"
+    yield f"  {'step':<14}{result.estimate.step_time:9.2f} s"
+
+
+def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
+    """Yield the pipeline stages of the rank and their number of parameters."""
+    yield "holds"
+    for index, stage in model.stages.items():
+        layers = [int(key) for key in stage.blocks]  # type: ignore[union-attr]
+        held = [name for name in ("embed", "norm", "head") if getattr(stage, name) is not None]
+        blocks = f"layers {layers[0]} to {layers[-1]} ({len(layers)} of {config.model.layers})"
+        yield f"  {f'stage {index}':<16}{', '.join([blocks, *held])}"
+    primary, total = count_primary_parameters(model, local), count_model_parameters(config.model)
+    yield f"  {'parameters':<16}{count_local_parameters(model):,}"
+    of_model = "with adapters" if config.lora.rank else f"of {total:,}"
+    yield f"  {'primary copies':<16}{primary:,} {of_model} (each replicated parameter is counted on one rank only)"
+
+
+def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
+    """Yield the size of weights, gradients and optimizer state on the rank."""
+    zero = config.parallel.zero_stage
+    state, tensors = rank_state(config, model, local), OPTIMIZERS[config.optimizer.name].state
+    master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
+    over = f", sharded over {local.dense.size()} data ranks"
+    if local.layout.expert > 1:
+        over += f" (experts: {local.data.size()})"
+    yield f"model state under ZeRO {zero} (without activations and buffers)"
+    yield f"  {'weights':<16}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
+    if model.frozen:
+        kind = "" if config.lora.quantize == "none" else f", linear layers of the blocks in {config.lora.quantize}"
+        yield f"  {'  frozen':<16}{frozen_bytes(config, model) / GIB:9.3f} GiB  of these, not sharded over data ranks{kind}"
+    yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
+    yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{' and '.join(tensors)}{over if zero else ''}"
+    yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
+
+
+def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield the samples and tokens of a step and of the run."""
+    training = config.training
+    tokens = training.global_batch_size * training.sequence_length
+    yield "a step"
+    yield f"  {'sequences':<16}{training.global_batch_size:,} of {training.sequence_length:,} tokens = {tokens:,} tokens"
+    yield f"  {'a rank':<16}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
+    yield "the run"
+    samples = warmup.samples(training, training.steps)
+    yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+    if training.token_budget:
+        steps = warmup.steps_for_tokens(training, training.token_budget)
+        yield f"  {'token budget':<16}{training.token_budget:,} tokens = training.steps={steps}"
+    if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
+        yield "the blend"
+        for name, count in zip(
+            sorted(config.data.blend), BlendSchedule(phases(config.data, training.sequence_length)).counts(samples).tolist(), strict=True
+        ):
+            yield f"  {name:<16}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"

@@ -1,0 +1,151 @@
+"""Quantized weights of an export (stage=convert stage.quantize): integers for the format compressed-tensors, and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.common.errors import collect_errors
+from pipeline.config.data import DataConfig
+from pipeline.config.stages import Convert
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.layers.uniform_quantization import Scheme
+from pipeline.models.config import ModelConfig
+from pipeline.parallel.parallelize import DTYPES
+from pipeline.quantization import compressed_tensors, gptq
+from pipeline.quantization.calibration_text import read_sequences
+from pipeline.quantization.perplexity import perplexity
+from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of, quantized_layers
+from pipeline.quantization.report import ErrorSum, Report
+
+log = logging.getLogger("pipeline")
+
+REPORT = "quantization.json"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantized weights of an export.
+
+    Attributes:
+        weights: their dequantized values.
+        packing: how they are stored.
+        config_json: the entry quantization_config of config.json.
+        held_out: token sequences for the perplexity, None for none.
+    """
+
+    weights: QuantizedWeights
+    packing: compressed_tensors.Packing
+    config_json: dict[str, Any]
+    held_out: Tensor | None
+
+
+def scheme_of(stage: Convert) -> Scheme:
+    """Return how the settings quantize matrices."""
+    if stage.quantize == "int4":
+        return Scheme(4, stage.symmetric, group=stage.group_size)
+    return Scheme(8, stage.symmetric, per_tensor=stage.granularity == "tensor")
+
+
+def settings_of(stage: Convert) -> dict[str, Any]:
+    """Return the settings that determine the quantized weights, for the manifest."""
+    if stage.quantize == "none":
+        return {}
+    names = ("quantize", "symmetric", "granularity", "group_size", "rounding", "calibration", "held_out", "sample_tokens")
+    return {f"stage.{name}": getattr(stage, name) for name in names}
+
+
+def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
+    """Quantize the weights of a model.
+
+    Args:
+        stage: the settings of the export.
+        data: options of reading stage.calibration and stage.held_out.
+        weights: of the checkpoint.
+        model: its configuration.
+        tokenizer: the tokenizer.
+
+    Raises:
+        UserError: the model cannot be quantized with these settings, a package is missing, or documents cannot be read.
+    """
+    scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
+
+    *_, calibration, held_out = collect_errors(
+        lambda: compressed_tensors.check_installed(stage.quantize),
+        lambda: check_model(model, scheme, stage.quantize),
+        lambda: _sequences("calibration", stage, data, weights, tokenizer),
+        lambda: read_held_out(stage, data, weights, tokenizer),
+    )
+    solved = {}
+    if calibration is not None:
+        log.info("convert: GPTQ calibrates with %s tokens", f"{calibration[:, :-1].numel():,}")
+        solved = gptq.solve(build(weights, model), model, calibration[:, :-1], scheme, dtype)
+    quantized = QuantizedWeights(weights, model, scheme, dtype, solved)
+    dynamic = stage.quantize == "int8_dynamic"
+    packing = compressed_tensors.Packing(quantized, model, dynamic=dynamic, dtype=dtype)
+    return Quantization(quantized, packing, compressed_tensors.quantization_config(model, scheme, dynamic=dynamic), held_out)
+
+
+def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quantization, model: ModelConfig, parameters: int) -> None:
+    """Measure what quantization has changed, and write the report to an export."""
+    layers = quantized_layers(model)
+    error = ErrorSum()
+    for layer in layers:
+        error.add(weights.tensor(f"{layer}.weight"), quantization.weights.tensor(f"{layer}.weight"))
+    count = sum(outputs * inputs for outputs, inputs in layers.values())
+    before, after = parameters * DTYPES[stage.dtype].itemsize, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    bits = 8 * quantization.packing.stored_bytes / count
+    measured = scores(quantization.held_out, model, weights, quantization.weights, dynamic=stage.quantize == "int8_dynamic")
+    write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **measured))
+
+
+def read_held_out(stage: Convert, data: DataConfig, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
+    """Return the token sequences of stage.held_out, None without it."""
+    return _sequences("held_out", stage, data, checkpoint, tokenizer)
+
+
+def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: Weights, *, dynamic: bool = False) -> dict[str, Any]:
+    """Return the perplexities of a report.
+
+    Args:
+        held_out: token sequences, None for none.
+        model: the model configuration.
+        before, after: the original and the quantized weights.
+        dynamic: inputs of the quantized layers are quantized, too.
+    """
+    if held_out is None:
+        return {}
+    log.info("convert: measuring the perplexity on %s tokens, before and after", f"{held_out[:, 1:].numel():,}")
+    original = perplexity(build(before, model), held_out)
+    quantized = build(after, model)
+    if dynamic:
+        compressed_tensors.quantize_inputs(layers_of(quantized, model).values())
+    return {
+        "perplexity_before": original,
+        "perplexity_after": perplexity(quantized, held_out),
+        "held_out_tokens": held_out[:, 1:].numel(),
+    }
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Write quantization.json, and log it."""
+    (folder / REPORT).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    log.info("convert: %s", report.text())
+
+
+def _sequences(key: str, stage: Convert, data: DataConfig, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
+    """Return the token sequences of stage.calibration or stage.held_out, None without documents. They are as long as those of training."""
+    if not (inputs := getattr(stage, key)):
+        return None
+    length: int = checkpoint.config["model"]["max_positions"]
+    if checkpoint.step:  # else it is an imported model, and the settings are not those of its training
+        length = min(length, checkpoint.config["training"]["sequence_length"])
+    return read_sequences(inputs, f"stage.{key}", data, tokenizer, tokens=stage.sample_tokens, longest=length)

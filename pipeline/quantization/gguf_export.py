@@ -1,0 +1,62 @@
+"""Export by stage=convert stage.format=gguf: one file for llama.cpp, with the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.common.errors import collect_errors
+from pipeline.config.data import DataConfig
+from pipeline.config.stages import Convert
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.models.config import ModelConfig
+from pipeline.quantization import gguf_file
+from pipeline.quantization.export import read_held_out, scores, write_report
+from pipeline.quantization.report import ErrorSum, Report
+
+
+def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> None:
+    """Refuse what a GGUF file cannot hold; arguments as those of write.
+
+    Raises:
+        UserError: the model, its tokenizer or the type is not supported.
+    """
+    size = max(model.vocab_size, tokenizer.vocab_size)  # a larger tokenizer is refused elsewhere
+    collect_errors(
+        lambda: gguf_file.check(model, stage.quantize),
+        lambda: gguf_file.read_tokens(tokenizer.path.parent, size, tokenizer.end_of_document),
+        lambda: read_held_out(stage, data, weights, tokenizer),
+    )
+
+
+def write(
+    folder: Path, name: str, stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder
+) -> int:
+    """Write model.gguf, and for quantized types the report.
+
+    Args:
+        folder: existing output folder.
+        name: of the model in the file.
+        stage: the settings of the export.
+        data: options of reading stage.held_out.
+        weights: of the checkpoint.
+        model: its configuration.
+        tokenizer: the tokenizer.
+
+    Returns:
+        Number of parameters.
+    """
+    tokens = gguf_file.read_tokens(tokenizer.path.parent, model.vocab_size, tokenizer.end_of_document)
+    kind = stage.dtype if stage.quantize == "none" else stage.quantize
+    path = folder / gguf_file.FILE
+    parameters = gguf_file.write(path, weights, model, tokens, kind=kind, name=name)
+    if stage.quantize == "none":
+        return parameters
+    stored, error = gguf_file.FileWeights(path, weights, model), ErrorSum()
+    for weight in stored.names():
+        error.add(weights.tensor(weight), stored.tensor(weight))
+    measured = scores(read_held_out(stage, data, weights, tokenizer), model, weights, stored)
+    bits = 8 * stored.bytes / parameters
+    report = Report(kind, "nearest", parameters, parameters, bits, 4 * parameters, stored.bytes, error.relative, **measured)
+    write_report(folder, report)
+    return parameters

@@ -1,0 +1,147 @@
+"""A training run: claims its directory, opens data, model and checkpoint, trains, and writes the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pipeline.checkpoint import native
+from pipeline.common import signals
+from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.common.files import report_disk_full
+from pipeline.common.ranks import Ranks
+from pipeline.config.layout import Layout
+from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.data.load import blend
+from pipeline.data.load.objectives import registry
+from pipeline.models.costs import costs_per_token
+from pipeline.parallel import mesh as meshes
+from pipeline.parallel.parallelize import check_trained
+from pipeline.training import loop, run_directory, shard_verification, start
+from pipeline.training.loop import CheckpointHooks
+from pipeline.training.metrics import Metrics
+from pipeline.training.starting_checkpoint import initial_checkpoint
+from pipeline.training.step_control import StepControl
+from pipeline.training.trainer import Trainer
+from pipeline.training.watchdog import Watchdog
+
+log = logging.getLogger("pipeline")
+
+
+class EvaluationJobs(Protocol):
+    """The jobs that evaluate checkpoints while the run trains on (launch/evaluation_jobs.py)."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the checkpoint of a step is written and evaluated."""
+
+    def waits(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint waits for its evaluation, and must be kept."""
+
+    def submit(self) -> None:
+        """Submit the jobs of the checkpoints that wait."""
+
+
+def run(
+    config: RunConfig, ranks: Ranks, evaluations: EvaluationJobs | None, peak_flops: Callable[[ClusterConfig, torch.device], float | None]
+) -> None:
+    """Train up to training.steps, starting from the newest checkpoint of the run directory.
+
+    Args:
+        config: configuration of the run.
+        ranks: of the job.
+        evaluations: jobs that evaluate checkpoints; None for none.
+        peak_flops: cluster settings and device -> peak in FLOP/s, for the model FLOPs utilization; None if it is unknown.
+
+    Raises:
+        UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
+            use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
+        ToBeContinued: a signal announced the end of the job, and a checkpoint has been written.
+    """
+    signals.record(signal.SIGTERM)
+    if config.checkpoint.initialize_from is not None:
+        initial_checkpoint(config.checkpoint.initialize_from)
+    training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
+    blend.check_epochs(config.data, config.training, training_data.samples)
+    run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
+    try:
+        check_device(config, device)
+        with ExitStack() as claims, Watchdog(minutes) as watchdog:
+            begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint.resume, claims))
+            if evaluations is not None and ranks.rank == 0:
+                evaluations.submit()  # of checkpoints whose evaluation failed, or was not submitted
+            hooks = CheckpointHooks(evaluations.is_due, evaluations.waits, evaluations.submit) if evaluations else CheckpointHooks()
+            layout = Layout.of(config, ranks.world_size)
+            if config.training.frozen or config.lora.rank:
+                check_trained(config, layout)
+            trainer = Trainer(config, meshes.build_mesh(layout, device, minutes))
+            state = start.begin(config, trainer, begin, training_data)
+            hosts = run_directory.gather_hosts()
+            if state.step >= config.training.steps:
+                if ranks.rank == 0 and run_directory.finish(config, state, hosts):
+                    log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
+                return
+            if ranks.rank == 0:
+                run_directory.write_config(config)
+            length, peak = config.training.sequence_length, peak_flops(config.cluster, device)
+            flops = costs_per_token(config.model, length, training_data.decoder_length).total
+            all_peaks = None if peak is None else peak * ranks.world_size
+            writer = Metrics(
+                run_dir,
+                config.tracking,
+                dataclasses.asdict(config),
+                ranks.rank,
+                state,
+                steps=config.training.steps,
+                tokens_per_sample=length,
+                flops_per_token=flops,
+                peak_flops=all_peaks,
+            )
+            with report_disk_full(run_dir), writer as metrics:
+                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
+                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks)
+            unverified = shard_verification.finish([training_data, validation_data])
+            if ranks.rank == 0:
+                run_directory.finish(config, state, hosts, unverified)
+    except ToBeContinued:
+        dist.barrier()  # the launcher terminates all ranks when the first one exits
+        raise
+    finally:
+        meshes.destroy_process_group()
+
+
+def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
+    """Return the first line of a run: ranks, layout, model and where it starts.
+
+    Args:
+        config: configuration of the run.
+        ranks: of the job.
+        parameters: number of parameters of the model.
+    """
+    layout, complete = Layout.of(config, ranks.world_size), native.complete(Path(config.run_dir))
+    begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else "no checkpoint yet"
+    count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+    here = f"{ranks.local_size} on {socket.gethostname()}"
+    model = f"{config.stage.name}: {config.model.family} with {parameters:,} parameters on {count} ({here})"
+    return f"{model}, {layout.axes_text()}, ZeRO {config.parallel.zero_stage}; {config.run_dir}: {begin}"
+
+
+def check_device(config: RunConfig, device: torch.device) -> None:
+    """Refuse settings that the device does not support.
+
+    Raises:
+        UserError: flex attention on a CPU, where it has no backward pass, or products fused with collectives.
+    """
+    if config.training.attention == "flex" and device.type == "cpu":
+        raise UserError.of("training.attention", "flex", "requires a GPU; this rank has none", "set training.attention=auto")
+    if config.parallel.async_tensor == "on" and device.type == "cpu":
+        raise UserError.of("parallel.async_tensor", "on", "requires a GPU; this rank has none", "set parallel.async_tensor=auto")

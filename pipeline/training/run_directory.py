@@ -1,0 +1,85 @@
+"""The run directory of a training job: claimed and cleaned when the job begins, with config.yaml and a manifest when it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from pipeline.checkpoint.native import TrainState
+from pipeline.common import artifact
+from pipeline.common.commit import commit
+from pipeline.common.files import atomic_file, remove_leftovers
+from pipeline.common.locks import claimed
+from pipeline.config.schema import RunConfig
+from pipeline.training.metrics import last_loss
+from pipeline.training.starting_checkpoint import starting_checkpoint
+
+
+def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
+    """Create and lock a run directory until `claims` is closed, and remove what a killed job left.
+
+    Args:
+        run_dir: the run directory.
+        resume: checkpoint.resume.
+        claims: releases the lock.
+
+    Returns:
+        The checkpoint to start from, None to start from scratch.
+
+    Raises:
+        UserError: the directory cannot be written, another job uses it, or as starting_checkpoint.
+    """
+    claims.enter_context(claimed(run_dir, "run_dir"))
+    start = starting_checkpoint(run_dir, resume)
+    remove_leftovers(run_dir)
+    remove_leftovers(run_dir / "checkpoints")
+    return start
+
+
+def write_config(config: RunConfig) -> None:
+    """Write the resolved configuration to run_dir/config.yaml."""
+    with atomic_file(Path(config.run_dir) / "config.yaml", "w") as handle:
+        handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def gather_hosts() -> list[str]:
+    """Gather the host names of all ranks, in rank order; collective."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def finish(config: RunConfig, state: TrainState, hosts: list[str], unverified: int = 0) -> bool:
+    """Write the manifest of a completed run.
+
+    Args:
+        config: configuration of the run.
+        state: the final state.
+        hosts: host name of each rank.
+        unverified: number of token shards whose checksums were not verified.
+
+    Returns:
+        Whether it was there already.
+    """
+    run_dir = Path(config.run_dir)
+    if (run_dir / artifact.MANIFEST).is_file() and artifact.read(run_dir, key="run_dir", stage=config.stage.name).totals.get(
+        "step"
+    ) == state.step:
+        return True
+    if not (run_dir / "config.yaml").is_file():
+        write_config(config)
+    settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
+    totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": commit()}
+    totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
+    files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
+    artifact.write(run_dir, artifact.Manifest(config.stage.name, settings, files, totals))
+    return False

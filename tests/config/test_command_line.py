@@ -1,0 +1,207 @@
+"""Command lines: what Hydra would accept or do in its own way is refused in one message with exit code 2, or works."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+import pipeline.stages
+from pipeline import __main__
+from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules.objectives import RULES
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.registry import OBJECTIVES
+from pipeline.launch import hydra_launcher
+from tests.helpers import ROOT
+
+FILES = {
+    "experiment/short.yaml": "# @package _global_\ntraining: {steps: 3}\noptimizer: {warmup_steps: 1}\n",
+    "experiment/typo.yaml": "# @package _global_\ntraining: {stepz: 3}\n",
+    "experiment/added.yaml": "# @package _global_\nfoo: 3\n",
+    "experiment/missing.yaml": "# @package _global_\ndefaults: [{override /model: lama-tiny}]\n",
+    "experiment/named.yaml": "# @package _global_\nstage: {name: evaluate}\n",
+    "model/own.yaml": "defaults: [/schema/model/llama@_here_, _self_]\nlayers: 2\nhidden: 64\nheads: 4\nkv_heads: 4\nffn_hidden: 64\n",
+    "model/nofamily.yaml": "layers: 3\n",
+    "notes.txt": "no configuration",
+}
+
+
+@dataclasses.dataclass
+class Ended:
+    """How a command ended: its exit code, what it printed, and the configurations of the stages that it ran."""
+
+    code: int
+    printed: str
+    runs: list[Any]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
+    """`command(*words)` runs a command line in this process; its stages do nothing."""
+    runs: list[Any] = []
+    monkeypatch.setattr(pipeline.stages, "run", lambda config, _: runs.append(config))
+
+    def run(*words: str) -> Ended:
+        runs.clear()
+        monkeypatch.setattr(sys, "argv", ["pipeline", *words])
+        code = 0
+        try:
+            __main__.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        GlobalHydra.instance().clear()
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err + said.out
+        return Ended(code, said.err + said.out, list(runs))
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield run
+    GlobalHydra.instance().clear()
+    root.handlers[:] = handlers  # --info adds one
+    root.setLevel(level)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A user's folder of configuration files."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("+training.stepz=7", "training.stepz=7: no such key|did you mean training.steps"),
+        ("++optimizer.foo.bar=1", "optimizer.foo.bar=1: no such key|did you mean optimizer"),
+        ("+foo=1", "foo=1: no such key"),
+        ("+training.stepz=7 -m optimizer.lr=1e-4,2e-4", "1 problem:|training.stepz=7: no such key|did you mean training.steps"),
+        ("+training.batch_warmup=[]", "was renamed to training.batch_rampup"),
+        ("++data.blend={web:{weight:1,wieght:2}}", "sets wieght: no such key|did you mean weight"),
+        ("training.sequence_warmup=[{until_step:1,value:2,until:3}]", "sets until: no such key|did you mean until_step"),
+        ("hardware=h100", "hardware=h100: no such key|did you mean cluster.hardware"),
+        ("+model@foo=llama-tiny", "model@foo=llama-tiny: no such key"),
+        ("~training.steps", "~training.steps: removes a key"),
+        ("~data.blend.web", "data.blend.web=: no such key"),
+        ("~model", "~model: removes a group|set model="),
+        ("stage.name=evaluate", "stage.name=evaluate: is set by the group|write stage=evaluate"),
+        ("++stage.name=evaluate", "stage.name=evaluate: is set by the group|write stage=evaluate"),
+        ("stage={}", "stage={}: must be one of"),
+        ("stage=[shard,pretrain]", "stage=[shard,pretrain]: must be one of"),
+        ("stage=null", "stage=null: must be one of"),
+        ("+stage=evaluate", "+stage=evaluate: is chosen, not added|write stage=evaluate"),
+        ("model=llama-tiny,lama-tiny -m", "1 problem:|model=lama-tiny: must be one of|did you mean model=llama-tiny"),
+        ("model=llama-tiny,gpt-tiny", "contains several values|add -m"),
+        ("hydra/launcher=slurm", "hydra/launcher=slurm: launches the runs of a sweep|add -m"),
+        ("hydra/launcher=brew -m", "hydra/launcher=brew: is refused by Hydra"),
+        ("hydra.nope=3", "hydra.nope=3: is refused by Hydra"),
+        ("hydra.searchpath=[file:///tmp]", "write --config-dir=FOLDER"),
+        ("dry_run.rank=5", "dry_run.rank=5: has no effect without dry_run=true"),
+        ("dry_run.world_size=5", "dry_run.world_size=5: has no effect without dry_run=true"),
+        ("dry_run=true dry_run.rank=5", "dry_run.rank=5: must be less than the world size 1"),
+        ("--config-name=foo", "--config-name: is not supported|--config-dir=FOLDER experiment=NAME"),
+        ("--config-path=conf", "--config-path: is not supported|--config-dir=FOLDER experiment=NAME"),
+        ("--config-dir=nowhere", "--config-dir=nowhere: is not a folder"),
+        ("--experimental-rerun=x", "--experimental-rerun: is not supported"),
+        ("--shell-completion", "--shell-completion: is not supported"),
+        ("--resolve", "--resolve: requires --cfg"),
+        ("--package=optimizer", "--package: requires --cfg"),
+        ("--cfg=job --package=optimizr", "package 'optimizr' not found"),
+        ("--cfg=job training.stepz=3", "training.stepz=3: no such key"),
+        ("--cfg=job -m", "--cfg: contradicts --multirun"),
+        ("--info=nope", "invalid choice"),
+        ("--foo", "unrecognized arguments: --foo"),
+        ("foo training.steps=3", "'foo': is not of the form key=value"),
+        ("--config-dir=OWN experiment=nothing", "experiment=nothing: must be one of added, demo, "),
+        ("--config-dir=OWN experiment=typo", "its file sets training.stepz: no such key|did you mean training.steps"),
+        ("--config-dir=OWN experiment=typo -m optimizer.lr=1e-4,2e-4", "1 problem:|its file sets training.stepz: no such key"),
+        ("--config-dir=OWN experiment=added", "its file sets foo: no such key"),
+        ("--config-dir=OWN experiment=missing", "Could not find 'model/lama-tiny'"),
+        ("--config-dir=OWN experiment=named", "stage.name=evaluate: is not the stage whose keys were composed"),
+        ("--config-dir=OWN model=nofamily", "model=?: has no family"),
+    ],
+)
+def test_refused(command: Callable[..., Ended], own: Path, words: str, said: str) -> None:
+    ended = command(*words.replace("OWN", str(own)).split())
+    assert ended.code == 2, ended.printed
+    assert not ended.runs
+    for text in said.split("|"):
+        assert text in ended.printed
+
+
+PHASES = "data.blend={a:{}} data.phases=[{until_tokens:999999,weights:{a:1}},{weights:{a:2}}] data.phases.1.weights.a=3"
+
+
+@pytest.mark.parametrize(
+    "words, steps",
+    [
+        ("--config-dir OWN experiment=short", [3]),
+        ("experiment=short --config-dir=OWN -m optimizer.lr=1e-4,2e-4", [3, 3]),
+        ("-m training.steps=300,400 --config-dir OWN experiment=short", [300, 400]),
+        ("experiment=[demo] training.steps=200", [200]),
+        ("experiment=null", [1000]),
+        ("--config-dir=OWN model=own", [1000]),
+        ("data.blend={web:{weight:1},books:{weight:2}} ~data.blend.books", [1000]),
+        (f"lora.rank_pattern.a=1 {PHASES}", [1000]),
+    ],
+)
+def test_accepted(command: Callable[..., Ended], own: Path, words: str, steps: list[int]) -> None:
+    ended = command(*words.replace("OWN", str(own)).split())
+    assert ended.code == 0, ended.printed
+    assert [config.training.steps for config in ended.runs] == steps
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--cfg job training.steps=300", "steps: 300"),
+        ("--cfg=job --resolve --package=optimizer", "# @package optimizer"),
+        ("--cfg hydra", "hydra:"),
+        ("--config-dir=OWN experiment=short --info=searchpath", "file://OWN"),
+        ("training.steps=300 --info", "steps: 300"),
+    ],
+)
+def test_what_hydra_prints(command: Callable[..., Ended], own: Path, words: str, said: str) -> None:
+    ended = command(*words.replace("OWN", str(own)).split())
+    assert ended.code == 0
+    assert not ended.runs
+    assert said.replace("OWN", str(own)) in ended.printed
+
+
+def test_jobs_of_a_sweep_read_own_files(command: Callable[..., Ended], own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read a copy, which has them beside those of conf/; of two files with the same name, Hydra reads that of conf/."""
+    monkeypatch.chdir(ROOT)
+    sweep = ("-m", "hydra/launcher=slurm", "cluster=devcluster", "dry_run=true", f"run_dir={tmp_path}/sweep")
+    texts = [command(*sweep, *words).printed for words in ((), (f"--config-dir={own}", "experiment=short"))]
+    copies = [next(line for line in text.splitlines() if "PIPELINE_CONF=" in line) for text in texts]
+    assert copies[0] != copies[1]
+    assert "experiment=short" in texts[1]
+    (own / "experiment" / "demo.yaml").write_text("training: {steps: 1}\n")
+    hydra_launcher._copy_conf(tmp_path / "copy", [own, CONF_DIR])
+    for name in ("config.yaml", "experiment/demo.yaml"):
+        assert (tmp_path / "copy" / name).read_text() == (CONF_DIR / name).read_text()
+    assert (tmp_path / "copy" / "experiment" / "short.yaml").is_file()
+    assert not (tmp_path / "copy" / "notes.txt").exists()
+
+
+def test_a_composed_configuration_is_frozen(command: Callable[..., Ended]) -> None:
+    (config,) = command("training.sequence_warmup=[{until_step:1,value:128}]").runs
+    nodes = [config, config.training.sequence_warmup[0], *(getattr(config, item.name) for item in dataclasses.fields(RunConfig))]
+    for node in nodes:
+        for item in dataclasses.fields(node) if dataclasses.is_dataclass(node) else ():
+            with pytest.raises(FrozenInstanceError):
+                setattr(node, item.name, None)
+
+
+def test_every_objective_has_rules() -> None:
+    assert set(RULES) == set(OBJECTIVES)
