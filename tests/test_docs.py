@@ -1,4 +1,4 @@
-"""The commands in all READMEs compose, their links, paths and keys exist, and the README's file tree is complete."""
+"""The commands in all READMEs compose, their links, paths and keys exist, and the map of the code is complete."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, pipeline
 
+#: Where is what, on one page.
+MAP = ROOT / "pipeline/README.md"
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
+    MAP,
     ROOT / "tools/study/README.md",
     *sorted((ROOT / "pipeline").glob("*/README.md")),
 ]
@@ -110,8 +113,9 @@ def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
+    prompts = ["stage.prompts=prompts.jsonl"] * (stage == "generate")
     for ranks in (1, 2):
-        checked((f"experiment={name}", f"stage={stage}"), ranks)
+        checked((f"experiment={name}", f"stage={stage}", *prompts), ranks)
 
 
 def test_the_mistake_is_answered_as_shown() -> None:
@@ -132,11 +136,9 @@ def test_tools_have_the_options_shown() -> None:
                 assert argument in source, f"{tool} {argument}"
 
 
-def test_the_file_tree_is_complete() -> None:
-    block = re.search(r"^    pipeline/\n(?:    .*\n)+", README, re.MULTILINE)[0]
-    packages = {f"{path.name}/" for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()}
-    files = {path.name for path in (ROOT / "pipeline").glob("*.py") if path.name != "__init__.py"}
-    assert {name for name in packages | files | {"conf/", "slurm/", "tools/", "tests/"} if name not in block} == set()
+def test_the_map_has_every_package() -> None:
+    packages = {f"pipeline/{path.name}/" for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()}
+    assert {name for name in packages if f"| `{name}` |" not in MAP.read_text(encoding="utf-8")} == set()
 
 
 def test_the_tools_are_described() -> None:
@@ -160,7 +162,7 @@ def test_paths_in_sentences_exist() -> None:
 
 def test_keys_in_sentences_exist() -> None:
     keys = {key for key, _, _ in knobs.walk(RunConfig())}
-    keys |= {key for family in FAMILIES.values() for key, _, _ in knobs.walk(family(), "model.")}
+    keys |= {key for family in CONFIG_CLASSES.values() for key, _, _ in knobs.walk(family(), "model.")}
     keys |= {key for name, (stage, _) in STAGES.items() for key, _, _ in knobs.walk(stage(name=name), "stage.")}
     groups = "|".join({key.partition(".")[0] for key in keys if "." in key})
     shown = set(re.findall(rf"(?:^|[` '])((?:{groups})\.(?!py\b|json\b)[a-z_0-9]+(?:\.[a-z_0-9]+)*)", TEXT))

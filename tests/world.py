@@ -137,7 +137,7 @@ def share(trainer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def unsharded(trainer: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
     """Return the unsharded weights, or the moments of another kind, by name. Collective."""
-    from pipeline.checkpoint.consolidate import insert_fragment
+    from pipeline.checkpoint.fragments import insert_fragment
 
     owned = [(f.piece, f.start, f.tensors[kind].detach().clone()) for f in trainer.engine.fragments() if f.owned and kind in f.tensors]
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import warmup
-from pipeline.config.schema import RunConfig
+from pipeline.data.load.sample_config import SampleConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
 
@@ -16,7 +16,7 @@ from pipeline.layers.loss import IGNORE
 RandomBatch = tuple[Tensor, Batch]
 
 
-def random_batches(config: RunConfig, steps: int | None = None) -> list[RandomBatch]:
+def random_batches(config: SampleConfig, steps: int | None = None) -> list[RandomBatch]:
     """Return the global batches of the first steps of a run (all when None), with the sizes of its warm-ups."""
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -42,7 +42,7 @@ def split(tokens: Tensor, batch: Batch, parts: int) -> list[RandomBatch]:
     return [(part, cast(Batch, {name: values[index] for name, values in chunks.items()})) for index, part in enumerate(tokens.chunk(parts))]
 
 
-def _batch(config: RunConfig, rows: int, generator: torch.Generator) -> RandomBatch:
+def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> RandomBatch:
     """Return a batch of `rows` samples of training.sequence_length tokens."""
     model, length = config.model, config.training.sequence_length
 

@@ -17,8 +17,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from pipeline.certification.batches import random_batches, split
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.reference import initial_noise
-from pipeline.checkpoint.consolidate import insert_fragment
-from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.fragments import Fragment, insert_fragment
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes

@@ -13,5 +13,6 @@ from pipeline.models.config import ModelConfig
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Initialize every parameter of an unsharded model by the family's recipe; a tied parameter once, under its first name."""
+    initial_std = registry.family_of(config).initial_std
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_tensor(name, parameter.shape, registry.initial_std(config, name), seed))
+        parameter.copy_(initial_tensor(name, parameter.shape, initial_std(config, name), seed))

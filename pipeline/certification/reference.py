@@ -1,6 +1,6 @@
 """The reference: a plain PyTorch training loop in one process, with stock cross-entropy, clipping and AdamW.
 
-It uses the model of the package and nothing of its engines, process groups or parallel plans.
+It uses the model of the package and nothing of its engines, process groups or tensor-parallel tables.
 """
 
 from __future__ import annotations

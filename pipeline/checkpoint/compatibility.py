@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from pipeline.checkpoint.adapter import MergedWeights, lora_of
+from pipeline.checkpoint.lora_adapter import lora_of
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
-from pipeline.models import families
+from pipeline.models import config_classes
 from pipeline.models.rope import extended
 
 #: Keys of the head of an encoder.
@@ -96,7 +97,7 @@ def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[st
 
 def _model_differences(new: dict[str, Any], old: dict[str, Any], context_factor: float) -> dict[str, str]:
     """Keys of the model whose values differ -> the old value."""
-    model = families.from_dict(old["model"])  # an older checkpoint lacks newer keys
+    model = config_classes.from_dict(old["model"])  # an older checkpoint lacks newer keys
     old = {"model": dataclasses.asdict(model if context_factor == 1 else extended(model, context_factor))}
     keys = [f"model.{name}" for name in new["model"]]
     return {key: f"{_value(old, key)}" for key in keys if _value(new, key) != _value(old, key)}

@@ -22,7 +22,7 @@ from pipeline.common.files import apply_umask
 from pipeline.common.progress import Progress
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row, Shape
+from pipeline.models.stock_tensors import Shape, StockTensor
 
 #: Files of a tokenizer folder; only tokenizer.json is required. The vocabularies are those of tokenizers without it.
 VOCABULARIES = (
@@ -51,9 +51,9 @@ class Original:
 def read_original(folder: Path) -> Original:
     """Read what an export keeps of an imported model, from the folder with its config.json."""
     content = read_config(folder)
-    _, adapter = registry.find_adapter(content)
-    kept = {key: value for key, value in content.items() if key.endswith(("_token_id", "_token_ids"))}
-    return Original(config_json.unread(adapter, content) | kept, read_generation_config(folder))
+    _, mapping = registry.find_mapping(content)
+    token_ids = {key: value for key, value in content.items() if key.endswith(("_token_id", "_token_ids"))}
+    return Original(config_json.unread(mapping, content) | token_ids, read_generation_config(folder))
 
 
 class Weights(Protocol):
@@ -72,10 +72,10 @@ class Weights(Protocol):
 class Packing(Protocol):
     """Tensors that are stored in another form, such as quantized ones."""
 
-    def size(self, row: Row, shape: Shape) -> int | None:
+    def size(self, entry: StockTensor, shape: Shape) -> int | None:
         """Bytes that are stored for a tensor; None if it is stored as it is."""
 
-    def tensors(self, row: Row) -> dict[str, Tensor] | None:
+    def tensors(self, entry: StockTensor) -> dict[str, Tensor] | None:
         """Names and values that are stored for a tensor; None if it is stored as it is."""
 
 
@@ -95,16 +95,16 @@ def write_weights(
     Returns:
         Number of parameters written.
     """
-    rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
-    shapes = {name: row.shape([weights.shape(part) for part in row.names]) for name, row in rows.items()}
+    entries = {entry.hf_name: entry for entry in registry.stock_tensors(config)[0]}
+    shapes = {name: entry.shape([weights.shape(part) for part in entry.names]) for name, entry in entries.items()}
     elements = {name: prod(shape) for name, shape in shapes.items()}
-    packed = {name: packing.size(row, shapes[name]) if packing else None for name, row in rows.items()}
+    packed = {name: packing.size(entry, shapes[name]) if packing else None for name, entry in entries.items()}
     sizes = {name: elements[name] * dtype.itemsize if size is None else size for name, size in packed.items()}
-    patterns = registry.adapter(config).separate_weights(config)
-    separate = {name for name in rows if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    patterns = registry.mapping_of(config).separate_weights(config)
+    separate = {name for name in entries if any(fnmatchcase(name, pattern) for pattern in patterns)}
     read = _Reader(weights, dtype)
     with Progress(sum(sizes.values()), "writing weights", "B") as progress:
-        for stem, chosen in [("model", rows.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
+        for stem, chosen in [("model", entries.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
             split = split_state_dict_into_shards_factory(
                 {name: size for name, size in sizes.items() if name in chosen},
                 get_storage_size=int,
@@ -115,8 +115,8 @@ def write_weights(
             for file, names in split.filename_to_tensors.items():
                 shard: dict[str, Tensor] = {}
                 for name in names:
-                    stored = packing.tensors(rows[name]) if packing else None
-                    shard |= stored or {name: rows[name].to_hf(read(rows[name])).to(dtype)}
+                    stored = packing.tensors(entries[name]) if packing else None
+                    shard |= stored or {name: entries[name].to_hf(read(entries[name])).to(dtype)}
                     progress.advance(sizes[name], file)
                 save_file(shard, folder / file, metadata={"format": "pt"})
                 apply_umask(folder / file)
@@ -124,22 +124,22 @@ def write_weights(
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": files}
                 _write_json(folder / f"{stem}.safetensors.index.json", index)
-    return sum(count for name, count in elements.items() if rows[name].constant is None)
+    return sum(count for name, count in elements.items() if entries[name].constant is None)
 
 
 class _Reader:
-    """Reads the native weights of a row. Stacked experts are cached for the next row, which needs another slice of them."""
+    """Reads the native weights of an entry. Stacked experts are cached for the next entry, which needs another slice of them."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype
         self._stacks: dict[str, Tensor] = {}
 
-    def __call__(self, row: Row) -> list[Tensor]:
-        if row.expert is None:
+    def __call__(self, entry: StockTensor) -> list[Tensor]:
+        if entry.expert is None:
             self._stacks = {}
-            return [self._weights.tensor(name).to(self._dtype) for name in row.names]
+            return [self._weights.tensor(name).to(self._dtype) for name in entry.names]
         cached = self._stacks
-        self._stacks = {name: cached[name] if name in cached else self._weights.tensor(name).to(self._dtype) for name in row.names}
+        self._stacks = {name: cached[name] if name in cached else self._weights.tensor(name).to(self._dtype) for name in entry.names}
         return list(self._stacks.values())
 
 
@@ -151,13 +151,13 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
     """
     with torch.device("meta"):
         expected = {name: tuple(parameter.shape) for name, parameter in registry.build(config).named_parameters()}
-    found = {name: tuple(weights.shape(name)) for name in weights.names()}
-    wrong = [f"{name} is missing, {list(shape)} expected" for name, shape in expected.items() if name not in found]
-    wrong += [f"{name} {list(shape)} is not a weight of the model" for name, shape in found.items() if name not in expected]
+    shapes = {name: tuple(weights.shape(name)) for name in weights.names()}
+    wrong = [f"{name} is missing, {list(shape)} expected" for name, shape in expected.items() if name not in shapes]
+    wrong += [f"{name} {list(shape)} is not a weight of the model" for name, shape in shapes.items() if name not in expected]
     wrong += [
-        f"{name} is {list(found[name])}, not {list(expected[name])}"
-        for name in expected.keys() & found.keys()
-        if found[name] != expected[name]
+        f"{name} is {list(shapes[name])}, not {list(expected[name])}"
+        for name in expected.keys() & shapes.keys()
+        if shapes[name] != expected[name]
     ]
     if wrong:
         raise UserError([Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong])
@@ -179,19 +179,19 @@ def write_configs(
     token if there is one. A model that started from a Hugging Face model keeps its token ids and its generation_config.json, if any.
     `quantization` becomes the key quantization_config.
     """
-    adapter = registry.adapter(config)
+    mapping = registry.mapping_of(config)
     own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     own |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
-        _write_json(folder / "config.json", adapter.config_json(config) | original.content | own)
+        _write_json(folder / "config.json", mapping.config_json(config) | original.content | own)
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return
     ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
-    if adapter.constants.get("is_encoder_decoder"):
+    if mapping.constants.get("is_encoder_decoder"):
         padding = end_of_document_id if padding_id is None else padding_id
         ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
-    _write_json(folder / "config.json", adapter.config_json(config) | ids | own)
+    _write_json(folder / "config.json", mapping.config_json(config) | ids | own)
     _write_json(folder / GENERATION_CONFIG, {"pad_token_id": end_of_document_id} | ids)
 
 

@@ -13,19 +13,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.fragments import Fragment
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
 from pipeline.models import registry
-from pipeline.models.adapter import Adapter
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
+from pipeline.models.stock_tensors import StockTensor
 from pipeline.parallel.pieces import Piece
 
 #: Buffers that older releases of transformers saved and that are recomputed.
 UNUSED = ("*.rotary_emb.inv_freq",)
 GENERATION_CONFIG = "generation_config.json"
-#: Name of the files with the tensors that the class does not expect (Adapter.separate_weights).
+#: Name of the files with the tensors that the class does not expect (HuggingFaceMapping.separate_weights).
 SEPARATE = "mtp"
 FORMATS = ("F64", "F32", "F16", "BF16")
 
@@ -93,7 +93,7 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
 class StockWeights:
     """The tensors of a stock model, by the names that current transformers uses."""
 
-    def __init__(self, folder: Path, adapter: Adapter) -> None:
+    def __init__(self, folder: Path, mapping: HuggingFaceMapping) -> None:
         """Read the headers of the files.
 
         Raises:
@@ -109,7 +109,7 @@ class StockWeights:
                 raise UserError.of("stage.input", file, f"is not readable: {error}", "download it again") from error
             for name in opened.keys():  # noqa: SIM118 - the file is not a dict
                 current = name
-                for pattern, replacement in adapter.renamed:
+                for pattern, replacement in mapping.renamed:
                     current = re.sub(pattern, replacement, current)
                 if current in self._stored:
                     other = self._stored[current][1]
@@ -151,28 +151,28 @@ class ImportedWeights:
 
     def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
         self._stock = stock
-        self.config = config = registry.adapter(config).from_weights(config, stock)
+        self.config = config = registry.mapping_of(config).from_weights(config, stock)
         with torch.device("meta"):
             model = registry.build(config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._rows, self._copies = registry.stock_rows(config)
-        self._found = set(stock.names())
-        self._stored = {row.hf_name: row.hf_name for row in self._rows if row.hf_name in self._found}
+        self._entries, self._copies = registry.stock_tensors(config)
+        self._names = set(stock.names())
+        self._stored = {entry.hf_name: entry.hf_name for entry in self._entries if entry.hf_name in self._names}
         for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names
-            if copy in self._found:
+            if copy in self._names:
                 self._stored.setdefault(name, copy)
-        adapter = registry.adapter(config)
-        for name, other in adapter.fallbacks.items():
-            if other in self._found:
+        mapping = registry.mapping_of(config)
+        for name, other in mapping.fallbacks.items():
+            if other in self._names:
                 self._stored.setdefault(name, other)
-        self._unused, self._zeros = (*UNUSED, *adapter.ignored_weights), adapter.zero_weights
-        self._computed = adapter.computed_weights
-        self._rows_of: dict[str, list[Row]] = {name: [] for name in self._shapes}
-        for row in self._rows:
-            for name in row.names:
-                self._rows_of[name].append(row)
-        uncovered = [name for name, rows in self._rows_of.items() if not rows]
-        assert not uncovered, f"the adapter of {config.family} has no row for {uncovered}"
+        self._unused, self._zeros = (*UNUSED, *mapping.ignored_weights), mapping.zero_weights
+        self._computed = mapping.computed_weights
+        self._entries_of: dict[str, list[StockTensor]] = {name: [] for name in self._shapes}
+        for entry in self._entries:
+            for name in entry.names:
+                self._entries_of[name].append(entry)
+        uncovered = [name for name, entries in self._entries_of.items() if not entries]
+        assert not uncovered, f"the mapping of {config.family} has no entry for {uncovered}"
 
     def names(self) -> list[str]:
         """Names of all weights."""
@@ -184,18 +184,18 @@ class ImportedWeights:
 
     def tensor(self, name: str) -> Tensor:
         """Full value of a weight, fp32."""
-        rows = self._rows_of[name]
-        if rows[0].expert is None:
-            return self._read_row(rows[0], name)
+        entries = self._entries_of[name]
+        if entries[0].expert is None:
+            return self._read_entry(entries[0], name)
         experts = torch.empty(self._shapes[name])
-        for row in rows:
-            assert row.expert is not None, f"{row.hf_name} is not the weight of an expert"
-            experts[row.expert] = self._read_row(row, name)
+        for entry in entries:
+            assert entry.expert is not None, f"{entry.hf_name} is not the weight of an expert"
+            experts[entry.expert] = self._read_entry(entry, name)
         return experts
 
-    def _read_row(self, row: Row, name: str) -> Tensor:
-        theirs = self._stock.tensor(self._stored[row.hf_name])
-        return row.from_hf(theirs, [self._shapes[ours] for ours in row.names])[row.names.index(name)].contiguous()
+    def _read_entry(self, entry: StockTensor, name: str) -> Tensor:
+        theirs = self._stock.tensor(self._stored[entry.hf_name])
+        return entry.from_hf(theirs, [self._shapes[ours] for ours in entry.names])[entry.names.index(name)].contiguous()
 
     def check(self) -> list[str]:
         """Verify the files against the stock class with this configuration.
@@ -214,11 +214,11 @@ class ImportedWeights:
 
     def _missing(self) -> Iterator[str]:
         """Weights that are missing, or have a wrong shape or dtype."""
-        for row in self._rows:
-            expected = list(row.shape([self._shapes[name] for name in row.names]))
-            stored = self._stored.get(row.hf_name)
+        for entry in self._entries:
+            expected = list(entry.shape([self._shapes[name] for name in entry.names]))
+            stored = self._stored.get(entry.hf_name)
             if stored is None:
-                yield f"{row.hf_name} {expected} is missing"
+                yield f"{entry.hf_name} {expected} is missing"
             elif list(self._stock.shape(stored)) != expected:
                 yield f"{stored} is {list(self._stock.shape(stored))}, not {expected}"
             elif self._stock.number_format(stored) not in FORMATS:
@@ -226,7 +226,7 @@ class ImportedWeights:
 
     def _unexpected(self) -> Iterator[str]:
         """Tensors that the class does not have."""
-        known = {row.hf_name for row in self._rows} | self._copies.keys() | set(self._zeros) | self._computed.keys()
+        known = {entry.hf_name for entry in self._entries} | self._copies.keys() | set(self._zeros) | self._computed.keys()
         for name in self._stock.names():
             if name not in known and not self._is_unused(name):
                 yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
@@ -234,19 +234,19 @@ class ImportedWeights:
     def _unequal(self) -> Iterator[str]:
         """Tensors that must equal another one, zero or a constant, and do not."""
         for copy, name in self._copies.items():
-            if {copy, name} <= self._found and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
+            if {copy, name} <= self._names and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
                 yield f"{copy} differs from {name}; according to config.json they are tied"
         for name in self._zeros:
-            if name in self._found and name not in self._stored and self._stock.tensor(name).any():
+            if name in self._names and name not in self._stored and self._stock.tensor(name).any():
                 yield f"{name} is not zero, and the family has no such weight"
-        for name in self._computed.keys() & self._found:
+        for name in self._computed.keys() & self._names:
             expected, stored = self._computed[name](self.config), self._stock.tensor(name)
             if expected.shape != stored.shape or not torch.allclose(expected, stored, rtol=0, atol=1e-5):
                 yield f"{name} is not what the family computes in its place"
-        for row in (row for row in self._rows if row.constant is not None):
-            value = self._stock.tensor(row.hf_name)
-            if not torch.isclose(value, torch.tensor(row.constant), rtol=2**-8):  # files have it in bf16
-                yield f"{row.hf_name} is {value:g}, and the family has {row.constant:g} there"
+        for entry in (entry for entry in self._entries if entry.constant is not None):
+            value = self._stock.tensor(entry.hf_name)
+            if not torch.isclose(value, torch.tensor(entry.constant), rtol=2**-8):  # files have it in bf16
+                yield f"{entry.hf_name} is {value:g}, and the family has {entry.constant:g} there"
 
     def _is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)

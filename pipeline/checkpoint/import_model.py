@@ -15,7 +15,6 @@ from pipeline.common.files import digest
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_json, registry
-from pipeline.models.families import FAMILIES
 
 log = logging.getLogger("pipeline")
 
@@ -32,9 +31,9 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
         UserError: the model has an unsupported feature, its weights do not match its class, or run_dir contains another run.
     """
     content = huggingface_import.read_config(source)
-    family, adapter = registry.find_adapter(content)
+    family, mapping = registry.find_mapping(content)
     model, files, _ = collect_errors(
-        lambda: config_json.read(adapter, FAMILIES[family], content),
+        lambda: config_json.read(mapping, family.config, content),
         lambda: huggingface_import.weight_files(source),
         lambda: huggingface_import.read_generation_config(source),
     )
@@ -44,15 +43,15 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     if complete:
         log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
         return
-    weights = ImportedWeights(StockWeights(source, adapter), model)
+    weights = ImportedWeights(StockWeights(source, mapping), model)
     _, unused = collect_errors(lambda: _check_run(run_dir), weights.check)
     adjusted, model = model, weights.config
     for field in dataclasses.fields(model):
         if getattr(model, field.name) != getattr(adjusted, field.name):
             log.info("convert: model.%s=%s, according to the weights", field.name, getattr(model, field.name))
-    ignored = config_json.unread(adapter, content)
+    ignored = config_json.unread(mapping, content)
     if ignored:
-        log.info("convert: %s does not read %s; an export keeps them", adapter.architecture, ", ".join(sorted(ignored)))
+        log.info("convert: %s does not read %s; an export keeps them", mapping.architecture, ", ".join(sorted(ignored)))
     if unused:
         log.warning("convert: the model does not use %s; skipped", ", ".join(unused))
     dropout_keys = sorted(key for key in content if config_json.is_dropout(key) and content[key])
@@ -66,7 +65,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     index = native.Index(native.TrainState(), saved_config)
     path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
     copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})
-    log.info("convert: wrote %s (%s); %s", path, adapter.architecture, _continue_with(run_dir, overrides))
+    log.info("convert: wrote %s (%s); %s", path, mapping.architecture, _continue_with(run_dir, overrides))
 
 
 def _continue_with(run_dir: Path, overrides: str) -> str:

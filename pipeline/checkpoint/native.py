@@ -1,6 +1,6 @@
 """The native checkpoint format: a folder `step-00000100` with one safetensors file per rank and an index that is written last.
 
-A file contains the fragments that its rank owns: per weight, a run of elements of the rank's piece, as fp32 "weight",
+A file contains the fragments that its rank owns (words: parallel/pieces.py), as fp32 "weight",
 "exp_avg" and "exp_avg_sq" (an imported model has no moments yet). A frozen weight has no moments, and the dtype of the run. The file's
 header stores the position of each fragment in the full weight, so a checkpoint of any layout can be loaded into any other. The index
 contains the configuration and counters of the run, and length and checksum of every file.
@@ -112,10 +112,10 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
         UserError: it does not exist.
     """
     if which == "latest":
-        found = complete(run_dir)
-        if not found:
+        folders = complete(run_dir)
+        if not folders:
             raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
-        return found[-1]
+        return folders[-1]
     if not (Path(which) / INDEX).is_file():
         raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
@@ -130,8 +130,8 @@ def find_start(where: str, key: str, fix: str) -> Path:
     folder = Path(where)
     if (folder / INDEX).is_file():
         return folder
-    if found := complete(folder):
-        return found[-1]
+    if folders := complete(folder):
+        return folders[-1]
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
 

@@ -16,14 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.checkpoint.lora_adapter import Adapter, Factors
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.files import apply_umask
 from pipeline.config.lora import LoraConfig
 from pipeline.layers.lora import linear_layers
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.stock_tensors import StockTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: What precedes the name of a module in a PEFT file.
@@ -59,7 +59,7 @@ def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
     if wrong:
         rules = (f"has {name}={json.dumps(value)}, which is not supported" for name, value in wrong)
         raise UserError([Violation(key, folder, rule, "use a LoRA adapter of linear layers") for rule in rules])
-    rows = {_module(row): (row, outputs) for row, outputs in _linear_rows(config)}
+    entries = {_module(entry): (entry, outputs) for entry, outputs in _linear_entries(config)}
     layers: dict[str, Factors] = {}
     unknown = []
     for module in dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors if ".lora_" in name):
@@ -68,13 +68,13 @@ def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
         except KeyError:
             unknown.append(module)
             continue
-        if module not in rows:
+        if module not in entries:
             unknown.append(module)
             continue
         alpha = _matching(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha", 8))
         alpha = alpha * math.sqrt(a.shape[0]) if settings.get("use_rslora") else alpha  # alpha / sqrt(rank) instead of alpha / rank
-        row, outputs = rows[module]
-        for name, part in zip(row.names, _split(row, b, outputs), strict=True):
+        entry, outputs = entries[module]
+        for name, part in zip(entry.names, _split(entry, b, outputs), strict=True):
             layers[name.removesuffix(".weight")] = Factors(a, part.contiguous(), alpha)
     if unknown:
         rule = f"adapts {', '.join(unknown[:5])}, which is not a linear layer of model.family={config.family}"
@@ -95,13 +95,13 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
         return {}
     with torch.device("meta"):
         shapes = {name: tuple(weight.shape) for name, weight in registry.build(config).state_dict().items()}
-    rows = {row.hf_name: row for row in registry.stock_rows(config)[0]}
+    entries = {entry.hf_name: entry for entry in registry.stock_tensors(config)[0]}
     if _TIED_HEAD in tensors and _is_tied(config):
         head = tensors.pop(_TIED_HEAD)
-        if not any(rows[name].names == (_EMBEDDING,) and torch.equal(value, head) for name, value in tensors.items() if name in rows):
+        if not any(entries[name].names == (_EMBEDDING,) and torch.equal(value, head) for name, value in tensors.items() if name in entries):
             rule = "has an output head of its own, and that of the model is its embedding"
             raise UserError.of(key, folder, rule, "use an adapter that was trained with ensure_weight_tying")
-    unknown = [name for name in tensors if name not in rows]
+    unknown = [name for name in tensors if name not in entries]
     unknown += [module for module in modules if not any(name.rpartition(".")[0].endswith(module) for name in tensors)]
     if unknown:
         rule = f"trains {', '.join(unknown[:5])}, which is not a module of model.family={config.family} with its weights in the adapter"
@@ -109,10 +109,10 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
     saved: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         try:
-            parts = rows[name].from_hf(tensor, [shapes[each] for each in rows[name].names])
+            parts = entries[name].from_hf(tensor, [shapes[ours] for ours in entries[name].names])
         except RuntimeError as error:
             raise UserError.of(key, folder, f"has {name} of shape {list(tensor.shape)}: {error}", "use an adapter of this model") from error
-        saved |= {each: part.contiguous() for each, part in zip(rows[name].names, parts, strict=True)}
+        saved |= {ours: part.contiguous() for ours, part in zip(entries[name].names, parts, strict=True)}
     return saved
 
 
@@ -170,16 +170,16 @@ def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: 
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    rows = _linear_rows(config)
-    for row, outputs in rows:
-        parts = [adapter.layers.get(name.removesuffix(".weight")) for name in row.names]
-        if (joined := _join(row, parts, outputs)) is not None:
-            module = _module(row)
+    entries = _linear_entries(config)
+    for entry, outputs in entries:
+        parts = [adapter.layers.get(name.removesuffix(".weight")) for name in entry.names]
+        if (joined := _join(entry, parts, outputs)) is not None:
+            module = _module(entry)
             tensors[f"{_PREFIX}{module}.lora_A.weight"], tensors[f"{_PREFIX}{module}.lora_B.weight"] = joined.a, joined.b
             ranks[module], alphas[module] = joined.rank, joined.alpha
     modules_to_save = _write_saved(adapter.saved, config, tensors)
     rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
-    transposed = {row.transposed for row, _ in rows if _module(row) in ranks}
+    transposed = {entry.transposed for entry, _ in entries if _module(entry) in ranks}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -187,7 +187,7 @@ def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: 
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": _targets(ranks, map(_module, registry.stock_rows(config)[0])),
+        "target_modules": _targets(ranks, map(_module, registry.stock_tensors(config)[0])),
         "rank_pattern": {re.escape(module): value for module, value in ranks.items() if value != rank},
         "alpha_pattern": {re.escape(module): value for module, value in alphas.items() if value != alpha},
         "fan_in_fan_out": transposed == {True},
@@ -206,15 +206,15 @@ def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: 
 def _write_saved(saved: Mapping[str, Tensor], config: ModelConfig, tensors: dict[str, Tensor]) -> list[str]:
     """Add the weights that were trained beside an adapter to the tensors of its file, and return the names of their stock modules."""
     modules = []
-    for row in registry.stock_rows(config)[0]:
-        present = [name for name in row.names if name in saved]
-        if present and len(present) < len(row.names):
-            rule = f"trains {', '.join(present)}, which is a part of {_module(row)} of the stock class"
+    for entry in registry.stock_tensors(config)[0]:
+        present = [name for name in entry.names if name in saved]
+        if present and len(present) < len(entry.names):
+            rule = f"trains {', '.join(present)}, which is a part of {_module(entry)} of the stock class"
             raise UserError.of("lora.modules_to_save", present, rule, "export with stage.format=huggingface")
         if present:
-            tensors[_PREFIX + row.hf_name] = row.to_hf([saved[name] for name in row.names])
-            modules.append(row.hf_name.rpartition(".")[0])
-            if row.names == (_EMBEDDING,) and _is_tied(config):  # PEFT looks for it under both names
+            tensors[_PREFIX + entry.hf_name] = entry.to_hf([saved[name] for name in entry.names])
+            modules.append(entry.hf_name.rpartition(".")[0])
+            if entry.names == (_EMBEDDING,) and _is_tied(config):  # PEFT looks for it under both names
                 tensors[_PREFIX + _TIED_HEAD] = saved[_EMBEDDING].clone()
     return list(dict.fromkeys(modules))
 
@@ -226,26 +226,26 @@ def _is_tied(config: ModelConfig) -> bool:
     return _EMBEDDING in names and not any(name.startswith("head.") and name.endswith(".weight") for name in names)
 
 
-def _linear_rows(config: ModelConfig) -> list[tuple[Row, list[int]]]:
-    """The rows of the stock model's linear layers, each with the outputs of our layers in it."""
+def _linear_entries(config: ModelConfig) -> list[tuple[StockTensor, list[int]]]:
+    """The entries of the stock model's linear layers, each with the outputs of our layers in it."""
     with torch.device("meta"):
         outputs = {f"{name}.weight": layer.out_features for name, layer in linear_layers(registry.build(config))}
-    rows = (row for row in registry.stock_rows(config)[0] if row.names and outputs.keys() >= set(row.names))
-    return [(row, [outputs[name] for name in row.names]) for row in rows]
+    entries = (entry for entry in registry.stock_tensors(config)[0] if entry.names and outputs.keys() >= set(entry.names))
+    return [(entry, [outputs[name] for name in entry.names]) for entry in entries]
 
 
-def _module(row: Row) -> str:
-    """The stock module of a row."""
-    return row.hf_name.removesuffix(".weight")
+def _module(entry: StockTensor) -> str:
+    """The stock module of an entry."""
+    return entry.hf_name.removesuffix(".weight")
 
 
-def _split(row: Row, b: Tensor, outputs: list[int]) -> list[Tensor]:
-    """The part of b of each of our layers in a row. Stock layers that store transposed weights do not transpose b."""
-    return replace(row, transposed=False).from_hf(b, [(count, b.shape[1]) for count in outputs])
+def _split(entry: StockTensor, b: Tensor, outputs: list[int]) -> list[Tensor]:
+    """The part of b of each of our layers in an entry. Stock layers that store transposed weights do not transpose b."""
+    return replace(entry, transposed=False).from_hf(b, [(count, b.shape[1]) for count in outputs])
 
 
-def _join(row: Row, parts: list[Factors | None], outputs: list[int]) -> Factors | None:
-    """The adapter of a row, from those of its layers, some of which may have none; None if all of them have none."""
+def _join(entry: StockTensor, parts: list[Factors | None], outputs: list[int]) -> Factors | None:
+    """The adapter of an entry, from those of its layers, some of which may have none; None if all of them have none."""
     present = [part for part in parts if part is not None]
     if len(parts) == 1 or not present:
         return parts[0]
@@ -257,7 +257,7 @@ def _join(row: Row, parts: list[Factors | None], outputs: list[int]) -> Factors 
             block[:, start : start + part.rank] = part.b * (part.scale * rank / alpha)
             start += part.rank
         blocks.append(block)
-    return Factors(torch.cat([part.a for part in present]), replace(row, transposed=False).to_hf(blocks), alpha)
+    return Factors(torch.cat([part.a for part in present]), replace(entry, transposed=False).to_hf(blocks), alpha)
 
 
 def _targets(modules: Iterable[str], known: Iterable[str]) -> list[str]:

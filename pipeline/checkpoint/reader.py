@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.consolidate import consolidate_fragments
+from pipeline.checkpoint.fragments import consolidate_fragments
 from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
 from pipeline.common.errors import UserError
 from pipeline.common.files import verify
@@ -82,11 +82,11 @@ class Checkpoint:
     @cached_property
     def _fragments(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         """Weight -> its fragments, each (file, geometry), from the headers of all files."""
-        found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        fragments: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for file in sorted(self._files):
             for name, geometry in self._geometries(file).items():
-                found.setdefault(name, []).append((file, geometry))
-        return found
+                fragments.setdefault(name, []).append((file, geometry))
+        return fragments
 
     def _geometries(self, file: str) -> dict[str, dict[str, Any]]:
         """Weight -> geometry of the file's fragment of it, from the header of the file."""

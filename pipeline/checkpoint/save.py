@@ -1,4 +1,4 @@
-"""Saves and loads the fragments of a rank. Checkpoints are written atomically: an incomplete one is never visible."""
+"""Saves a checkpoint: every rank its fragments, or one process full weights. An incomplete checkpoint is never visible."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import MergedWeights
-from pipeline.checkpoint.consolidate import extract_fragment
-from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import Index
-from pipeline.checkpoint.reader import Checkpoint
-from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
+from pipeline.common.errors import UserError
 from pipeline.common.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 
 
@@ -72,8 +67,8 @@ def _check_finite(fragments: list[Fragment], step: int) -> None:
     names = (f.piece.name for f in fragments if f.owned and not bool(f.tensors["weight"].detach().isfinite().all()))
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, next(names, None))
-    if found := sorted(name for name in answers if name):
-        rule = f"{found[0]} contains values that are not finite; no checkpoint was written"
+    if not_finite := sorted(name for name in answers if name):
+        rule = f"{not_finite[0]} contains values that are not finite; no checkpoint was written"
         fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
         raise UserError.of("weights after step", step, rule, fix)
 
@@ -98,39 +93,6 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
     finally:
         os.close(handle)
     return {"bytes": path.stat().st_size, "xxh3": digest(path)}
-
-
-def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
-    """Read a checkpoint of any layout into this rank's fragments, in place; every rank calls this.
-
-    Raises:
-        DamagedCheckpointError: on every rank, with the violations of all ranks: a file is missing or corrupt, a weight is missing or has
-            another shape.
-    """
-    found: tuple[Violation, ...] = ()
-    try:
-        _read(checkpoint, fragments)
-    except UserError as error:
-        found = error.violations
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, found)
-    violations = list(dict.fromkeys(violation for answer in answers for violation in answer))
-    if violations:
-        raise DamagedCheckpointError(violations)
-
-
-@torch.no_grad()
-def _read(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
-    """Read a fragment directly if the file of the same rank holds it; else extract it from the consolidated weight."""
-    rank = dist.get_rank()
-    for fragment in fragments:
-        name, count = fragment.piece.name, fragment.tensors["weight"].numel()
-        geometry = native.describe(fragment.piece, fragment.start, count)
-        for kind in fragment.tensors:
-            values: Tensor | None = checkpoint.fragment(rank, name, geometry, kind)
-            if values is None:
-                values = extract_fragment(checkpoint.tensor(name, kind), fragment.piece, fragment.start, count)
-            fragment.tensors[kind].copy_(values)
 
 
 def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:

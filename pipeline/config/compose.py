@@ -27,7 +27,7 @@ from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def register() -> None:
     store.store(group="schema", name="run", node=RunConfig, package="_global_")
     for stage, (schema, _) in STAGES.items():
         store.store(group="schema/stage", name=stage, node=schema)
-    for family, schema in FAMILIES.items():
+    for family, schema in CONFIG_CLASSES.items():
         store.store(group="schema/model", name=family, node=schema)
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
@@ -59,8 +59,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
     if unknown := dict(_unknown(config)):
         known = sorted(key for key in _keys(config) if not any(f"{added}.".startswith(f"{key}.") for added in unknown))
         raise UserError([_unknown_key(key, value, known) for key, value in unknown.items()])
-    if not OmegaConf.is_missing(config, "model") and OmegaConf.get_type(config, "model") not in FAMILIES.values():
-        fix = f"begin its file with defaults: [/schema/model/FAMILY@_here_, _self_], FAMILY being one of {', '.join(FAMILIES)}"
+    if not OmegaConf.is_missing(config, "model") and OmegaConf.get_type(config, "model") not in CONFIG_CLASSES.values():
+        fix = f"begin its file with defaults: [/schema/model/FAMILY@_here_, _self_], FAMILY being one of {', '.join(CONFIG_CLASSES)}"
         raise UserError.of("model", "?", "has no family", fix)
     try:
         run = OmegaConf.to_object(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.config.run_parts import LayoutConfig
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
 
 
@@ -38,7 +39,7 @@ class Layout:
     """Number of blocks of each stage; empty to distribute them evenly."""
 
     @classmethod
-    def of(cls, config: RunConfig, world_size: int) -> Layout:
+    def of(cls, config: LayoutConfig, world_size: int) -> Layout:
         """Create the layout of a configuration that is valid for this world size (config/rules/check.py)."""
         parallel, training = config.parallel, config.training
         data = world_size // parallel.model_ranks
@@ -127,7 +128,7 @@ def may_compile(training: TrainingConfig, parallel: ParallelConfig) -> bool:
     return training.compile != "off" and not (parallel.schedule == "zbv" and parallel.pipeline > 1)
 
 
-def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
+def blocks_per_stage(config: LayoutConfig) -> tuple[int, ...]:
     """Return the number of blocks of each stage that the configuration sets; empty to distribute them evenly."""
     parallel = config.parallel
     if parallel.layers_per_stage:
@@ -135,9 +136,9 @@ def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
     if parallel.balance == "layers" or parallel.pipeline == 1:
         return ()
     from pipeline.config.balance import balanced
-    from pipeline.models.costs import costs_per_token  # loads torch
+    from pipeline.models.registry import family_of  # loads torch
 
-    costs = costs_per_token(config.model, config.training.sequence_length)
+    costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
     return balanced(costs.first, costs.blocks, costs.last, parallel.pipeline * stages_per_rank(parallel))
 
 

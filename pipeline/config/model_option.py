@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config.paths import CONF_DIR
 from pipeline.models.config import ModelConfig
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 
 
 def overrides(model: ModelConfig) -> list[str]:
@@ -32,7 +32,7 @@ def _shipped(family: str) -> Iterator[tuple[str, ModelConfig]]:
         values: Any = OmegaConf.to_container(OmegaConf.load(file))
         bases = values.pop("defaults")
         if re.fullmatch(rf"/schema/model/{family}@_here_", bases[0]) and bases[1:] == ["_self_"]:
-            yield file.stem, FAMILIES[family](**values)
+            yield file.stem, CONFIG_CLASSES[family](**values)
 
 
 def _format(value: Any) -> str:

@@ -6,7 +6,7 @@ from pipeline.common import knobs
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 
 
 def print_usage() -> None:
@@ -20,7 +20,7 @@ def print_usage() -> None:
         print(f"  {group.name}={'|'.join(sorted(p.stem for p in group.glob('*.yaml')))}")
     print("\nkeys:")
     _print_keys(knobs.walk(RunConfig()))
-    for family, schema in FAMILIES.items():
+    for family, schema in CONFIG_CLASSES.items():
         print(f"\nkeys of model family {family}:")
         _print_keys(knobs.walk(schema(), "model."))
     for stage, (schema, _) in STAGES.items():

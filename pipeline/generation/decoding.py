@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.checkpoint import imported
-from pipeline.checkpoint.adapter import MergedWeights
 from pipeline.checkpoint.huggingface_import import read_generation_config
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
@@ -23,7 +23,7 @@ from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel.mesh import Mesh
 
 

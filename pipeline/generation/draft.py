@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.checkpoint import imported, native
-from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.stages import Generate
 from pipeline.data.tokenize.tokenizer import load

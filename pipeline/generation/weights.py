@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common import knobs
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
-from pipeline.models import families
+from pipeline.models import config_classes
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -20,7 +20,7 @@ from pipeline.parallel.pieces import Piece
 
 def model_of(checkpoint: MergedWeights) -> ModelConfig:
     """Return the model configuration of a checkpoint."""
-    return families.from_dict(checkpoint.config["model"])
+    return config_classes.from_dict(checkpoint.config["model"])
 
 
 def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:

@@ -21,7 +21,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config import command_line, compose
 from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
-from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
 from pipeline.evaluation import record
 from pipeline.launch import job
 
@@ -42,17 +42,17 @@ class Schedule:
 
     def __init__(self, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
         self._every, self._steps, self._run_dir = config.evaluation.every, config.training.steps, Path(config.run_dir)
-        self._cluster = _cluster(config, environment)
+        self._cluster = _cluster(config.evaluation, config.cluster, environment)
         self._environment = job.outside(environment)
-        self._jobs = {kind: _job(config, kind, overrides, environment) for kind in _kinds(config)}
+        self._jobs = {kind: _job(config.evaluation, config.run_dir, kind, overrides, environment) for kind in _kinds(config.evaluation)}
         if shutil.which("sbatch", path=environment.get("PATH")) is None:
             fix = "set it to 0, and evaluate the checkpoints after the run: stage=evaluate stage.checkpoint=all"
             raise UserError.of("evaluation.every", self._every, "submits Slurm jobs, and this machine has no command sbatch", fix)
-        found = job.violations(self._cluster, "evaluate", Path.cwd())
-        for each in self._jobs.values():
-            found += _violations(config, each)
-        if found:
-            raise UserError(list(dict.fromkeys(found)))
+        violations = job.violations(self._cluster, "evaluate", Path.cwd())
+        for planned in self._jobs.values():
+            violations += _violations(planned, self._cluster.nodes * self._cluster.tasks_per_node)
+        if violations:
+            raise UserError(list(dict.fromkeys(violations)))
 
     def is_due(self, step: int) -> bool:
         """Whether the run writes and submits the checkpoint of a step; that of step 0 is an imported model."""
@@ -72,29 +72,28 @@ class Schedule:
 
         An error of Slurm is logged and does not end the run: the next submission covers the same checkpoints.
         """
-        for kind, each in self._jobs.items():
+        for kind, planned in self._jobs.items():
             steps = [step for path in native.complete(self._run_dir) if self._lacks(step := native.step_of(path), kind)]
             if not steps:
                 continue
             shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
             (self._run_dir / record.FOLDER).mkdir(parents=True, exist_ok=True)  # Slurm opens the log in it
             try:
-                if job.is_pending(each.name, self._environment):
+                if job.is_pending(planned.name, self._environment):
                     log.info("evaluation of %s: a %s job is in the queue", shown, kind)
                     continue
-                log.info("evaluation of %s: job %d (%s)", shown, job.submit(job.render(each, self._cluster), self._environment), kind)
+                log.info("evaluation of %s: job %d (%s)", shown, job.submit(job.render(planned, self._cluster), self._environment), kind)
             except UserError as error:
                 log.warning("evaluation of %s was not submitted, and the checkpoints are kept: %s", shown, error.violations[0])
 
 
-def _kinds(config: RunConfig) -> list[str]:
+def _kinds(wanted: EvaluationConfig) -> list[str]:
     """The evaluations of a checkpoint, as record.path_of names them."""
-    return ["validation"] * config.evaluation.validation + ["tasks"] * bool(config.evaluation.tasks)
+    return ["validation"] * wanted.validation + ["tasks"] * bool(wanted.tasks)
 
 
-def _cluster(config: RunConfig, environment: Mapping[str, str]) -> ClusterConfig:
+def _cluster(wanted: EvaluationConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
     """The sbatch options of the jobs: those of the cluster, in the account and partition of this job where the cluster names none."""
-    wanted, cluster = config.evaluation, config.cluster
     return dataclasses.replace(
         cluster,
         nodes=wanted.nodes,
@@ -107,10 +106,9 @@ def _cluster(config: RunConfig, environment: Mapping[str, str]) -> ClusterConfig
     )
 
 
-def _job(config: RunConfig, kind: str, overrides: Sequence[str], environment: Mapping[str, str]) -> job.Job:
+def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[str], environment: Mapping[str, str]) -> job.Job:
     """The job of one kind. Its name belongs to this run and kind: of the jobs with the same name, Slurm runs one at a time."""
-    wanted, run_dir = config.evaluation, Path(config.run_dir).absolute()
-    folder = run_dir / record.FOLDER
+    folder = Path(run_dir).absolute() / record.FOLDER
     kept = [o for o in overrides if not re.match(r"\+*((stage|run_dir)=|(stage|dry_run|evaluation|checkpoint)[.=])", o)]
     settings = ["stage.checkpoint=all", f"stage.every={wanted.every}"]
     if kind == "tasks":
@@ -119,22 +117,22 @@ def _job(config: RunConfig, kind: str, overrides: Sequence[str], environment: Ma
         settings += [f"stage.{key}={quoted(str(value))}" for key, value in given.items() if value is not None]
     conf = environment.get("PIPELINE_CONF")
     return job.Job(
-        name=f"evaluate-{kind}-{xxhash.xxh3_64_hexdigest(str(run_dir).encode())}",
+        name=f"evaluate-{kind}-{xxhash.xxh3_64_hexdigest(str(folder.parent).encode())}",
         stage="evaluate",
-        overrides=(*kept, *wanted.overrides, *settings, f"run_dir={quoted(config.run_dir)}"),
+        overrides=(*kept, *wanted.overrides, *settings, f"run_dir={quoted(run_dir)}"),
         directory=Path.cwd(),
         output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
         conf=Path(conf) if conf else None,
     )
 
 
-def _violations(config: RunConfig, each: job.Job) -> list[Violation]:
+def _violations(planned: job.Job, world_size: int) -> list[Violation]:
     """Why a job would be refused."""
     try:
-        found, composed = compose.diagnose(command_line.parse(["stage=evaluate", *each.overrides]))
-        if not found:
-            size = config.evaluation.nodes * config.evaluation.tasks_per_node
-            found = check.violations(compose.to_run_config(composed), size)
+        violations, composed = compose.diagnose(command_line.parse(["stage=evaluate", *planned.overrides]))
+        if not violations:
+            violations = check.violations(compose.to_run_config(composed), world_size)
     except UserError as error:
-        found = list(error.violations)
-    return [dataclasses.replace(one, rule=f"{one.rule} (in the jobs of evaluation.every; evaluation.overrides sets it)") for one in found]
+        violations = list(error.violations)
+    where = "(in the jobs of evaluation.every; evaluation.overrides sets it)"
+    return [dataclasses.replace(violation, rule=f"{violation.rule} {where}") for violation in violations]

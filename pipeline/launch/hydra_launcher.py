@@ -156,7 +156,7 @@ class SlurmLauncher(ValidatingLauncher):
             return []
         queue = job.queued() if earlier else set()
         for one in submissions:
-            one.state = _state(one.run.config, earlier.get(one.run.config.run_dir), queue)
+            one.state = _state(one.run.config.run_dir, one.run.config.training.steps, earlier.get(one.run.config.run_dir), queue)
         new = [one for one in submissions if not one.state]
         for one in new:
             Path(one.run.config.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the log file in it when the job starts
@@ -252,15 +252,15 @@ def _meaning(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not re.match(r"\+*(cluster[.=]|dry_run[.=])", override)]
 
 
-def _state(config: RunConfig, before: dict[str, Any] | None, queue: set[int]) -> str:
+def _state(run_dir: str, steps: int, before: dict[str, Any] | None, queue: set[int]) -> str:
     """The state of a run: finished, queued, or empty if it is to be submitted."""
-    manifest = Path(config.run_dir) / MANIFEST
+    manifest = Path(run_dir) / MANIFEST
     if before and before["job"] in queue:
         return f"queued as job {before['job']}"
     if not manifest.is_file():
         return ""
     step = json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0)
-    return "finished" if step >= config.training.steps else ""
+    return "finished" if step >= steps else ""
 
 
 def _conf_folder(folder: Path, sources: Sequence[Path]) -> Path:

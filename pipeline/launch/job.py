@@ -38,7 +38,6 @@ class Job:
         overrides: arguments of `python -m pipeline`, without `stage=`.
         directory: repository root, the working directory of the job.
         output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
-        after: ids of jobs that must succeed before this one starts; if one fails, this job is canceled.
         conf: the configuration files that the job reads; conf/ of the repository when None.
     """
 
@@ -47,7 +46,6 @@ class Job:
     overrides: tuple[str, ...]
     directory: Path
     output: str
-    after: tuple[int, ...] = ()
     conf: Path | None = None
 
 
@@ -69,9 +67,6 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     yield f"--chdir={job.directory}"
     yield f"--output={job.output}"
     yield "--open-mode=append"  # a requeued job continues its log
-    if job.after:
-        yield f"--dependency=afterok:{':'.join(map(str, job.after))}"
-        yield "--kill-on-invalid-dep=yes"
     yield f"--nodes={cluster.nodes}"
     yield f"--ntasks-per-node={cluster.tasks_per_node}"
     if job.stage in TRAINING_STAGES:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,29 @@ def initial_tensor(
     if result.numel():
         _fill_normal(result, shape, part, std, hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest())
     return result
+
+
+def scaled_residual(config: Any, name: str) -> float | None:
+    """Return the standard deviation of weight `name` by GPT-2's recipe (Radford et al. 2019, section 2.3), also used by Megatron-LM.
+
+    Layers whose output is added to the residual stream are scaled by 1 / sqrt(number of such layers); a block has two.
+
+    Args:
+        config: a model configuration with init_std and layers.
+        name: parameter name in the full model.
+
+    Returns:
+        The standard deviation; None for constants: ones for norms, zeros for biases.
+    """
+    if "norm" in name or name.endswith(".bias"):
+        return None
+    residual = name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down"))
+    return config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
+
+
+def single_std(config: Any, name: str) -> float | None:
+    """Return the same standard deviation, init_std of the configuration, for all weights; None for constants, as in scaled_residual."""
+    return None if "norm" in name or name.endswith(".bias") else config.init_std
 
 
 def _fill_normal(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]], std: float, key: bytes) -> None:

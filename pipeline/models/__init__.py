@@ -1,1 +1,1 @@
-"""The model families, one folder each: configuration, model, parallel plan, Hugging Face adapter. See README.md."""
+"""The model families, one folder each: configuration, model, tensor-parallel table, Hugging Face mapping. See README.md."""

@@ -11,8 +11,8 @@ from typing import Any
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.models import stock_keys
-from pipeline.models.adapter import Adapter, refusal
 from pipeline.models.config import ModelConfig
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, refusal
 
 #: Keys that the code of Hugging Face classes reads and that do not affect the logits: origin of the file, token ids, dtypes, kernels,
 #: cache, outputs of the forward pass, heads of other tasks. Keys that the code does not read need no entry (models/stock_keys.py).
@@ -29,36 +29,36 @@ WITHOUT_EFFECT = frozenset(
 _LARGEST = 2**31 - 1
 
 
-def read(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> ModelConfig:
+def read(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any]) -> ModelConfig:
     """Return our configuration of a Hugging Face model.
 
     Dropout rates configure training, not the model: any value is accepted, and none is used. So are keys that the Hugging Face class does
     not read (`unread`).
 
     Args:
-        adapter: adapter of the class that config.json specifies.
+        mapping: mapping of the class that config.json specifies.
         schema: configuration dataclass of the family.
         content: content of config.json.
 
     Raises:
         UserError: with every key that is missing, or has a value that the family does not support.
     """
-    content, violations = _without_aliases(adapter, content)
-    violations += [*_constants(adapter, content), *_unknown(adapter, content)]
-    present, wrong = _fields(adapter, schema, content)
+    content, violations = _without_aliases(mapping, content)
+    violations += [*_constants(mapping, content), *_unknown(mapping, content)]
+    present, wrong = _fields(mapping, schema, content)
     violations += wrong
-    values = {field: present[key] for key, field in reversed(adapter.fields.items()) if key in present and field in _types(schema)}
-    for group in () if wrong else adapter.nested:  # they use the keys of fields
+    values = {field: present[key] for key, field in reversed(mapping.fields.items()) if key in present and field in _types(schema)}
+    for group in () if wrong else mapping.nested:  # they use the keys of fields
         try:
             values.update(group.read(content))
         except UserError as error:
             violations.extend(error.violations)
     if violations:
         raise UserError(violations)
-    values = {**values, **{name: value for name, value in adapter.implied.items() if name in _types(schema)}}
+    values = {**values, **{name: value for name, value in mapping.implied.items() if name in _types(schema)}}
     config: ModelConfig = schema(**values)
     violations = [*knobs.range_violations(config, "model.")] or [*config.violations()]
-    violations = violations or [*_contradictions(adapter, config, present)]
+    violations = violations or [*_contradictions(mapping, config, present)]
     if violations:  # overrides of model.KEY have no effect on an import
         raise UserError([replace(violation, fix="correct config.json, or import another model") for violation in violations])
     return config
@@ -69,26 +69,26 @@ def is_dropout(key: str) -> bool:
     return any(word in key for word in ("dropout", "pdrop", "layerdrop"))
 
 
-def unread(adapter: Adapter, content: dict[str, Any]) -> dict[str, Any]:
+def unread(mapping: HuggingFaceMapping, content: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that the Hugging Face class does not read, with their values: an export writes them again."""
-    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    stock = stock_keys.keys_of(mapping.architecture)
     if stock is None:
         return {}
-    others = _known(adapter) | stock.reads | stock.aliases.keys()
+    others = _known(mapping) | stock.reads | stock.aliases.keys()
     return {key: value for key, value in content.items() if key not in others and not is_dropout(key)}
 
 
-def _known(adapter: Adapter) -> set[str]:
+def _known(mapping: HuggingFaceMapping) -> set[str]:
     """Return the keys that the import reads or knows to have no effect."""
-    nested = {key for group in adapter.nested for key in group.keys}
-    return {*adapter.fields, *adapter.constants, *nested, *WITHOUT_EFFECT, *adapter.ignored_keys}
+    nested = {key for group in mapping.nested for key in group.keys}
+    return {*mapping.fields, *mapping.constants, *nested, *WITHOUT_EFFECT, *mapping.ignored_keys}
 
 
-def _without_aliases(adapter: Adapter, content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+def _without_aliases(mapping: HuggingFaceMapping, content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
     """Return config.json with the further names of keys replaced by the keys, and a violation for names of one key that contradict."""
-    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    stock = stock_keys.keys_of(mapping.architecture)
     # A family may name a key by its alias; its own table knows best.
-    aliases = {alias: key for alias, key in (stock.aliases if stock else {}).items() if alias not in _known(adapter)}
+    aliases = {alias: key for alias, key in (stock.aliases if stock else {}).items() if alias not in _known(mapping)}
     plain = {key: value for key, value in content.items() if key not in aliases}
     violations: list[Violation] = []
     for alias, key in aliases.items():
@@ -106,34 +106,34 @@ def _types(schema: type[Any]) -> dict[str, str]:
     return {item.name: str(item.type) for item in dataclasses.fields(schema)}
 
 
-def _fields(adapter: Adapter, schema: type[Any], content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+def _fields(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
     """Return the values of the keys that are fields, with defaults, and the violations of their types and ranges."""
     present: dict[str, Any] = {}
     violations: list[Violation] = []
-    for key in sorted(adapter.fields, key=lambda key: _is_computed(adapter, content, key)):
-        if violations and _is_computed(adapter, content, key):
+    for key in sorted(mapping.fields, key=lambda key: _is_computed(mapping, content, key)):
+        if violations and _is_computed(mapping, content, key):
             break  # computed from keys that may be wrong
         try:
-            present[key] = _typed(key, _value(adapter, schema, content, key), adapter.fields[key], schema)
+            present[key] = _typed(key, _value(mapping, schema, content, key), mapping.fields[key], schema)
         except UserError as error:
             violations.extend(error.violations)
     return present, violations
 
 
-def _is_computed(adapter: Adapter, content: dict[str, Any], key: str) -> bool:
-    return content.get(key) is None and callable(adapter.defaults.get(key))
+def _is_computed(mapping: HuggingFaceMapping, content: dict[str, Any], key: str) -> bool:
+    return content.get(key) is None and callable(mapping.defaults.get(key))
 
 
-def _value(adapter: Adapter, schema: type[Any], content: dict[str, Any], key: str) -> Any:
+def _value(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any], key: str) -> Any:
     """Return the value of a key, or the default of the Hugging Face class. A null counts as a value only if our field may be None."""
-    if key in content and (content[key] is not None or "None" in _types(schema).get(adapter.fields[key], "")):
+    if key in content and (content[key] is not None or "None" in _types(schema).get(mapping.fields[key], "")):
         return content[key]
-    default = adapter.defaults.get(key)
+    default = mapping.defaults.get(key)
     if callable(default):
         return default({name: value for name, value in content.items() if value is not None or name == key})
-    if key in content or key not in adapter.defaults:
+    if key in content or key not in mapping.defaults:
         rule = "is null" if key in content else "is missing"
-        raise refusal(key, content.get(key), f"{rule}, and {adapter.architecture} requires it", f"set {key} in config.json")
+        raise refusal(key, content.get(key), f"{rule}, and {mapping.architecture} requires it", f"set {key} in config.json")
     return default
 
 
@@ -158,34 +158,35 @@ def _typed(key: str, value: Any, field: str, schema: type[Any]) -> Any:
     return value
 
 
-def _constants(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]:
+def _constants(mapping: HuggingFaceMapping, content: dict[str, Any]) -> Iterator[Violation]:
     """Yield violations of keys that have one value in the family."""
-    for key, expected in adapter.constants.items():
-        value = content.get(key, adapter.defaults.get(key, expected))
+    for key, expected in mapping.constants.items():
+        value = content.get(key, mapping.defaults.get(key, expected))
         if value != expected and not is_dropout(key):
-            missing = "" if key in content else f" (the default of {adapter.architecture}, since the key is missing)"
+            missing = "" if key in content else f" (the default of {mapping.architecture}, since the key is missing)"
             yield from refusal(key, value, f"is not supported by this family{missing}; only {expected} is supported").violations
 
 
-def _unknown(adapter: Adapter, content: dict[str, Any]) -> Iterator[Violation]:
+def _unknown(mapping: HuggingFaceMapping, content: dict[str, Any]) -> Iterator[Violation]:
     """Yield violations of keys that the Hugging Face class reads and the import does not. Most code reads null as absence."""
-    stock = stock_keys.of(adapter.architecture, adapter.model_type)
+    stock = stock_keys.keys_of(mapping.architecture)
     release = content.get("transformers_version")
-    for key in sorted(content.keys() - _known(adapter)):
+    for key in sorted(content.keys() - _known(mapping)):
         value = content[key]
         if is_dropout(key):
             continue
         if stock is None or not stock.covers(release):
-            if value is not None:
-                rule = f"may be read by {adapter.architecture} of transformers {release}, whose code is not known here"
-                yield from refusal(key, value, rule, f"pip install 'transformers>={release}', whose source is then searched").violations
+            if value is not None and key not in stock_keys.INERT:
+                rule = f"may be read by {mapping.architecture} of transformers {release}, whose code is not known here"
+                fix = f"remove it if it has no effect, or install transformers {release} and run python -m tools.audit.stock_keys"
+                yield from refusal(key, value, rule, fix).violations
         elif key in stock.reads and (value is not None or key in stock.defaulted):
-            yield from refusal(key, value, f"is read by {adapter.architecture}, and the import does not support it").violations
+            yield from refusal(key, value, f"is read by {mapping.architecture}, and the import does not support it").violations
 
 
-def _contradictions(adapter: Adapter, config: ModelConfig, present: dict[str, Any]) -> Iterator[Violation]:
+def _contradictions(mapping: HuggingFaceMapping, config: ModelConfig, present: dict[str, Any]) -> Iterator[Violation]:
     """Yield violations of keys that contradict other keys, such as a head_dim other than hidden / heads if the family derives it."""
     for key, value in present.items():
-        expected = getattr(config, adapter.fields[key])
+        expected = getattr(config, mapping.fields[key])
         if expected != value:
             yield from refusal(key, value, f"must be {expected} in this family, given the other keys").violations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.moe import MoE
-from pipeline.models import registry
+from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
 
 #: Embedding tables: lookups, not matrix products.
@@ -39,31 +39,39 @@ class Costs:
         return self.first + sum(self.blocks) + self.last
 
 
-def costs_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> Costs:
-    """Count FLOPs as Chowdhery et al. 2022 (PaLM, appendix B) do for MFU.
-
-    6 FLOPs per weight of a matrix product (including the output head, excluding the embedding lookup; of an MoE layer, only the experts
-    that a token is routed to), and 12 * layers * hidden * sequence for the attention products, not halved for causality. In a layer with
-    sliding-window attention, the window replaces the sequence length; where values are narrower than queries and keys, both widths count.
-    An MTP module counts as a layer with an output head. Recomputation is not counted. For an encoder-decoder, the result is per encoder
-    token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
-    """
-    with torch.device("meta"):
-        full = registry.build(model)
-    if isinstance(full, EncoderDecoder):
-        return _encoder_decoder_costs(full, model, sequence_length, sequence_length if decoder_length is None else decoder_length)
-    sums = dict.fromkeys(["embed", *(f"blocks.{index}" for index in range(len(full.blocks))), "head"], 0.0)
-    for name, parameter in full.named_parameters():
+def stack_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder_length: int | None) -> Costs:  # noqa: ARG001 - as in Family
+    """Count the FLOPs of a stack of blocks; see Family.costs_per_token."""
+    sums = dict.fromkeys(["embed", *(f"blocks.{index}" for index in range(len(model.blocks))), "head"], 0.0)
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and not name.startswith(LOOKED_UP):
             sums[_part(name)] += parameter.numel() / (max(1, sequence_length) if name.startswith(ONCE) else 1)
-    for name, module in full.named_modules():
-        sums[_part(name)] += _score_width(module, model, sequence_length)
+    for name, module in model.named_modules():
+        sums[_part(name)] += _score_width(module, config, sequence_length)
         if isinstance(module, MoE):
             sums[_part(name)] += sum(int(p.numel() * module.router.top_k / len(p)) for p in module.experts.parameters())
-    output = full.get_parameter("embed.tokens.weight").numel()
-    sums["head"] += output * (getattr(model, "mtp_depth", 0) + bool(model.tie_embeddings))
+    output = model.get_parameter("embed.tokens.weight").numel()
+    sums["head"] += output * (getattr(config, "mtp_depth", 0) + bool(config.tie_embeddings))
     first, *blocks, last = (6.0 * value for value in sums.values())
     return Costs(first, tuple(blocks), last)
+
+
+def encoder_decoder_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder_length: int | None) -> Costs:
+    """Count the FLOPs of an encoder-decoder; see Family.costs_per_token.
+
+    Keys and values of cross-attention are computed from encoder tokens, all else of the decoder from decoder tokens.
+    """
+    assert isinstance(model, EncoderDecoder), "the family is not an encoder-decoder"
+    source, target = sequence_length, sequence_length if decoder_length is None else decoder_length
+    ratio, width = target / source, 12.0 * config.heads * config.head_dim
+    blocks = []
+    for index, block in model.blocks.items():
+        encodes = int(index) < model.encoder_blocks
+        weights = 0.0
+        for name, parameter in block.named_parameters():
+            reads_source = encodes or name in ("cross.key.weight", "cross.value.weight")
+            weights += parameter.numel() * (1 if reads_source else ratio) if parameter.dim() == 2 else 0
+        blocks.append(6.0 * weights + width * (source if encodes else ratio * (target + source)))
+    return Costs(0.0, tuple(blocks), 6.0 * ratio * config.vocab_size * config.hidden)
 
 
 def _part(name: str) -> str:
@@ -72,24 +80,10 @@ def _part(name: str) -> str:
     return ".".join(words[:2]) if words[0] == "blocks" and len(words) > 1 else "embed" if words[0] == "embed" else "head"
 
 
-def _score_width(layer: torch.nn.Module, model: ModelConfig, sequence_length: int) -> int:
+def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int) -> int:
     """Return keys x heads x (width of queries and keys + width of values) of an attention layer, 0 for another module."""
     if isinstance(layer, LatentAttention):
-        return sequence_length * model.heads * (model.head_dim + layer.v_head_dim)
+        return sequence_length * config.heads * (config.head_dim + layer.v_head_dim)
     if isinstance(layer, Attention):
-        return min(sequence_length, layer.window or sequence_length) * model.heads * 2 * model.head_dim
+        return min(sequence_length, layer.window or sequence_length) * config.heads * 2 * config.head_dim
     return 0
-
-
-def _encoder_decoder_costs(full: EncoderDecoder, model: ModelConfig, source: int, target: int) -> Costs:
-    """FLOPs per encoder token: keys and values of cross-attention are computed from encoder tokens, all else from decoder tokens."""
-    ratio, width = target / source, 12.0 * model.heads * model.head_dim
-    blocks = []
-    for index, block in full.blocks.items():
-        encodes = int(index) < full.encoder_blocks
-        weights = 0.0
-        for name, parameter in block.named_parameters():
-            reads_source = encodes or name in ("cross.key.weight", "cross.value.weight")
-            weights += parameter.numel() * (1 if reads_source else ratio) if parameter.dim() == 2 else 0
-        blocks.append(6.0 * weights + width * (source if encodes else ratio * (target + source)))
-    return Costs(0.0, tuple(blocks), 6.0 * ratio * model.vocab_size * model.hidden)

@@ -7,23 +7,6 @@ from collections.abc import Iterator
 from pipeline.common.errors import Violation
 
 
-class MultiHead:
-    """Mixin for multi-head attention (Vaswani et al. 2017): head_dim = hidden / heads, as many key and value heads as query heads."""
-
-    hidden: int
-    heads: int
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.hidden // self.heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads, equal to the number of query heads."""
-        return self.heads
-
-
 def heads_violations(hidden: int, heads: int) -> Iterator[Violation]:
     """Yield a violation if the heads do not divide the hidden width."""
     if hidden % heads:

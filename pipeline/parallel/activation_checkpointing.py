@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.common.errors import UserError
-from pipeline.config.schema import RunConfig
+from pipeline.config.run_parts import LayoutConfig
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.moe import moe_layers
@@ -120,7 +120,7 @@ def _contexts(kept: set[tuple[Kind, int]] | None) -> Callable[[], Any]:
     return contexts
 
 
-def choose(stage: Stack, config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> dict[str, list[Result]]:
+def choose(stage: Stack, config: LayoutConfig, mesh: Mesh, dtype: torch.dtype) -> dict[str, list[Result]]:
     """Choose which results each block keeps within training.activation_budget: the most FLOPs per byte first.
 
     Args:

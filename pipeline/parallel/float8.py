@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import PrecisionConfig
 from pipeline.layers.stack import Stack
 
 log = logging.getLogger("pipeline")
@@ -24,18 +24,19 @@ ALIGNMENT = 16
 CAPABILITY = (8, 9)
 
 
-def apply(stage: Stack, config: RunConfig, device: torch.device) -> None:
+def apply(stage: Stack, precision: PrecisionConfig, layers: int, device: torch.device) -> None:
     """Replace the linear layers of the stage's blocks, except the first and last blocks of the model. On a CPU, fp8 is emulated.
 
     Args:
         stage: a pipeline stage with sharded weights, after tensor.apply.
-        config: configuration of the run.
+        precision: the kind of scales, and the blocks to exclude.
+        layers: number of blocks of the model.
         device: of the rank; on the meta device, layers are only checked.
 
     Raises:
         UserError: the GPU has no fp8 products, or a layer has a size that they do not support.
     """
-    layers, excluded = config.model.layers, config.precision.fp8_exclude_layers
+    excluded = precision.fp8_exclude_layers
     linears = {
         f"blocks.{name}.{path}": module
         for name, block in stage.blocks.items()
@@ -43,7 +44,7 @@ def apply(stage: Stack, config: RunConfig, device: torch.device) -> None:
         for path, module in block.named_modules()
         if isinstance(module, nn.Linear)
     }
-    if problems := _violations(linears, config, device):
+    if problems := _violations(linears, precision.fp8, device):
         raise UserError(problems)
     if device.type == "meta" or not linears:
         return
@@ -51,21 +52,19 @@ def apply(stage: Stack, config: RunConfig, device: torch.device) -> None:
         logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for other GPUs
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ModuleNotFoundError:
-        raise UserError.of("precision.fp8", config.precision.fp8, "requires the package torchao", "pip install '.[fp8]'") from None
-    recipe = Float8LinearConfig.from_recipe_name(config.precision.fp8)
+        raise UserError.of("precision.fp8", precision.fp8, "requires the package torchao", "pip install '.[fp8]'") from None
+    recipe = Float8LinearConfig.from_recipe_name(precision.fp8)
     chosen = set(linears.values())
     convert_to_float8_training(
         stage,
         config=replace(recipe, emulate=device.type == "cpu"),
         module_filter_fn=lambda module, _: module in chosen,
     )
-    log.info(
-        "fp8 (%s) in %d linear layers of this stage%s", config.precision.fp8, len(chosen), ", emulated" if device.type == "cpu" else ""
-    )
+    log.info("fp8 (%s) in %d linear layers of this stage%s", precision.fp8, len(chosen), ", emulated" if device.type == "cpu" else "")
 
 
-def _violations(linears: dict[str, nn.Linear], config: RunConfig, device: torch.device) -> list[Violation]:
-    key, value = "precision.fp8", config.precision.fp8
+def _violations(linears: dict[str, nn.Linear], value: str, device: torch.device) -> list[Violation]:
+    key = "precision.fp8"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return [Violation(key, value, f"requires a GPU with fp8 products (from Ada and Hopper on), this is {name}", "set precision=bf16")]

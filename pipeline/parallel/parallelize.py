@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.config import lora, trained
 from pipeline.config.layout import Layout, may_compile
+from pipeline.config.lora import LoraConfig
 from pipeline.config.rules import weights
-from pipeline.config.schema import RunConfig
+from pipeline.config.run_parts import LocalModelConfig, WeightsConfig
+from pipeline.config.schema import ParallelConfig, TrainingConfig
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers
@@ -70,7 +72,7 @@ class LocalModel(nn.Module):
             yield module
 
 
-def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dtype], Tensor] | None = None) -> LocalModel:
+def parallelize(config: LocalModelConfig, mesh: Mesh, value: Callable[[Piece, torch.dtype], Tensor] | None = None) -> LocalModel:
     """Build this rank's stages: sharded on the meta device, connected to the process groups, then initialized on the rank's device.
 
     Args:
@@ -85,7 +87,7 @@ def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dty
     return model
 
 
-def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None = None) -> None:
+def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core | None = None) -> None:
     """Insert collectives, attention cores, recomputation and compilation into stages with sharded weights.
 
     Args:
@@ -94,43 +96,43 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         model: this rank's stages.
         core: the attention core on local heads; that of training.attention when None.
     """
-    plan = registry.plan(config.model)
+    table = registry.family_of(config.model).tensor_parallel
     for stage in model.stage_modules():
         if mesh.layout.tensor > 1:
-            again, recomputed = gather_again(config), config.training.activation_checkpointing != "none"
+            again, recomputed = gather_again(config.training, config.parallel), config.training.activation_checkpointing != "none"
             sequence = config.parallel.sequence_parallel
             dispatched = mesh.layout.expert > 1
             tensor_parallel.apply(
-                *(stage, model.pieces, plan, mesh.tensor),
+                *(stage, model.pieces, table, mesh.tensor),
                 sequence=sequence,
                 gather_again=again,
                 recomputed=recomputed,
                 dispatched=dispatched,
             )
         if config.precision.fp8 != "none":
-            float8.apply(stage, config, mesh.device)
+            float8.apply(stage, config.precision, config.model.layers, mesh.device)
         expert_parallel.apply(stage, mesh)
         budget, dtype = config.training.activation_budget, DTYPES[config.precision.dtype]
         kept = {} if budget is None else activation_checkpointing.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
-            layer.core = core or attention_core(config, mesh)
+            layer.core = core or attention_core(config.training, config.model.heads, mesh)
         if mesh.layout.context > 1:
             context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
-        if async_tensor_enabled(config, mesh.device):
+        if async_tensor_enabled(config.training, config.parallel, mesh.device):
             tensor_parallel.fuse_collectives(mesh.tensor)
         for name, block in stage.blocks.items():
-            mode, compiled = config.training.activation_checkpointing, compile_enabled(config, mesh.device)
+            mode, compiled = config.training.activation_checkpointing, compile_enabled(config.training, config.parallel, mesh.device)
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
 
 
-def attention_core(config: RunConfig, mesh: Mesh) -> Core:
+def attention_core(training: TrainingConfig, heads: int, mesh: Mesh) -> Core:
     """Return the attention core on the rank's heads, which are those after the heads of the tensor ranks before it."""
-    core, heads = CORES[config.training.attention], config.model.heads
-    if not config.training.attention_group:
+    core = CORES[training.attention]
+    if not training.attention_group:
         return core
     local = heads // mesh.layout.tensor
     plain_heads = min(max(heads // 2 - mesh.coordinates.tensor * local, 0), local)
-    return ShiftedSparseAttention(core, config.training.attention_group, plain_heads)
+    return ShiftedSparseAttention(core, training.attention_group, plain_heads)
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -138,7 +140,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "core")]
 
 
-def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
+def partition_model(config: LocalModelConfig, layout: Layout, rank: int) -> LocalModel:
     """Return the rank's stages with its piece of every weight, on the meta device. Needs no process group."""
     coordinates = layout.coordinates(rank)
     with torch.device("meta"):
@@ -151,7 +153,7 @@ def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     return model
 
 
-def build_model(config: RunConfig) -> Stack:
+def build_model(config: WeightsConfig) -> Stack:
     """Build the full model, with adapters (LoRA) or rounded weights (fake quantization); uninitialized, on torch's default device."""
     model = registry.build(config.model)
 
@@ -165,7 +167,7 @@ def build_model(config: RunConfig) -> Stack:
     return model
 
 
-def check_trained(config: RunConfig, layout: Layout) -> None:
+def check_trained(config: WeightsConfig, layout: Layout) -> None:
     """Refuse settings that freeze nothing, or everything in a pipeline stage.
 
     Raises:
@@ -178,7 +180,7 @@ def check_trained(config: RunConfig, layout: Layout) -> None:
 
 
 def init_weights(
-    model: LocalModel, config: RunConfig, device: torch.device, value: Callable[[Piece, torch.dtype], Tensor] | None = None
+    model: LocalModel, config: LocalModelConfig, device: torch.device, value: Callable[[Piece, torch.dtype], Tensor] | None = None
 ) -> None:
     """Materialize every weight on the device with its initial values: `value`, or what depends only on the seed, the name and the element.
 
@@ -186,12 +188,12 @@ def init_weights(
     """
     dtype = DTYPES[config.precision.dtype]
     pieces: dict[nn.Parameter, Piece] = {}
-    in_4_bits = {layer.weight for layer in layers_in_4_bits(config, model)}
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
 
     def initial_value(piece: Piece, dtype: torch.dtype = dtype) -> Tensor:
         if value is not None:
             return value(piece, dtype)
-        std = adapter_std(piece) if lora.is_adapter(piece.name) else registry.initial_std(config.model, piece.name)
+        std = adapter_std(piece) if lora.is_adapter(piece.name) else registry.family_of(config.model).initial_std(config.model, piece.name)
         return init_piece(piece, std, config.training.seed, dtype=dtype, device=device)
 
     def materialized(_: str, parameter: nn.Parameter) -> Tensor | NF4Weight:
@@ -222,9 +224,9 @@ def init_weights(
         log.info("nf4: %d weights of this rank in %.1f MB instead of %.1f MB", len(model.quantized), stored / 1e6, before / 1e6)
 
 
-def layers_in_4_bits(config: RunConfig, model: LocalModel) -> list[Linear]:
+def layers_in_4_bits(lora: LoraConfig, model: LocalModel) -> list[Linear]:
     """Return the layers whose weights QLoRA quantizes: the linear layers of the blocks, without those that are trained."""
-    if config.lora.quantize == "none":
+    if lora.quantize == "none":
         return []
     layers = [layer for stage in model.stage_modules() for layer in stage.blocks.modules() if isinstance(layer, Linear)]
     return [layer for layer in layers if layer.weight in model.frozen]
@@ -241,25 +243,23 @@ def init_piece(piece: Piece, std: Init, seed: int, *, dtype: torch.dtype = torch
     return initial_tensor(piece.name, piece.full_shape, std, seed, part=part, dtype=dtype, device=device)
 
 
-def gather_again(config: RunConfig) -> bool:
+def gather_again(training: TrainingConfig, parallel: ParallelConfig) -> bool:
     """Whether inputs of tensor-parallel regions are gathered again in the backward pass instead of being saved.
 
     With activation checkpointing, the blocks recompute them anyway, and zbv's split backward pass would gather twice.
     """
-    zbv = config.parallel.schedule == "zbv" and config.parallel.pipeline > 1
-    return config.training.activation_checkpointing == "none" and not zbv
+    zbv = parallel.schedule == "zbv" and parallel.pipeline > 1
+    return training.activation_checkpointing == "none" and not zbv
 
 
-def compile_enabled(config: RunConfig, device: torch.device) -> bool:
+def compile_enabled(training: TrainingConfig, parallel: ParallelConfig, device: torch.device) -> bool:
     """Whether the blocks are compiled."""
-    return may_compile(config.training, config.parallel) and (config.training.compile == "on" or device.type == "cuda")
+    return may_compile(training, parallel) and (training.compile == "on" or device.type == "cuda")
 
 
-def async_tensor_enabled(config: RunConfig, device: torch.device) -> bool:
+def async_tensor_enabled(training: TrainingConfig, parallel: ParallelConfig, device: torch.device) -> bool:
     """Whether inductor fuses the collectives of sequence parallelism with matrix products, through memory that GPUs of a node share."""
-    possible = (
-        config.parallel.tensor > 1 and config.parallel.sequence_parallel and compile_enabled(config, device) and device.type == "cuda"
-    )
-    if not possible or config.parallel.async_tensor == "off":
+    compiled = compile_enabled(training, parallel, device) and device.type == "cuda"
+    if parallel.async_tensor == "off" or not (parallel.tensor > 1 and parallel.sequence_parallel and compiled):
         return False
-    return config.parallel.async_tensor == "on" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return parallel.async_tensor == "on" or torch.cuda.get_device_capability(device) >= (9, 0)

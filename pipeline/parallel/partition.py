@@ -12,7 +12,7 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.plan import role
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece, slice_weight
 
 
@@ -56,19 +56,20 @@ def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Lay
     Returns:
         The new parameters, each with its piece of the full weight.
     """
-    plan, aliases, everywhere = registry.plan(config), registry.aliases(config), registry.everywhere(config)
+    family = registry.family_of(config)
+    tied = family.tied_weights(config)
     axes = {"tensor": (layout.tensor, coordinates.tensor), "expert": (layout.expert, coordinates.expert)}
     pieces: dict[nn.Parameter, Piece] = {}
     local: dict[str, nn.Parameter] = {}
 
     def local_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        name = aliases.get(name, name)
+        name = tied.get(name, name)
         if name not in local:
-            piece = slice_weight(name, tuple(parameter.shape), role(plan, name), axes)
+            piece = slice_weight(name, tuple(parameter.shape), role(family.tensor_parallel, name), axes)
             shared = ""
-            if layout.pipeline > 1 and name in aliases.values():
+            if layout.pipeline > 1 and name in tied.values():
                 shared = "tied_embedding"
-            elif layout.pipeline > 1 and any(fnmatchcase(name, pattern) for pattern in everywhere):
+            elif layout.pipeline > 1 and any(fnmatchcase(name, pattern) for pattern in family.on_every_stage):
                 shared = "pipeline"
             local[name] = nn.Parameter(parameter.new_empty(piece.shape), requires_grad=parameter.requires_grad)
             pieces[local[name]] = replace(piece, shared=shared, copy=bool(shared) and 0 not in stages)

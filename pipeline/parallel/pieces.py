@@ -1,4 +1,17 @@
-"""Pieces: the slices of the full weights that a rank holds, computed from the parallel plan."""
+"""Pieces: the part of each full weight that a rank holds, computed from the tensor-parallel table.
+
+The words for parts of a weight, in all packages:
+
+- A *full weight* is the tensor of the model on one rank without parallelism.
+- A *piece* is what a rank's model holds of it under tensor and expert parallelism: the full weight, restricted by a *slice* along a dim for
+  each of these axes.
+- A *bucket* is a flat buffer of the pieces of several weights, which one collective reduces or gathers. Under ZeRO it is divided into one
+  equal *partition* per data-parallel rank (training/buckets.py).
+- A *fragment* is the run of elements of a flattened piece that lies in a rank's partition: what the rank optimizes, saves and loads
+  (checkpoint/fragments.py). Without ZeRO it is the whole piece.
+
+To *shard* a weight is to divide it into pieces; a *shard* is a file, of data or of a Hugging Face model.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +21,7 @@ from math import prod
 
 from torch import Tensor
 
-from pipeline.models.plan import SPLITS
+from pipeline.models.tensor_parallel_roles import SPLITS
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class Piece:
         name: the weight's name in the full model; a tied weight has its first name.
         full_shape: the shape of the full weight.
         slices: at most one per dim.
-        role: its role in the plan.
+        role: its role in the tensor-parallel table.
         shared: "tied_embedding" if the last stage holds the weight too, "pipeline" if all stages hold it, else empty.
         copy: whether the primary copy is on another rank of the pipeline.
     """
@@ -76,7 +89,7 @@ def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str
     Args:
         name: the weight's name in the full model.
         shape: its full shape, (output, input) for a matrix, (experts, output, input) for stacked experts.
-        role: its role in the plan.
+        role: its role in the tensor-parallel table.
         axes: mesh axis -> (ranks, this rank's index), for "tensor" and "expert".
     """
     slices = []

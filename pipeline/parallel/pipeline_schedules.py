@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.run_parts import LocalModelConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.moe import moe_layers
 from pipeline.parallel import context_parallel
@@ -34,7 +34,9 @@ class Pipeline:
         values: number of values that the last stage returns for each sequence instead of the loss, for evaluate_each.
     """
 
-    def __init__(self, stages: nn.ModuleDict, config: RunConfig, mesh: Mesh, shape: tuple[int, ...], values: int | None = None) -> None:
+    def __init__(
+        self, stages: nn.ModuleDict, config: LocalModelConfig, mesh: Mesh, shape: tuple[int, ...], values: int | None = None
+    ) -> None:
         layout, training = mesh.layout, config.training
         micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], *shape[1:])
         micro_batches = shape[0] // micro_batch[0]
@@ -150,7 +152,7 @@ class SingleStageSchedule:
 
 def _build_schedule(
     stages: nn.ModuleDict,
-    config: RunConfig,
+    config: LocalModelConfig,
     mesh: Mesh,
     micro_batch: tuple[int, ...],
     micro_batches: int,
@@ -169,7 +171,7 @@ def _build_schedule(
 
 
 def _build_stage(
-    index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...], result: tuple[int, ...]
+    index: int, module: nn.Module, config: LocalModelConfig, mesh: Mesh, micro_batch: tuple[int, ...], result: tuple[int, ...]
 ) -> PipelineStage:
     """Build a PipelineStage. Static input and output shapes, one hidden state per sequence length, avoid its shape inference.
 

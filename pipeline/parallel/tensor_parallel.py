@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: weights are sharded by the plan; modules that communicate are replaced or get hooks.
+"""Tensor and sequence parallelism: weights are sharded by the family's table; modules that communicate are replaced or get hooks.
 
 Attention and feed-forward of a block are tensor-parallel regions, in which each rank holds a piece of the weights: column-parallel linear
 layers at the entry, row-parallel ones at the exit (Shoeybi et al. 2019). Entry and exit are collectives. With sequence parallelism
@@ -28,7 +28,7 @@ from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
-from pipeline.models.plan import role
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel import collectives
 from pipeline.parallel.pieces import Piece
 
@@ -192,7 +192,7 @@ class VocabParallelHead(nn.Module):
 def apply(
     model: nn.Module,
     pieces: dict[nn.Parameter, Piece],
-    plan: dict[str, str],
+    table: dict[str, str],
     group: ProcessGroup,
     *,
     sequence: bool,
@@ -205,7 +205,7 @@ def apply(
     Args:
         model: a pipeline stage, or the full model.
         pieces: parameter -> its piece of the full weight.
-        plan: the family's parallel plan.
+        table: the family's tensor-parallel table.
         group: the tensor-parallel group.
         sequence: shard activations along the sequence between the regions.
         gather_again: gather inputs of attention and feed-forward again in the backward pass instead of saving them.
@@ -219,7 +219,7 @@ def apply(
 
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
-        roles = {name: role(plan, f"{prefix}.{name}.weight") for name in linears}
+        roles = {name: role(table, f"{prefix}.{name}.weight") for name in linears}
         if "column" in roles.values() and isinstance(module, Attention | MLP | GatedMLP):
             once = gathered_projection(enter, fused_project if recomputed else project)
             again = regathered_projection(enter, dropout=dropout_of(module) > 0)
@@ -234,7 +234,7 @@ def apply(
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):
                 setattr(module, name, VocabParallelHead(child, pieces[child.weight], group, enter))
-            if isinstance(child, nn.RMSNorm) and role(plan, f"{prefix}.{name}.weight".lstrip(".")) == "column":
+            if isinstance(child, nn.RMSNorm) and role(table, f"{prefix}.{name}.weight".lstrip(".")) == "column":
                 setattr(module, name, ParallelRMSNorm(child, pieces[child.weight].full_shape[0], group))
         if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))

@@ -7,12 +7,12 @@ import torch
 from pipeline.config import hardware as hardware_files
 from pipeline.config.schema import ClusterConfig
 from pipeline.models.config import ModelConfig
-from pipeline.models.costs import costs_per_token
+from pipeline.models.registry import family_of
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> float:
-    """Return forward and backward FLOPs per token of the full model, as `costs_per_token` counts them."""
-    return costs_per_token(model, sequence_length, decoder_length).total
+    """Return forward and backward FLOPs per token of the full model, as Family.costs_per_token counts them."""
+    return family_of(model).costs_per_token(model, sequence_length, decoder_length).total
 
 
 def peak_flops(cluster: ClusterConfig, device: torch.device) -> float | None:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.models import families
+from pipeline.models.config_classes import from_dict
 
 #: Steps at the beginning of a run that are not measured: kernels are compiled and memory is allocated.
 WARMUP = 3
@@ -67,7 +67,7 @@ def saved_config(run_dir: Path) -> RunConfig:
     try:
         saved = OmegaConf.load(path)
         model, stage = saved.pop("model"), saved.pop("stage", {"name": "pretrain"})
-        typed = OmegaConf.structured(RunConfig(model=families.from_dict(OmegaConf.to_container(model)), stage=StageConfig(stage["name"])))
+        typed = OmegaConf.structured(RunConfig(model=from_dict(OmegaConf.to_container(model)), stage=StageConfig(stage["name"])))
         config = OmegaConf.to_object(OmegaConf.merge(typed, saved))
     except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
         raise UserError.of("stage.run", run_dir, f"config.yaml cannot be read: {str(error).splitlines()[0]}", fix) from error

@@ -137,7 +137,7 @@ def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Trace
 def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None) -> SearchResult:
     """Search over tensor, pipeline, context, expert and data sizes, schedules, ZeRO stages, micro-batches and recomputation.
 
-    Legal is what config/check.py accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
+    Legal is what config/rules accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
     even pipeline, and the bytes of gradients; the best ones are simulated, and the fastest pipelines also with stages of equal FLOPs.
     """
     started, traces = time.perf_counter(), traces or Traces()

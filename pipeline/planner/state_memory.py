@@ -101,6 +101,6 @@ def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
 
 def frozen_bytes(config: RunConfig, model: LocalModel) -> int:
     """Return the bytes of the weights that are not trained, on the meta device. They are not sharded over data ranks."""
-    in_4_bits = {layer.weight for layer in layers_in_4_bits(config, model)}
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
     itemsize = DTYPES[config.precision.dtype].itemsize
     return sum(stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize for p in model.frozen)

@@ -233,7 +233,8 @@ def _setter(recorder: Recorder, name: str) -> Any:
 
 def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tuple[str, TracedWeights]]:
     """Yield the weights with the part that holds them."""
-    tied, everywhere = set(registry.aliases(config.model).values()), registry.everywhere(config.model)
+    family = registry.family_of(config.model)
+    tied, everywhere = set(family.tied_weights(config.model).values()), family.on_every_stage
     for parameter, names in _names(stage).items():
         piece = model.pieces[parameter]
         shared = "tied_embedding" if piece.name in tied else "pipeline" if any(fnmatchcase(piece.name, p) for p in everywhere) else ""

@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row, Shape
+from pipeline.models.stock_tensors import Shape, StockTensor
 from pipeline.quantization.quantized_weights import QuantizedWeights, quantized_rows
 
 
@@ -35,7 +35,7 @@ class Packing:
         self._weights, self._dynamic, self._dtype = weights, dynamic, dtype
         self._names = {row.hf_name for row in quantized_rows(config)}
 
-    def size(self, row: Row, shape: Shape) -> int | None:
+    def size(self, row: StockTensor, shape: Shape) -> int | None:
         """Bytes of a quantized tensor, about; None for a tensor that is not quantized."""
         if row.hf_name not in self._names:
             return None
@@ -43,7 +43,7 @@ class Packing:
         scales = 1 if scheme.per_tensor else outputs * inputs // (scheme.group or inputs)
         return outputs * inputs * scheme.bits // 8 + scales * self._dtype.itemsize
 
-    def tensors(self, row: Row) -> dict[str, Tensor] | None:
+    def tensors(self, row: StockTensor) -> dict[str, Tensor] | None:
         """Names and values that are stored for a tensor of the stock model; None if it is not quantized."""
         if row.hf_name not in self._names:
             return None
@@ -96,7 +96,7 @@ def _ignored(config: ModelConfig) -> Iterable[str]:
     """The stock modules with matrices that are not quantized: embeddings and head."""
     with torch.device("meta"):
         matrices = {name for name, parameter in registry.build(config).named_parameters() if parameter.dim() == 2}
-    rows, duplicates = registry.stock_rows(config)
+    rows, duplicates = registry.stock_tensors(config)
     quantized = {row.hf_name for row in quantized_rows(config)}
     names = {row.hf_name for row in rows if matrices.issuperset(row.names) and row.hf_name not in quantized} | duplicates.keys()
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}

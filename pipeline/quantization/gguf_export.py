@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.adapter import MergedWeights
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert

@@ -18,7 +18,7 @@ from pipeline.common.files import apply_umask
 from pipeline.common.progress import Progress
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.stock_tensors import StockTensor
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -138,7 +138,7 @@ def write(path: Path, weights: Weights, config: ModelConfig, tokens: Tokens, *, 
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quant_shape_to_byte_shape, quantize
 
-    writer = GGUFWriter(path, _ARCHITECTURES[registry.adapter(config).architecture])
+    writer = GGUFWriter(path, _ARCHITECTURES[registry.mapping_of(config).architecture])
     _add_settings(writer, config, tokens, name=name, file_type=_TYPES[kind][1])
     wanted, plain, fallback = (GGMLQuantizationType[kind_name] for kind_name in (_TYPES[kind][0], "F32", "F16"))
     rows = {}
@@ -200,13 +200,13 @@ class FileWeights:
         return row.from_hf(value, [self.shape(part) for part in row.names])[row.names.index(name)]
 
 
-def _rows(config: ModelConfig) -> Iterator[tuple[str, Row]]:
+def _rows(config: ModelConfig) -> Iterator[tuple[str, StockTensor]]:
     """The tensors: name in GGUF, and their row. A tied head is not stored."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(architectures[_ARCHITECTURES[registry.adapter(config).architecture]], config.layers)
-    for row in registry.stock_rows(config)[0]:
+    names = get_tensor_name_map(architectures[_ARCHITECTURES[registry.mapping_of(config).architecture]], config.layers)
+    for row in registry.stock_tensors(config)[0]:
         stored = names.get_name(row.hf_name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, row.hf_name
         yield stored, row
@@ -214,7 +214,7 @@ def _rows(config: ModelConfig) -> Iterator[tuple[str, Row]]:
 
 def _is_interleaved(config: ModelConfig, stored: str) -> bool:
     """Whether a tensor has the order of outputs of the architecture llama."""
-    own = _ARCHITECTURES[registry.adapter(config).architecture] == "llama"
+    own = _ARCHITECTURES[registry.mapping_of(config).architecture] == "llama"
     return own and stored.endswith((".attn_q.weight", ".attn_k.weight"))
 
 

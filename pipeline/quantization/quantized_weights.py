@@ -14,7 +14,7 @@ from pipeline.layers.stack import Stack
 from pipeline.layers.uniform_quantization import Quantized, Scheme, quantize
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import Row
+from pipeline.models.stock_tensors import StockTensor
 
 
 def quantized_layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -24,10 +24,10 @@ def quantized_layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name: (layer.out_features, layer.in_features) for name, layer in layers.items() if name.startswith("blocks.")}
 
 
-def quantized_rows(config: ModelConfig) -> list[Row]:
+def quantized_rows(config: ModelConfig) -> list[StockTensor]:
     """Return the rows of the stock model whose tensors are quantized."""
     names = {f"{layer}.weight" for layer in quantized_layers(config)}
-    return [row for row in registry.stock_rows(config)[0] if row.names and names.issuperset(row.names)]
+    return [row for row in registry.stock_tensors(config)[0] if row.names and names.issuperset(row.names)]
 
 
 def check_model(config: ModelConfig, scheme: Scheme, kind: str) -> None:
@@ -68,9 +68,9 @@ class QuantizedWeights:
         self.scheme = scheme
         self._weights, self._dtype, self._solved = weights, dtype, solved or {}
         self._rows = {name: row for row in quantized_rows(config) for name in row.names}
-        self._last: tuple[Row, list[Tensor]] | None = None
+        self._last: tuple[StockTensor, list[Tensor]] | None = None
 
-    def quantized(self, row: Row) -> Quantized:
+    def quantized(self, row: StockTensor) -> Quantized:
         """Return the quantized tensor of the stock model, for a row of quantized_rows."""
         layers = [name.removesuffix(".weight") for name in row.names]
         if all(layer in self._solved for layer in layers):

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import adapter, huggingface_export, imported, peft_format, reader
-from pipeline.checkpoint.adapter_export import export_adapter
+from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
 from pipeline.checkpoint.import_model import import_model
+from pipeline.checkpoint.lora_export import export_adapter
+from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.common import artifact
@@ -19,7 +20,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
 from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.models import families, registry
+from pipeline.models import config_classes, registry
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import export, gguf_export
@@ -58,13 +59,13 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
-    checkpoint = adapter.open_merged(path, stage.adapter)
-    model = families.from_dict(checkpoint.config["model"])
+    checkpoint = open_merged(path, stage.adapter)
+    model = config_classes.from_dict(checkpoint.config["model"])
     checks = [
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
         lambda: check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
-        lambda: registry.adapter(model),
+        lambda: registry.mapping_of(model),
     ]
     if stage.format == "gguf":
         checks.append(lambda: gguf_export.check(stage, config.data, checkpoint, model, tokenizer))
@@ -103,7 +104,7 @@ def _write_huggingface(
     folder: Path,
     config: RunConfig,
     stage: Convert,
-    checkpoint: adapter.MergedWeights,
+    checkpoint: MergedWeights,
     model: ModelConfig,
     tokenizer: TextEncoder,
     quantized: export.Quantization | None,

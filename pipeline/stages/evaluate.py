@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from pipeline.checkpoint import compatibility
-from pipeline.checkpoint.adapter import open_merged
+from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.tokenizer import open_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.adapter import MergedWeights, open_merged
+from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
@@ -25,10 +25,10 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import translation
 from pipeline.generation import decoding, draft, weights
 from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptParts, missing, publish, wait_for_parts
-from pipeline.generation.prompts import PromptFile, PromptReader
+from pipeline.generation.prompts import PromptReader, open_prompts
 from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.generation.template import open_template
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 
 log = logging.getLogger("pipeline")
@@ -44,7 +44,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     assert isinstance(stage, Generate)
     folder = Path(stage.output or run_dir / "generated")
     prompts, _, template, tokenizer, path, draft_path = collect_errors(
-        lambda: PromptFile(Path(stage.prompts or "")),
+        lambda: open_prompts(stage.prompts),
         lambda: translation.check(stage),
         lambda: open_template(stage),
         lambda: open_tokenizer(config.tokenizer, run_dir),

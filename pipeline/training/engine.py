@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.mesh import Mesh

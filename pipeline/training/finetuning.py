@@ -9,8 +9,8 @@ from pipeline.checkpoint import native, peft_format
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.labels import labels_of
-from pipeline.models import families
+from pipeline.data.load.labeled_texts import labels_of
+from pipeline.models import config_classes
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.rope import extended
 from pipeline.training.starting_checkpoint import checkpoint_of_finetuning
@@ -34,7 +34,7 @@ def complete(config: RunConfig, world_size: int) -> RunConfig:
     except UserError as error:
         raise UserError([*error.violations, *objectives.violations(config)]) from error
     index = native.read_index(start)
-    model = families.from_dict(index.config["model"])
+    model = config_classes.from_dict(index.config["model"])
     resumes = start.resolve().is_relative_to(run_dir.resolve()) and index.train_state.samples
     if not resumes:  # the checkpoints of the run have the longer context already
         model = extended(model, config.training.context_factor)

@@ -23,7 +23,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import ClusterConfig, RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
-from pipeline.models.costs import costs_per_token
+from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.training import loop, run_directory, shard_verification, start
@@ -93,7 +93,7 @@ def run(
             if ranks.rank == 0:
                 run_directory.write_config(config)
             length, peak = config.training.sequence_length, peak_flops(config.cluster, device)
-            flops = costs_per_token(config.model, length, training_data.decoder_length).total
+            flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
             all_peaks = None if peak is None else peak * ranks.world_size
             writer = Metrics(
                 run_dir,

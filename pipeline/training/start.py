@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import adapter, compatibility, native, save
-from pipeline.checkpoint.adapter_factors import Adapter
-from pipeline.checkpoint.consolidate import extract_fragment
-from pipeline.checkpoint.fragment import Fragment
+from pipeline.checkpoint import compatibility, load_any_layout, native
+from pipeline.checkpoint.fragments import Fragment, extract_fragment
+from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, check_base
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
@@ -71,7 +71,7 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     if not checkpoint.train_state.samples and _has_other_head(config, checkpoint):
         return initialize(config, trainer, checkpoint)  # an imported model
     compatibility.check_same_run(checkpoint, config, training_data)
-    if config.lora.rank and not checkpoint.train_state.samples and adapter.of_checkpoint(checkpoint) is None:
+    if config.lora.rank and not checkpoint.train_state.samples and adapter_of(checkpoint) is None:
         return initialize(config, trainer, checkpoint)  # an imported model
     state = load(trainer, checkpoint)
     log.info("continuing from %s: step %d, %d samples", path, state.step, state.samples)
@@ -100,8 +100,8 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
     if has_other_head:  # its last layer is new, and so is the first one if the checkpoint has none
         stored = {name for name in checkpoint.names() if not name.startswith("head.sentence.output.")}
         weights = [fragment for fragment in weights if fragment.piece.name in stored or not fragment.piece.name.startswith("head.")]
-    base = adapter.MergedWeights(checkpoint, None if found is None else dataclasses.replace(found, layers={}))
-    save.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
+    base = MergedWeights(checkpoint, None if found is None else dataclasses.replace(found, layers={}))
+    load_any_layout.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
     if found is not None:
         _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
     trainer.engine.loaded(0)
@@ -119,7 +119,7 @@ def _has_other_head(config: RunConfig, checkpoint: Checkpoint) -> bool:
 def _read_adapter(config: RunConfig, folder: str, checkpoint: Checkpoint) -> Adapter:
     """Read the adapter that a run begins with, which must be one of the checkpoint's model."""
     found = read_peft(Path(folder), config.model, "lora.adapter")
-    on_rank_0(lambda: adapter.check_base(found, adapter.MergedWeights(checkpoint), config.model, "lora.adapter"))
+    on_rank_0(lambda: check_base(found, MergedWeights(checkpoint), config.model, "lora.adapter"))
     return found
 
 
@@ -133,13 +133,13 @@ def _load_adapter(found: Adapter, fragments: list[Fragment]) -> None:
         weight.copy_(extract_fragment(full, fragment.piece, fragment.start, weight.numel()))
 
 
-def load(trainer: Trainer, checkpoint: Checkpoint | adapter.MergedWeights) -> TrainState:
+def load(trainer: Trainer, checkpoint: Checkpoint | MergedWeights) -> TrainState:
     """Load a checkpoint into the trainer, and return its state; collective.
 
     Raises:
         UserError: the checkpoint is corrupt, or its weights have other shapes.
     """
-    save.load(checkpoint, trainer.engine.fragments())
+    load_any_layout.load(checkpoint, trainer.engine.fragments())
     state = checkpoint.train_state
     trainer.engine.loaded(state.updates)
     trainer.engine.loss_scale.load(state.loss_scale, state.finite_steps)

@@ -19,7 +19,7 @@ from pipeline.config.data import WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.planner.parameter_counts import count_model_parameters
 from tests.world import configured
 
@@ -83,7 +83,7 @@ def shipped(name: str) -> Any:
     """The configuration of conf/model/NAME.yaml."""
     values: Any = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "model" / f"{name}.yaml"))
     family = re.fullmatch(r"/schema/model/(\w+)@_here_", values.pop("defaults")[0])
-    return FAMILIES[family[1]](**values)
+    return CONFIG_CLASSES[family[1]](**values)
 
 
 class Draft:

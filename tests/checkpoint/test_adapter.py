@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint import adapter, peft_format
-from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.checkpoint import peft_format
+from pipeline.checkpoint.lora_adapter import Adapter, Factors, base_hash, check_base
 from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
 from pipeline.layers.lora import LoRALinear, LoraSpec, add_adapters, merged
@@ -51,7 +51,7 @@ def adapted(config: Any) -> tuple[torch.nn.Module, Adapter]:
                 for part in (module.lora.a, module.lora.b):
                     part.copy_(torch.randn(part.shape, generator=generator) * 0.2)
                 layers[name] = Factors(module.lora.a.detach(), module.lora.b.detach(), LORA.alpha_of(name))
-    return model.eval(), Adapter(layers, adapter.base_hash(InMemory(random_model(config)), config, saved), Path(), saved)
+    return model.eval(), Adapter(layers, base_hash(InMemory(random_model(config)), config, saved), Path(), saved)
 
 
 def tokens(config: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fix
             stock.load_state_dict(before)
         assert (plain(batch) - expected).abs().max() > 0.01, "the adapter has an effect"
         found = peft_format.read_peft(tmp_path, config, "stage.adapter")
-        adapter.check_base(found, InMemory(plain), config, "stage.adapter")
+        check_base(found, InMemory(plain), config, "stage.adapter")
         assert found.saved.keys() == ours.saved.keys()
         weights = InMemory(plain).weights
         for name, value in found.saved.items():
@@ -111,7 +111,7 @@ def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_pat
         wrapped.unload()
     found = peft_format.read_peft(tmp_path, config, "stage.adapter")
     assert found.base == ""
-    adapter.check_base(found, InMemory(plain), config, "stage.adapter")
+    check_base(found, InMemory(plain), config, "stage.adapter")
     model = random_model(config).eval()
     weights = dict(model.named_parameters())
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
 
     def refused(weights: Any, model: Any) -> str:
         with pytest.raises(UserError) as error:
-            adapter.check_base(found, weights, model, "stage.adapter")
+            check_base(found, weights, model, "stage.adapter")
         return str(error.value)
 
     other = InMemory(random_model(config))

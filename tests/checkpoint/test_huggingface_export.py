@@ -17,7 +17,6 @@ from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_json, registry
-from pipeline.models.families import FAMILIES
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.transformer.config import TransformerConfig
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
@@ -126,8 +125,8 @@ def test_mtp_modules_are_exported_and_imported(tmp_path, tokenizer_folder):
         weights[f"model.layers.{layer}.shared_head.head.weight"] = main["lm_head.weight"].clone()
     save_file(weights, file, {"format": "pt"})
     content = read_config(tmp_path)
-    family, adapter = registry.find_adapter(content)
-    found = ImportedWeights(StockWeights(tmp_path, adapter), config_json.read(adapter, FAMILIES[family], content))
+    family, mapping = registry.find_mapping(content)
+    found = ImportedWeights(StockWeights(tmp_path, mapping), config_json.read(mapping, family.config, content))
     assert len(found.check()) == 4
     expected = InMemory(model)
     assert sorted(found.names()) == sorted(expected.names())
@@ -146,8 +145,8 @@ def test_the_bias_of_the_logits_is_exported(tmp_path):
     stock = MarianMTModel.from_pretrained(tmp_path)
     assert torch.equal(stock.final_logits_bias[0], model.head.bias)
     content = read_config(tmp_path)
-    family, adapter = registry.find_adapter(content)
-    found = ImportedWeights(StockWeights(tmp_path, adapter), config_json.read(adapter, FAMILIES[family], content))
+    family, mapping = registry.find_mapping(content)
+    found = ImportedWeights(StockWeights(tmp_path, mapping), config_json.read(mapping, family.config, content))
     assert found.config == config
     assert torch.equal(found.tensor("head.bias"), model.head.bias)
 

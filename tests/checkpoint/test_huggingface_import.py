@@ -32,7 +32,6 @@ from pipeline.checkpoint.imported import copy_originals, original_of
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
-from pipeline.models.families import FAMILIES
 from tests.helpers import pipeline
 from tests.models.real_configs import CONFIGS, shrunk
 
@@ -62,8 +61,8 @@ def save_gpt(folder: Path) -> GPT2LMHeadModel:
 def imported(folder: Path) -> ImportedWeights:
     """Return the weights of a folder, after check()."""
     content = read_config(folder)
-    family, adapter = registry.find_adapter(content)
-    weights = ImportedWeights(StockWeights(folder, adapter), config_json.read(adapter, FAMILIES[family], content))
+    family, mapping = registry.find_mapping(content)
+    weights = ImportedWeights(StockWeights(folder, mapping), config_json.read(mapping, family.config, content))
     weights.check()
     return weights
 
@@ -368,7 +367,7 @@ def test_folders_without_a_model(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
     with pytest.raises(UserError, match=r"architectures=MambaForCausalLM: is not a class that can be imported"):
-        registry.find_adapter(read_config(tmp_path))
+        registry.find_mapping(read_config(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"contains neither model\.safetensors"):
-        StockWeights(tmp_path, registry.adapters("gpt")[0])
+        StockWeights(tmp_path, registry.FAMILIES["gpt"].huggingface[0])

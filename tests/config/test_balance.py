@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import layout
 from pipeline.config.balance import balanced
 from pipeline.config.rules import check
-from pipeline.models.costs import costs_per_token
+from pipeline.models.registry import family_of
 from tests.world import configured
 
 COST = st.integers(0, 20)
@@ -53,7 +53,7 @@ def test_the_head_of_llama3_70b_counts(pipeline, expected):
     config, sizes = blocks_of("model=llama3-70b", length, f"parallel.pipeline={pipeline}", "parallel.balance=flops")
     assert sorted(sizes) == expected
     assert sizes[-1] == min(sizes)
-    costs = costs_per_token(config.model, config.training.sequence_length)
+    costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
     even = 80 // pipeline * costs.blocks[0] + costs.last
     assert max(max(sizes) * costs.blocks[0], sizes[-1] * costs.blocks[0] + costs.last) < even
 

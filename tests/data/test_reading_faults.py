@@ -225,12 +225,12 @@ def test_a_file_without_read_permission_is_reported():
         (folder / "x.txt").chmod(0)
         root = os.geteuid() == 0
         if root:
-            os.seteuid(65534)
+            os.setresuid(65534, 65534, 0)
         try:
             documents, bad = read(folder)
         finally:
             if root:
-                os.seteuid(0)
+                os.setresuid(0, 0, 0)
     assert texts(documents) == ["y"]
     assert "permissions" in bad[0].reason
 

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
-from pipeline.data.load.examples import ExampleReader, PairReader
 from pipeline.data.load.instructions import open_files
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
+from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.generation.prompts import PromptReader
 from tests.checkpoint.test_huggingface_export import random_model, tokenizer_folder  # noqa: F401 - a fixture

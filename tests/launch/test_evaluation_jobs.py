@@ -104,6 +104,18 @@ def test_jobs_that_would_fail_are_refused_before_training(wrong, message, tmp_pa
         schedule(tmp_path, wrong)
 
 
+def test_jobs_read_the_files_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel: {hidden: 64}\n")
+    jobs = schedule(tmp_path, f"--config-dir={tmp_path}", "experiment=mine")
+    add_checkpoint(tmp_path / "run", 10)
+    jobs.submit()
+    (text,) = [path.read_text() for path in tmp_path.glob("job-*")]
+    assert f"--config-dir={tmp_path}" in text
+    assert "experiment=mine" in text
+
+
 def test_a_submitted_job_does_not_inherit_ranks():
     given = {"SLURM_CONF": "a", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1", "RANK": "1", "RANKS": "x", "PMI_FD": "5", "HOME": "/root"}
     assert job.outside(given) == {"SLURM_CONF": "a", "RANKS": "x", "HOME": "/root"}

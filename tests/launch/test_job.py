@@ -34,7 +34,7 @@ PRETRAIN = job.Job(
 )
 JOBS = {
     "local": (PRETRAIN, cluster("local")),
-    "devcluster": (dataclasses.replace(PRETRAIN, after=(17, 19)), cluster("devcluster")),
+    "devcluster": (PRETRAIN, cluster("devcluster")),
     "juwels": (dataclasses.replace(PRETRAIN, stage="tokenize", name="tokenize"), dataclasses.replace(cluster("juwels"), account="fir")),
     "awkward": (
         job.Job("a b", "shard", ("data.input=[/data/a b,/c]", "tracking.name='it''s'"), Path('/srv/my "runs" #1'), "/srv/x y/slurm-%j.out"),

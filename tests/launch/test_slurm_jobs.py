@@ -185,8 +185,9 @@ def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
         f"data.input=[{tmp_path}/none]",
         f"data.shards={tmp_path}/s",
     )
-    next_job = job.Job("next", "train_tokenizer", (f"data.shards={tmp_path}/s",), ROOT, f"{tmp_path}/next-%j.out", after=(first,))
-    second = job.submit(job.render(next_job, ClusterConfig(name="devcluster")))
+    next_job = job.Job("next", "train_tokenizer", (f"data.shards={tmp_path}/s",), ROOT, f"{tmp_path}/next-%j.out")
+    depends = [f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes"]
+    second = job.submit(job.render(next_job, ClusterConfig(name="devcluster", sbatch=depends)))
     facts = ended(first)
     assert facts["JobState"] == "FAILED"
     log = (tmp_path / "log").read_text()

@@ -6,8 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.layers import partial_attention
-from pipeline.layers.additive_attention import AdditiveAttention
-from pipeline.layers.attention import AttentionContext, plain, sdpa
+from pipeline.layers.attention import plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
 from pipeline.layers.mask import Mask
@@ -143,20 +142,3 @@ def test_rows_in_chunks_change_nothing(monkeypatch):
 def test_gradcheck_of_partial_attention(rules):
     inputs, mask, _ = drawn({**FULLY_MASKED, "queries": 5, "cross": False, "causal": True, "groups": 3, "documents": "some"})
     assert torch.autograd.gradcheck(lambda q, k, v: partial_core(q, k, v, mask, **rules), inputs)
-
-
-def test_additive_attention_is_the_formula_of_the_paper():
-    """alpha_ij = softmax_j(v . tanh(W s_i + U h_j)), c_i = sum_j alpha_ij h_j, for j up to i."""
-    layer = AdditiveAttention(hidden=6, width=5)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(2, 4, 6)
-    found = layer(x, None, AttentionContext())
-    for sequence, i in [(0, 0), (0, 3), (1, 2)]:
-        energies = [layer.score.weight[0] @ (layer.query(x[sequence, i]) + layer.key(x[sequence, j])).tanh() for j in range(i + 1)]
-        alpha = torch.stack(energies).softmax(0)
-        torch.testing.assert_close(found[sequence, i], sum(a * x[sequence, j] for j, a in enumerate(alpha)))
-    masked = AttentionContext(cross=Mask(causal=False, key_documents=torch.full((2, 3), -1)))
-    assert (layer(x, torch.randn(2, 3, 6), masked) == 0).all()
-    unmasked = layer(x, torch.randn(2, 3, 6), AttentionContext())
-    assert unmasked.shape == (2, 4, 6)

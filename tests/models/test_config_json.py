@@ -10,23 +10,23 @@ import transformers
 from pipeline.common.errors import UserError
 from pipeline.config import model_option
 from pipeline.models import config_json, registry
-from pipeline.models.adapter import Adapter
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
 
-ADAPTERS = [(family, adapter) for family in FAMILIES for adapter in registry.adapters(family)]
-NAMES = [adapter.architecture for _, adapter in ADAPTERS]
+MAPPINGS = [(name, mapping) for name, family in registry.FAMILIES.items() for mapping in family.huggingface]
+NAMES = [mapping.architecture for _, mapping in MAPPINGS]
 
 
-def stock(adapter: Adapter) -> dict:
+def stock(mapping: HuggingFaceMapping) -> dict:
     """Return the config.json that transformers writes for the default configuration of the class."""
-    settings = {key: value for key, value in adapter.constants.items() if not config_json.is_dropout(key)}
-    written = getattr(transformers, adapter.architecture).config_class(**settings)
-    return {**json.loads(written.to_json_string(use_diff=False)), "architectures": [adapter.architecture]}
+    settings = {key: value for key, value in mapping.constants.items() if not config_json.is_dropout(key)}
+    written = getattr(transformers, mapping.architecture).config_class(**settings)
+    return {**json.loads(written.to_json_string(use_diff=False)), "architectures": [mapping.architecture]}
 
 
 def read(content: dict):
-    family, adapter = registry.find_adapter(content)
-    return config_json.read(adapter, FAMILIES[family], content)
+    family, mapping = registry.find_mapping(content)
+    return config_json.read(mapping, family.config, content)
 
 
 def refused(content: dict) -> str:
@@ -35,25 +35,25 @@ def refused(content: dict) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family, adapter", ADAPTERS, ids=NAMES)
-def test_what_transformers_writes_is_read(family, adapter):
+@pytest.mark.parametrize("family, mapping", MAPPINGS, ids=NAMES)
+def test_what_transformers_writes_is_read(family, mapping):
     """Every key, including dropout rates and token ids, is known, and the export writes the same values."""
-    content = stock(adapter)
+    content = stock(mapping)
     config = read(content)
     assert config.family == family
-    assert read(adapter.config_json(config)) == config
-    again = adapter.config_json(config)
-    compared = [key for key in adapter.fields if key in content and content[key] is not None]
+    assert read(mapping.config_json(config)) == config
+    again = mapping.config_json(config)
+    compared = [key for key in mapping.fields if key in content and content[key] is not None]
     assert len(compared) > 3
     assert {key: again[key] for key in compared} == {key: content[key] for key in compared}
 
 
-@pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
-def test_missing_keys_have_the_stock_class_values(adapter):
+@pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
+def test_missing_keys_have_the_stock_class_values(mapping):
     """A config.json that contains only the class is read as the default configuration of the class."""
-    settings = {key: value for key, value in adapter.constants.items() if not config_json.is_dropout(key)}
-    bare = {"architectures": [adapter.architecture], "model_type": adapter.model_type, **settings}
-    assert read(bare) == read(stock(adapter))
+    settings = {key: value for key, value in mapping.constants.items() if not config_json.is_dropout(key)}
+    bare = {"architectures": [mapping.architecture], "model_type": mapping.model_type, **settings}
+    assert read(bare) == read(stock(mapping))
 
 
 def unlike(value: object) -> object:
@@ -64,32 +64,32 @@ def unlike(value: object) -> object:
 
 
 def constants() -> Iterator:
-    for _, adapter in ADAPTERS:
-        for key, value in adapter.constants.items():
+    for _, mapping in MAPPINGS:
+        for key, value in mapping.constants.items():
             if not config_json.is_dropout(key):
-                yield pytest.param(adapter, key, value, id=f"{adapter.architecture}-{key}")
+                yield pytest.param(mapping, key, value, id=f"{mapping.architecture}-{key}")
 
 
-@pytest.mark.parametrize("adapter, key, value", constants())
-def test_an_unsupported_feature_is_reported(adapter, key, value):
-    text = refused({**stock(adapter), key: unlike(value)})
+@pytest.mark.parametrize("mapping, key, value", constants())
+def test_an_unsupported_feature_is_reported(mapping, key, value):
+    text = refused({**stock(mapping), key: unlike(value)})
     assert f"config.json {key}={unlike(value)}: is not supported by this family; only {value} is supported" in text
     assert "fix: " in text
 
 
-@pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
-def test_unsupported_keys_and_values_of_a_wrong_type_are_refused_together(adapter):
-    key = next(iter(adapter.fields))
-    text = refused({**stock(adapter), key: "many", "per_layer_config": {"0": {}}, "layer_types": None, "unread_key": 8})
+@pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
+def test_unsupported_keys_and_values_of_a_wrong_type_are_refused_together(mapping):
+    key = next(iter(mapping.fields))
+    text = refused({**stock(mapping), key: "many", "per_layer_config": {"0": {}}, "layer_types": None, "unread_key": 8})
     assert f"config.json {key}=many: must be of type int" in text
     assert "config.json per_layer_config={'0': {}}: is read by" in text
     assert "layer_types" not in text
     assert "unread_key" not in text
 
 
-@pytest.mark.parametrize("adapter", [adapter for _, adapter in ADAPTERS], ids=NAMES)
-def test_quantised_models_are_refused(adapter):
-    assert "config.json quantization_config=" in refused({**stock(adapter), "quantization_config": {"quant_method": "fp8"}})
+@pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
+def test_quantised_models_are_refused(mapping):
+    assert "config.json quantization_config=" in refused({**stock(mapping), "quantization_config": {"quant_method": "fp8"}})
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -139,7 +139,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 def test_layers_at_an_interval(content, interval):
     config = read(content)
     assert (config.sliding_window_pattern if config.family == "gemma3" else config.no_rope_layer_interval) == interval
-    assert read(registry.adapter(config).config_json(config)) == config
+    assert read(registry.mapping_of(config).config_json(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -172,19 +172,23 @@ def test_null_and_missing_kv_heads_differ_where_the_class_does():
 
 
 def test_a_class_is_found_by_its_legacy_name():
-    assert registry.find_adapter({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] == "t5"
+    assert registry.find_mapping({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]})[0] is registry.FAMILIES["t5"]
 
 
 @pytest.mark.parametrize("content", [{"model_type": "llama"}, {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, {}])
 def test_an_unsupported_class_is_reported(content):
     with pytest.raises(UserError, match=r"is not a class that can be imported"):
-        registry.find_adapter(content)
+        registry.find_mapping(content)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIG_CLASSES)
 def test_the_overrides_for_pretrain_compose_the_model(family):
     """The overrides are the nearest shipped model and the fields that differ from it."""
-    config = dataclasses.replace(FAMILIES[family](), vocab_size=777, norm_eps=1e-7) if family != "opt" else FAMILIES[family](vocab_size=777)
+    config = (
+        dataclasses.replace(CONFIG_CLASSES[family](), vocab_size=777, norm_eps=1e-7)
+        if family != "opt"
+        else CONFIG_CLASSES[family](vocab_size=777)
+    )
     overrides = model_option.overrides(config)
     assert overrides[0].startswith("model=")
     assert "model.vocab_size=777" in overrides

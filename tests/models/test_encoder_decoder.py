@@ -139,4 +139,4 @@ def test_initial_weights_follow_the_recipes():
     }
     for config in (T5Config(), TransformerConfig()):
         for name, std in published[config.family].items():
-            assert registry.initial_std(config, f"{name}.weight") == pytest.approx(std, rel=2e-3), name
+            assert registry.family_of(config).initial_std(config, f"{name}.weight") == pytest.approx(std, rel=2e-3), name

@@ -27,12 +27,12 @@ def pair(config):
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    stock = registry.adapter(config)
+    stock = registry.mapping_of(config)
     content = stock.config_json(config)
     kind = transformers.AutoConfig.for_model(**{key: value for key, value in content.items() if key != "architectures"})
     theirs = getattr(transformers, stock.architecture)(kind).eval()
     weights = dict(ours.named_parameters())
-    rows, copies = registry.stock_rows(config)
+    rows, copies = registry.stock_tensors(config)
     tensors = {row.hf_name: row.to_hf([weights[name].detach() for name in row.names]) for row in rows}
     tensors |= {copy: tensors[name] for copy, name in copies.items()}
     theirs.load_state_dict(tensors, strict=True)
@@ -87,7 +87,7 @@ def test_both_losses_and_their_gradients_are_those_of_the_stock_class():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     stock = dict(theirs.named_parameters())
-    for row in registry.stock_rows(CONFIGS["bert"])[0]:
+    for row in registry.stock_tensors(CONFIGS["bert"])[0]:
         joined = row.to_hf([gradients[name] for name in row.names])
         torch.testing.assert_close(joined, stock[row.hf_name].grad, rtol=1e-4, atol=1e-6, msg=row.hf_name)
 

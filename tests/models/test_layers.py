@@ -17,7 +17,7 @@ from pipeline.layers.mlp import XIELU
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
 from pipeline.layers.stack import Stack
-from pipeline.models import plan, registry
+from pipeline.models import registry, tensor_parallel_roles
 from pipeline.models.apertus.config import ApertusConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.gemma3.config import Gemma3Config
@@ -171,7 +171,7 @@ def test_slices_of_the_plan_add_up_to_the_attention(ranks, groups, head_dim, bia
     for rank in range(ranks):
         part = Attention(hidden, kv_heads * groups, kv_heads, head_dim, bias=bias)
         for name, parameter in whole.named_parameters():
-            dim = plan.splits(registry.plan(GPT), f"blocks.0.attention.{name}").get("tensor")
+            dim = tensor_parallel_roles.splits(registry.family_of(GPT).tensor_parallel, f"blocks.0.attention.{name}").get("tensor")
             piece = parameter if dim is None else parameter.chunk(ranks, dim)[rank]
             module, leaf = name.split(".")
             setattr(part.get_submodule(module), leaf, torch.nn.Parameter(piece.detach().clone()))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.common.errors import UserError
 from pipeline.layers.positions import SinusoidalPositions
 from pipeline.models import config_json, registry, stock_keys
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.models.real_configs import BASE_KEYS_OF_RELEASE_4, CONFIGS, shrunk
 from tools.audit import fuzz_import
 from tools.audit import stock_keys as stock_keys_tool
@@ -27,8 +27,8 @@ def quiet():
 
 
 def read(content: dict):
-    family, adapter = registry.find_adapter(content)
-    return config_json.read(adapter, FAMILIES[family], content)
+    family, mapping = registry.find_mapping(content)
+    return config_json.read(mapping, family.config, content)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -80,23 +80,22 @@ def test_random_changes_of_a_model(family):
 
 def test_the_keys_that_stock_classes_read_are_those_of_the_table():
     """Fails after a change of the pinned transformers, or a new family: run python -m tools.audit.stock_keys."""
-    source = stock_keys.installed_source()
-    assert source is not None
+    source = stock_keys_tool.installed_source()
     found = stock_keys_tool.table()
     for name, entry in found["classes"].items():
-        keys = stock_keys.of(name, "unused")
+        keys = stock_keys.keys_of(name)
         assert keys is not None, f"{name} is not in the table"
         if keys.release == source.release:
             assert keys.reads == {*found["common"], *entry["reads"]}, name
             assert keys.aliases == entry["aliases"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIG_CLASSES)
 def test_only_keys_that_a_class_reads_need_an_exception(family):
-    for adapter in registry.adapters(family):
-        keys = stock_keys.of(adapter.architecture, adapter.model_type)
+    for mapping in registry.FAMILIES[family].huggingface:
+        keys = stock_keys.keys_of(mapping.architecture)
         assert keys is not None
-        assert keys.reads >= {*adapter.ignored_keys}, adapter.architecture
+        assert keys.reads >= {*mapping.ignored_keys}, mapping.architecture
 
 
 def test_the_source_of_a_class_is_searched_where_it_leads(tmp_path):
@@ -115,13 +114,13 @@ def test_the_source_of_a_class_is_searched_where_it_leads(tmp_path):
         "class SmallForCausalLM(Base):\n    def forward(self):\n        for name in ('first', 'second'):\n"
         "            getattr(self.config, name)\n        return mask(self.config)\n"
     )
-    keys = stock_keys.Source(tmp_path, "5.0").keys("SmallForCausalLM", "small")
+    keys = stock_keys_tool.TransformersSource(tmp_path, "5.0").keys("SmallForCausalLM", "small")
     assert keys is not None
     assert keys.reads >= {"depth", "is_causal", "first", "second", "legacy"}
     assert "unused" not in keys.reads
     assert keys.defaulted == {"is_causal"}
     assert keys.aliases == {"width": "hidden"}
-    assert stock_keys.Source(tmp_path, "5.0").keys("LargeForCausalLM", "small") is None
+    assert stock_keys_tool.TransformersSource(tmp_path, "5.0").keys("LargeForCausalLM", "small") is None
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -133,7 +132,7 @@ def test_files_of_a_newer_release(monkeypatch):
     with pytest.raises(UserError, match=r"novelty=3: may be read by LlamaForCausalLM of transformers 99\.1\.0"):
         read(newer)
     assert read({**newer, "novelty": None, "transformers_version": "4.0"}) == read(LLAMA)
-    monkeypatch.setattr(stock_keys, "of", lambda *_: None)
+    monkeypatch.setattr(stock_keys, "keys_of", lambda *_: None)
     with pytest.raises(UserError, match=r"novelty=3"):
         read({**LLAMA, "novelty": 3})
 

@@ -6,7 +6,6 @@ import pytest
 
 from pipeline.config import model_option
 from pipeline.models import config_json, registry
-from pipeline.models.families import FAMILIES
 
 RELEASED = {
     "qwen2.5-7b": """
@@ -88,5 +87,5 @@ RELEASED = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_released_config_json_is_the_shipped_size(name):
     content = json.loads(RELEASED[name])
-    family, adapter = registry.find_adapter(content)
-    assert model_option.overrides(config_json.read(adapter, FAMILIES[family], content)) == [f"model={name}"]
+    family, mapping = registry.find_mapping(content)
+    assert model_option.overrides(config_json.read(mapping, family.config, content)) == [f"model={name}"]

@@ -1,4 +1,4 @@
-"""Published parameter counts, completeness of the plans, and rules between sizes; all on the meta device."""
+"""Published parameter counts, completeness of the tensor-parallel tables, and rules between sizes; all on the meta device."""
 
 import itertools
 from dataclasses import replace
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config.compose import register
 from pipeline.config.paths import CONF_DIR
-from pipeline.models import families, plan, registry
+from pipeline.models import config_classes, registry, tensor_parallel_roles
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
@@ -203,18 +203,18 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_plan_and_table_cover_every_weight(family):
+@pytest.mark.parametrize("family", config_classes.CONFIG_CLASSES)
+def test_both_tables_cover_every_weight(family):
     unused: set[str] | None = None
     for choice, tied in itertools.product(CHOICES.get(family, [{}]), [False, True]):
-        config = families.from_dict({"family": family, "layers": 3, "tie_embeddings": tied, **choice})
+        config = config_classes.from_dict({"family": family, "layers": 3, "tie_embeddings": tied, **choice})
         shapes = {name: parameter.shape for name, parameter in build_on_meta(config).named_parameters()}
-        table = registry.plan(config)
-        idle = {pattern for pattern in table if not any(plan.fnmatchcase(name, pattern) for name in shapes)}
+        table = registry.family_of(config).tensor_parallel
+        idle = {pattern for pattern in table if not any(tensor_parallel_roles.fnmatchcase(name, pattern) for name in shapes)}
         unused = idle if unused is None else unused & idle
         for name, shape in shapes.items():
-            assert all(dim < len(shape) for dim in plan.splits(table, name).values()), name
-        exported, _ = registry.stock_rows(config)
+            assert all(dim < len(shape) for dim in tensor_parallel_roles.splits(table, name).values()), name
+        exported, _ = registry.stock_tensors(config)
         assert {part for row in exported for part in row.names} == shapes.keys()
         assert len({row.hf_name for row in exported}) == len(exported)
     assert unused == set(), "no option has such a weight"
@@ -254,9 +254,9 @@ def test_flops_of_latent_attention_and_of_what_is_done_once_per_sequence():
 
 def test_incomplete_or_ambiguous_plan_is_an_error():
     with pytest.raises(KeyError, match=r"norm\.weight is matched by 0"):
-        plan.role({"head.*": "vocab"}, "norm.weight")
+        tensor_parallel_roles.role({"head.*": "vocab"}, "norm.weight")
     with pytest.raises(KeyError, match=r"head\.weight is matched by 2"):
-        plan.role({"head.*": "vocab", "*.weight": "replicate"}, "head.weight")
+        tensor_parallel_roles.role({"head.*": "vocab", "*.weight": "replicate"}, "head.weight")
 
 
 @pytest.mark.parametrize(

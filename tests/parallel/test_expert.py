@@ -35,7 +35,7 @@ def run(config, trainer):
 
 def _save_and_load(folder, first, second):
     """The biases of all routers, as saved in one layout and as loaded in another. They differ from the initial values."""
-    from pipeline.checkpoint import save
+    from pipeline.checkpoint import load_any_layout, save
     from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
 
@@ -44,7 +44,7 @@ def _save_and_load(folder, first, second):
     path = save.save(Path(folder), Index(TrainState(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     saved = {name: Checkpoint(path).tensor(name) for name in Checkpoint(path).names() if name.endswith("router.bias")}
     config, trainer = make(*second)
-    save.load(Checkpoint(path), trainer.engine.fragments())
+    load_any_layout.load(Checkpoint(path), trainer.engine.fragments())
     trainer.engine.loaded(3)
     return saved, {piece.name: value for value, piece in trainer.model.fixed.items()}
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.layout import Layout
-from pipeline.models.plan import SPLITS
+from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel.pieces import slice_weight
 
 SIZES = st.integers(1, 6)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.reader import Checkpoint, find
-from pipeline.models import families, registry
+from pipeline.models import config_classes, registry
 from tests.helpers import pipeline
 
 pytestmark = pytest.mark.world
@@ -62,7 +62,7 @@ def test_the_exported_model_equals_the_trained_one(run_dir, tokenizer):
     convert = ("stage=convert", f"run_dir={run_dir}", f"tokenizer.path={tokenizer}")
     pipeline(*convert)
     checkpoint = Checkpoint(find(run_dir, "latest"))
-    config = families.from_dict(checkpoint.config["model"])
+    config = config_classes.from_dict(checkpoint.config["model"])
     ours = registry.build(config)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, python
 
 #: Layouts of eight ranks with all of tensor, pipeline and data parallelism; tests/training/test_layouts.py trains more on four.
@@ -32,7 +32,7 @@ def test_a_gradient_scaled_by_1_percent_fails():
 
 def test_every_family_has_at_least_six_layouts_and_gpt_and_llama_sixteen():
     rows = [line.split(maxsplit=1) for line in numerics("--list").splitlines()]
-    assert {family for family, _ in rows} >= FAMILIES.keys()
-    for family in FAMILIES:
+    assert {family for family, _ in rows} >= CONFIG_CLASSES.keys()
+    for family in CONFIG_CLASSES:
         layouts = [layout for name, layout in rows if name == family]
         assert len(set(layouts)) == len(layouts) >= (16 if family in ("gpt", "llama") else 6)

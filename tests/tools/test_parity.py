@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, python
 from tools.audit.parity_cases import VARIANTS
 
@@ -30,4 +30,4 @@ def test_a_changed_weight_fails():
 
 
 def test_every_family_has_test_cases():
-    assert VARIANTS.keys() == FAMILIES.keys()
+    assert VARIANTS.keys() == CONFIG_CLASSES.keys()

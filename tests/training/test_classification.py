@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from pipeline.certification.initial_weights import initialize
 from pipeline.common.json_lines import BadLine
 from pipeline.config.trained import is_frozen
-from pipeline.data.load.labels import LabelReader, labels_of
+from pipeline.data.load.labeled_texts import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
 from pipeline.models.bert.config import BertConfig
@@ -45,9 +45,9 @@ def test_logits_and_labels_are_those_of_the_stock_class(name):
         found = ours(tokens, segments=segments, documents=torch.where(valid, 0, -1).int())
     assert found.std() > 0.05, "differences would not show"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    content = json.loads(json.dumps(registry.adapter(config).config_json(config)))
-    family, adapter = registry.find_adapter(content)
-    assert config_json.read(adapter, type(config), content) == config
+    content = json.loads(json.dumps(registry.mapping_of(config).config_json(config)))
+    family, mapping = registry.find_mapping(content)
+    assert config_json.read(mapping, type(config), content) == config
     assert family == name
 
 

@@ -75,7 +75,7 @@ def initialized(config: Any) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
-            std = adapter_std(Piece(name, shape)) if is_adapter(name) else registry.initial_std(config.model, name)
+            std = adapter_std(Piece(name, shape)) if is_adapter(name) else registry.family_of(config.model).initial_std(config.model, name)
             parameter.copy_(initial_tensor(name, shape, std, config.training.seed))
             parameter.requires_grad_(is_trained(config, name))
         for module in model.modules() if config.lora.quantize == "nf4" else ():

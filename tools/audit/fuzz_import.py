@@ -24,8 +24,7 @@ from torch import nn
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry, stock_keys
-from pipeline.models.adapter import Adapter
-from pipeline.models.families import FAMILIES
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from tools.audit.parity_cases import VARIANTS
 from tools.audit.small_models import FIRST_TOKEN, PADDING, SEQUENCE, configuration, difference, randomize
 
@@ -66,10 +65,10 @@ class Outcome:
         return self.kind in ("other logits", "traceback", "needless refusal")
 
 
-def change(content: dict[str, Any], adapter: Adapter, draw: random.Random) -> bool:
+def change(content: dict[str, Any], mapping: HuggingFaceMapping, draw: random.Random) -> bool:
     """Change config.json at random; returns whether the stock class computes the same as before."""
-    keys = stock_keys.of(adapter.architecture, adapter.model_type)
-    assert keys is not None, f"no stock keys of {adapter.architecture}"
+    keys = stock_keys.keys_of(mapping.architecture)
+    assert keys is not None, f"no stock keys of {mapping.architecture}"
     aliases = {alias: key for alias, key in keys.aliases.items() if isinstance(content.get(key), int) and alias not in content}
     kind = draw.choice(("value", "value", "damaged", "removed", "read", "read", "alias", "alias", "unread", "rope"))
     if kind == "value":
@@ -128,11 +127,11 @@ def change_tensors(folder: Path, draw: random.Random) -> None:
 def case(family: str, fields: dict[str, Any], seed: str) -> Outcome:
     """Run one case."""
     draw = random.Random(seed)
-    adapter = registry.adapter(configuration(family, fields))
-    content = {**adapter.config_json(configuration(family, fields)), "pad_token_id": PADDING}
+    mapping = registry.mapping_of(configuration(family, fields))
+    content = {**mapping.config_json(configuration(family, fields)), "pad_token_id": PADDING}
     if family == "deepseek_v3":
         content["num_nextn_predict_layers"] = draw.choice((0, 1))
-    harmless = [change(content, adapter, draw) for _ in range(draw.choice((1, 1, 2, 3)))]
+    harmless = [change(content, mapping, draw) for _ in range(draw.choice((1, 1, 2, 3)))]
     tensors = None if draw.random() < 0.7 else lambda path: change_tensors(path, draw)
     with tempfile.TemporaryDirectory() as folder:
         return compare(content, Path(folder), harmless=all(harmless), tensors=tensors)
@@ -176,8 +175,8 @@ def _stock(content: dict[str, Any], folder: Path) -> nn.Module | str:
             if sum(parameter.numel() for parameter in stock_class(config).parameters()) > LARGEST:
                 return "too large"
         torch.manual_seed(0)
-        _, adapter = registry.find_adapter({"architectures": [stock_class.__name__], "model_type": config.model_type})
-        stock = randomize(stock_class(config), exclude=(*adapter.ignored_weights, *adapter.computed_weights))
+        _, mapping = registry.find_mapping({"architectures": [stock_class.__name__], "model_type": config.model_type})
+        stock = randomize(stock_class(config), exclude=(*mapping.ignored_weights, *mapping.computed_weights))
         stock.save_pretrained(folder)
         stock = stock_class.from_pretrained(folder).eval()  # a saved config.json may differ: save, then restore the original
         (folder / "config.json").write_text(json.dumps(content))
@@ -193,8 +192,8 @@ def _import_only(folder: Path, kind: str, text: str) -> Outcome:
     """Read config.json alone: anything but a result or a message is a failure."""
     try:
         content = read_config(folder)
-        family, adapter = registry.find_adapter(content)
-        config_json.read(adapter, FAMILIES[family], content)
+        family, mapping = registry.find_mapping(content)
+        config_json.read(mapping, family.config, content)
     except UserError:
         pass
     except Exception:  # a defect of the import, which the table shows with its traceback
@@ -204,8 +203,8 @@ def _import_only(folder: Path, kind: str, text: str) -> Outcome:
 
 def _imported(folder: Path) -> ImportedWeights:
     content = read_config(folder)
-    family, adapter = registry.find_adapter(content)
-    weights = ImportedWeights(StockWeights(folder, adapter), config_json.read(adapter, FAMILIES[family], content))
+    family, mapping = registry.find_mapping(content)
+    weights = ImportedWeights(StockWeights(folder, mapping), config_json.read(mapping, family.config, content))
     weights.check()
     return weights
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from pipeline.models.families import FAMILIES
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tools.audit.parity_cases import SIZES
 
 SEQUENCE, FIRST_TOKEN, PADDING = 24, 5, 1  # some stock classes identify padding by its id, so no token has it
@@ -38,7 +38,7 @@ class InMemory:
 
 def configuration(family: str, fields: dict[str, Any]) -> Any:
     """Return the configuration of a variant."""
-    schema = FAMILIES[family]
+    schema = CONFIG_CLASSES[family]
     known = {field.name for field in dataclasses.fields(schema)}
     config = schema(**{key: value for key, value in SIZES.items() if key in known} | fields)
     assert not config.violations(), config.violations()

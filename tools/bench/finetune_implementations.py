@@ -12,7 +12,7 @@ import peft
 import torch
 
 from pipeline.checkpoint import peft_format
-from pipeline.checkpoint.adapter_factors import Adapter, Factors
+from pipeline.checkpoint.lora_adapter import Adapter, Factors
 from pipeline.config.schema import RunConfig
 from pipeline.layers.lora import linear_layers
 from pipeline.parallel.parallelize import DTYPES, adapter_std, init_piece

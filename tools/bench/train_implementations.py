@@ -226,7 +226,7 @@ def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
     """Train with a hand-written loop over our model or the stock class; returns the mean loss."""
     dtype, samples = DTYPES[config.precision.dtype], batches(config)
     model: Any = stock_model(config, dtype).to(DEVICE) if stock else our_model(config).to(DEVICE, dtype)
-    if compile_enabled(config, DEVICE):
+    if compile_enabled(config.training, config.parallel, DEVICE):
         for block in stock_blocks(model) if stock else model.blocks.values():
             block.compile()
     weights = list(model.parameters())
@@ -275,7 +275,7 @@ def train_with_trainer(config: RunConfig, timer: Timer, model: torch.nn.Module |
         per_device_train_batch_size=config.training.global_batch_size,
         bf16=config.precision.dtype == "bf16",
         use_cpu=DEVICE.type == "cpu",
-        torch_compile=compile_enabled(config, DEVICE),
+        torch_compile=compile_enabled(config.training, config.parallel, DEVICE),
         optim="adamw_torch_fused",
         learning_rate=optimizer.lr,
         lr_scheduler_type="constant",
@@ -314,10 +314,10 @@ def our_model(config: RunConfig) -> Stack:
 
 def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the stock transformers class with the same weights."""
-    adapter, weights = registry.adapter(config.model), our_model(config).state_dict()
-    stock_config = AutoConfig.for_model(**adapter.config_json(config.model), use_cache=False)
+    mapping, weights = registry.mapping_of(config.model), our_model(config).state_dict()
+    stock_config = AutoConfig.for_model(**mapping.config_json(config.model), use_cache=False)
     model = AutoModelForCausalLM.from_config(stock_config, dtype=dtype, attn_implementation="sdpa")
-    stock_weights = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_rows(config.model)[0]}
+    stock_weights = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_tensors(config.model)[0]}
     incompatible = model.load_state_dict(stock_weights, strict=False)
     assert not incompatible.unexpected_keys
     assert set(incompatible.missing_keys) <= {"lm_head.weight"}, incompatible.missing_keys  # a tied head shares the tensor of the embedding

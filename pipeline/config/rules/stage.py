@@ -36,7 +36,9 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
 
 
 def _generate(stage: Generate) -> Iterator[Violation]:
-    """Each way of decoding has its own settings."""
+    """Prompts are given, and each way of decoding has its own settings."""
+    if stage.prompts is None:
+        yield Violation("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:

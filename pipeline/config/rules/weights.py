@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from pipeline.common.errors import Violation
 from pipeline.config.layout import Layout
 from pipeline.config.lora import is_adapter, layer_of
-from pipeline.config.schema import RunConfig
+from pipeline.config.run_parts import WeightsConfig
 from pipeline.config.trained import is_frozen
 
 
-def violations(config: RunConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
+def violations(config: WeightsConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
     """Return the rules of training.frozen and lora that a configuration violates.
 
     Args:

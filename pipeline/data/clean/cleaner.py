@@ -10,15 +10,15 @@ from typing import Any
 import xxhash
 
 from pipeline.config.cleaning import CleanConfig
-from pipeline.data.clean import language, origin, pii_masking, quality, repetition, text
+from pipeline.data.clean import language, origin, pii_masking, quality, repetition, text_repair
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict
 from pipeline.data.read.documents import Document, utf8_length
 
 _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "allow": origin.allow,
-    "repair": text.repair,
-    "normalise": text.normalise,
-    "boilerplate": text.boilerplate,
+    "repair": text_repair.repair,
+    "normalise": text_repair.normalise,
+    "boilerplate": text_repair.boilerplate,
     "personal": pii_masking.personal,
     "length": quality.length,
     "language": language.language,

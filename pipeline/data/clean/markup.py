@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from pipeline.data.clean import code
+from pipeline.data.clean import code_detection
 
 _BLOCK = """address article aside blockquote body br center dd details div dl dt fieldset figcaption figure footer form
 h1 h2 h3 h4 h5 h6 head header hr html iframe li main nav noscript ol option p picture pre section select summary
@@ -52,21 +52,21 @@ def without(text: str) -> str:
         return text
     page = _PAGE.match(text) is not None
     whole = [] if page else _elements(text, [])
-    if page or (whole and 2 * _covered(whole) > len(text.strip()) and not code.is_source(text)):
+    if page or (whole and 2 * _covered(whole) > len(text.strip()) and not code_detection.is_source(text)):
         text = _UNSEEN.sub("", text)
         return _cut(text, _elements(text, [], unclosed=True))
     if _MARKDOWN.search(text):
-        return _cut(text, _elements(text, code.protected(text)), separators=(" ", " "))
+        return _cut(text, _elements(text, code_detection.protected(text)), separators=(" ", " "))
     return text
 
 
-def _elements(text: str, spans: list[code.Span], unclosed: bool = False) -> list[_Element]:
+def _elements(text: str, spans: list[code_detection.Span], unclosed: bool = False) -> list[_Element]:
     """The tags outside the spans, in order: of pairs, of elements that have no content and, if wanted, of those without closing tag."""
     elements: list[_Element] = []
     opened: list[tuple[str, re.Match[str]]] = []
     for tag in _TAG.finditer(text):
         name = tag["name"].lower()
-        if code.contains(spans, tag.start()):
+        if code_detection.contains(spans, tag.start()):
             continue
         if name in _VOID:
             elements.append(_Element(*tag.span(), name, tag.end()))

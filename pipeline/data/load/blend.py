@@ -19,7 +19,7 @@ from pipeline.config.data import CorpusConfig, DataConfig
 from pipeline.config.schema import TrainingConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.infill import Infill
+from pipeline.data.load.fill_in_the_middle import Infill
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short

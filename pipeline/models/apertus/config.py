@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.common.knobs import knob
 from pipeline.models import rope
-from pipeline.models.decoder_sizes import RotaryDecoderConfig
+from pipeline.models.shared_sizes import RotaryDecoderConfig
 
 
 @dataclass(frozen=True)

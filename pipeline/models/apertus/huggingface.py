@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.layers.mlp import XIELU
-from pipeline.models.adapter import Row, rows
+from pipeline.models.config_json_keys import ROPE
+from pipeline.models.huggingface_mapping import StockTensor, tensors
 from pipeline.models.llama import huggingface as llama
-from pipeline.models.rope_json import ROPE
 
 #: The rope parameters of the class if config.json has none.
 _DEFAULT_ROPE = {
@@ -28,14 +28,14 @@ def _read_rope(content: dict[str, Any]) -> dict[str, Any]:
     return ROPE.read({"rope_theta": 12000000.0, **content})
 
 
-ADAPTER = replace(
-    llama.ADAPTER,
+MAPPING = replace(
+    llama.MAPPING,
     architecture="ApertusForCausalLM",
     model_type="apertus",
-    fields={key: field for key, field in llama.ADAPTER.fields.items() if key != "attention_bias"},
+    fields={key: field for key, field in llama.MAPPING.fields.items() if key != "attention_bias"},
     constants={"hidden_act": "xielu", "attention_bias": False, "attention_dropout": 0.0},
     defaults={
-        **llama.ADAPTER.defaults,
+        **llama.MAPPING.defaults,
         "vocab_size": 131072,
         "max_position_embeddings": 65536,
         "intermediate_size": 14336,
@@ -44,20 +44,20 @@ ADAPTER = replace(
     nested=(replace(ROPE, read=_read_rope), llama.HEAD_DIM, llama.NO_PADDING),
     implied={},
     table=(
-        *rows("model.embed_tokens", "embed.tokens"),
-        *rows("model.layers.{i}.attention_layernorm", "blocks.{i}.attention_norm"),
-        *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
-        *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
-        *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
-        *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+        *tensors("model.embed_tokens", "embed.tokens"),
+        *tensors("model.layers.{i}.attention_layernorm", "blocks.{i}.attention_norm"),
+        *tensors("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+        *tensors("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+        *tensors("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+        *tensors("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
         *llama.NORMS,
-        *rows("model.layers.{i}.feedforward_layernorm", "blocks.{i}.mlp_norm"),
-        *rows("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
-        *rows("model.layers.{i}.mlp.act_fn", "blocks.{i}.mlp.activation", leaves=("alpha_p", "alpha_n")),
-        Row("model.layers.{i}.mlp.act_fn.beta", (), constant=XIELU.BETA),
-        Row("model.layers.{i}.mlp.act_fn.eps", (), constant=XIELU.EPS),
-        *rows("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
-        *rows("model.norm", "norm"),
-        *rows("lm_head", "head"),
+        *tensors("model.layers.{i}.feedforward_layernorm", "blocks.{i}.mlp_norm"),
+        *tensors("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+        *tensors("model.layers.{i}.mlp.act_fn", "blocks.{i}.mlp.activation", leaves=("alpha_p", "alpha_n")),
+        StockTensor("model.layers.{i}.mlp.act_fn.beta", (), constant=XIELU.BETA),
+        StockTensor("model.layers.{i}.mlp.act_fn.eps", (), constant=XIELU.EPS),
+        *tensors("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+        *tensors("model.norm", "norm"),
+        *tensors("lm_head", "head"),
     ),
 )

@@ -8,14 +8,16 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.init import Init
+from pipeline.layers.init import Init, scaled_residual
 from pipeline.layers.mlp import MLP, XIELU
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.apertus.config import ApertusConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.apertus.huggingface import MAPPING
+from pipeline.models.apertus.tensor_parallel import TENSOR_PARALLEL
+from pipeline.models.family import Family
 
 
 def build(config: ApertusConfig) -> Stack:
@@ -50,4 +52,13 @@ def build(config: ApertusConfig) -> Stack:
 def initial_std(config: ApertusConfig, name: str) -> Init:
     """GPT-2's recipe, and xIELU's initial curvatures."""
     _, dot, leaf = name.rpartition("mlp.activation.")
-    return XIELU.INITIAL[leaf] if dot else scaled_residual(name, config.init_std, config.layers)
+    return XIELU.INITIAL[leaf] if dot else scaled_residual(config, name)
+
+
+APERTUS = Family(
+    config=ApertusConfig,
+    build=build,
+    initial_std=initial_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+)

@@ -64,16 +64,16 @@ class BertConfig:
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = []
+        violations = []
         if self.hidden % self.heads:
-            found.append(
+            violations.append(
                 Violation("model.heads", self.heads, f"must divide model.hidden={self.hidden}", "choose a divisor of model.hidden")
             )
         if self.labels and (self.next_sentence or self.tie_embeddings):
             fix = "leave it empty: stage=finetune training.objective=classification sets it"
             rule = "replaces the head of masked language modeling (model.next_sentence=false, model.tie_embeddings=false)"
-            found.append(Violation("model.labels", ", ".join(self.labels), rule, fix))
+            violations.append(Violation("model.labels", ", ".join(self.labels), rule, fix))
         if self.next_sentence and self.segments < 2:
             rule = "is too small for model.next_sentence, which needs two segments"
-            found.append(Violation("model.segments", self.segments, rule, "set it to 2, or model.next_sentence=false"))
-        return found
+            violations.append(Violation("model.segments", self.segments, rule, "set it to 2, or model.next_sentence=false"))
+        return violations

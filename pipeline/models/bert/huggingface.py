@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, Table, refusal, rows
 from pipeline.models.bert.config import BertConfig
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, refusal, tensors
 
 _BOTH = ("weight", "bias")
 
@@ -42,38 +42,40 @@ DEFAULTS = {
 
 
 def encoder(prefix: str) -> Table:
-    """Return the rows of embedding and blocks; RoBERTa has the same names with its own prefix."""
+    """Return the tensors of embedding and blocks; RoBERTa has the same names with its own prefix."""
     block, module = f"{prefix}.encoder.layer.{{i}}", "blocks.{i}"
     return (
-        *rows(f"{prefix}.embeddings.word_embeddings", "embed.tokens"),
-        *rows(f"{prefix}.embeddings.position_embeddings", "embed.positions"),
-        *rows(f"{prefix}.embeddings.token_type_embeddings", "embed.segments"),
-        *rows(f"{prefix}.embeddings.LayerNorm", "embed.norm", leaves=_BOTH),
-        *rows(f"{block}.attention.self.query", f"{module}.attention.query", leaves=_BOTH),
-        *rows(f"{block}.attention.self.key", f"{module}.attention.key", leaves=_BOTH),
-        *rows(f"{block}.attention.self.value", f"{module}.attention.value", leaves=_BOTH),
-        *rows(f"{block}.attention.output.dense", f"{module}.attention.output", leaves=_BOTH),
-        *rows(f"{block}.attention.output.LayerNorm", f"{module}.attention_norm", leaves=_BOTH),
-        *rows(f"{block}.intermediate.dense", f"{module}.mlp.up", leaves=_BOTH),
-        *rows(f"{block}.output.dense", f"{module}.mlp.down", leaves=_BOTH),
-        *rows(f"{block}.output.LayerNorm", f"{module}.mlp_norm", leaves=_BOTH),
+        *tensors(f"{prefix}.embeddings.word_embeddings", "embed.tokens"),
+        *tensors(f"{prefix}.embeddings.position_embeddings", "embed.positions"),
+        *tensors(f"{prefix}.embeddings.token_type_embeddings", "embed.segments"),
+        *tensors(f"{prefix}.embeddings.LayerNorm", "embed.norm", leaves=_BOTH),
+        *tensors(f"{block}.attention.self.query", f"{module}.attention.query", leaves=_BOTH),
+        *tensors(f"{block}.attention.self.key", f"{module}.attention.key", leaves=_BOTH),
+        *tensors(f"{block}.attention.self.value", f"{module}.attention.value", leaves=_BOTH),
+        *tensors(f"{block}.attention.output.dense", f"{module}.attention.output", leaves=_BOTH),
+        *tensors(f"{block}.attention.output.LayerNorm", f"{module}.attention_norm", leaves=_BOTH),
+        *tensors(f"{block}.intermediate.dense", f"{module}.mlp.up", leaves=_BOTH),
+        *tensors(f"{block}.output.dense", f"{module}.mlp.down", leaves=_BOTH),
+        *tensors(f"{block}.output.LayerNorm", f"{module}.mlp_norm", leaves=_BOTH),
     )
 
 
 def output(hf_bias: str, hf_decoder: str, config: Any) -> Table:
-    """Return the rows of the output projection and its bias. The class has the bias under two names only if the projection is tied."""
-    shared = rows(hf_bias, "head.output", leaves=("bias",))
+    """Return the tensors of the output projection and its bias. The class has the bias under two names only if the projection is tied."""
+    shared = tensors(hf_bias, "head.output", leaves=("bias",))
     return (
-        (*shared, *rows(hf_decoder, "head.output")) if config.tie_embeddings else (*rows(hf_decoder, "head.output", leaves=_BOTH), *shared)
+        (*shared, *tensors(hf_decoder, "head.output"))
+        if config.tie_embeddings
+        else (*tensors(hf_decoder, "head.output", leaves=_BOTH), *shared)
     )
 
 
 def _table(config: BertConfig) -> Table:
-    """Return the rows of all weights."""
+    """Return the tensors of all weights."""
     return (
         *encoder("bert"),
-        *rows("cls.predictions.transform.dense", "head.dense", leaves=_BOTH),
-        *rows("cls.predictions.transform.LayerNorm", "head.norm", leaves=_BOTH),
+        *tensors("cls.predictions.transform.dense", "head.dense", leaves=_BOTH),
+        *tensors("cls.predictions.transform.LayerNorm", "head.norm", leaves=_BOTH),
         *output("cls.predictions", "cls.predictions.decoder", config),
         *(_SENTENCE if config.next_sentence else ()),
     )
@@ -81,13 +83,13 @@ def _table(config: BertConfig) -> Table:
 
 #: The pooler and the next-sentence head.
 _SENTENCE: Table = (
-    *rows("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
-    *rows("cls.seq_relationship", "head.sentence.output", leaves=_BOTH),
+    *tensors("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
+    *tensors("cls.seq_relationship", "head.sentence.output", leaves=_BOTH),
 )
 
 
-def _adapter(architecture: str, *, next_sentence: bool) -> Adapter:
-    return Adapter(
+def _masked_lm(architecture: str, *, next_sentence: bool) -> HuggingFaceMapping:
+    return HuggingFaceMapping(
         architecture=architecture,
         model_type="bert",
         fields={**FIELDS, "max_position_embeddings": "max_positions"},
@@ -120,15 +122,15 @@ LABELS = KeyGroup(keys=("id2label", "label2id"), write=_write_labels, read=_read
 #: What a class with labels has instead of the heads of masked language modeling.
 CLASSIFIER: dict[str, Any] = {"next_sentence": False, "tie_embeddings": False, "is_classifier": True}
 
-_CLASSIFIER = Adapter(
+_CLASSIFIER = HuggingFaceMapping(
     architecture="BertForSequenceClassification",
     model_type="bert",
     fields={**{key: name for key, name in FIELDS.items() if name != "tie_embeddings"}, "max_position_embeddings": "max_positions"},
     constants=CONSTANTS,
     table=(
         *encoder("bert"),
-        *rows("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
-        *rows("classifier", "head.sentence.output", leaves=_BOTH),
+        *tensors("bert.pooler.dense", "head.sentence.dense", leaves=_BOTH),
+        *tensors("classifier", "head.sentence.output", leaves=_BOTH),
     ),
     implied=CLASSIFIER,
     defaults={**DEFAULTS, "max_position_embeddings": 512},
@@ -138,4 +140,4 @@ _CLASSIFIER = Adapter(
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
 )
 
-ADAPTERS = (_CLASSIFIER, _adapter("BertForPreTraining", next_sentence=True), _adapter("BertForMaskedLM", next_sentence=False))
+MAPPINGS = (_CLASSIFIER, _masked_lm("BertForPreTraining", next_sentence=True), _masked_lm("BertForMaskedLM", next_sentence=False))

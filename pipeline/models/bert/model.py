@@ -7,10 +7,14 @@ from torch import Tensor, nn
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding
+from pipeline.layers.init import single_std
 from pipeline.layers.masked_head import ClassificationHead, MaskedHead
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.bert.config import BertConfig
+from pipeline.models.bert.huggingface import MAPPINGS
+from pipeline.models.bert.tensor_parallel import TENSOR_PARALLEL
+from pipeline.models.family import Family
 
 
 class Encoder(Stack):
@@ -63,6 +67,12 @@ def _head(config: BertConfig) -> MaskedHead | ClassificationHead:
     return MaskedHead(config.vocab_size, config.hidden, config.norm_eps, sentence=config.next_sentence)
 
 
-def initial_std(config: BertConfig, name: str) -> float | None:
-    """Google's recipe (github.com/google-research/bert, modeling.py): one standard deviation for all weights, here not truncated."""
-    return None if "norm" in name or name.endswith(".bias") else config.init_std
+BERT = Family(
+    config=BertConfig,
+    build=build,
+    # Google's recipe (github.com/google-research/bert, modeling.py), here not truncated.
+    initial_std=single_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=MAPPINGS,
+    tied_weights=lambda config: {"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
+)

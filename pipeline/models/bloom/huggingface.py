@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, positive, refusal, rows
 from pipeline.models.bloom.config import BloomConfig
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, positive, refusal, tensors
 
 _BOTH = ("weight", "bias")
 
@@ -24,10 +24,10 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 
 def _size(content: dict[str, Any], names: tuple[str, ...], default: int) -> int:
     """Return the size that a key contains, under any of its names."""
-    found = {name: content[name] for name in names if content.get(name) is not None}
-    if len(set(map(str, found.values()))) > 1:
-        raise refusal(*next(iter(found.items())), f"contradicts {found}, other names of it", "remove one of them from config.json")
-    return positive(*next(iter(found.items()))) if found else default
+    sizes = {name: content[name] for name in names if content.get(name) is not None}
+    if len(set(map(str, sizes.values()))) > 1:
+        raise refusal(*next(iter(sizes.items())), f"contradicts {sizes}, other names of it", "remove one of them from config.json")
+    return positive(*next(iter(sizes.items()))) if sizes else default
 
 
 def _read_exact(content: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _read_exact(content: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="BloomForCausalLM",
     model_type="bloom",
     fields={
@@ -53,10 +53,10 @@ ADAPTER = Adapter(
         "attention_dropout": 0.0,
     },
     table=(
-        *rows("transformer.word_embeddings", "embed.tokens"),
-        *rows("transformer.word_embeddings_layernorm", "embed.norm", leaves=_BOTH),
-        *rows("transformer.h.{i}.input_layernorm", "blocks.{i}.attention_norm", leaves=_BOTH),
-        *rows(
+        *tensors("transformer.word_embeddings", "embed.tokens"),
+        *tensors("transformer.word_embeddings_layernorm", "embed.norm", leaves=_BOTH),
+        *tensors("transformer.h.{i}.input_layernorm", "blocks.{i}.attention_norm", leaves=_BOTH),
+        *tensors(
             "transformer.h.{i}.self_attention.query_key_value",
             "blocks.{i}.attention.query",
             "blocks.{i}.attention.key",
@@ -64,12 +64,12 @@ ADAPTER = Adapter(
             leaves=_BOTH,
             interleaved="heads",
         ),
-        *rows("transformer.h.{i}.self_attention.dense", "blocks.{i}.attention.output", leaves=_BOTH),
-        *rows("transformer.h.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm", leaves=_BOTH),
-        *rows("transformer.h.{i}.mlp.dense_h_to_4h", "blocks.{i}.mlp.up", leaves=_BOTH),
-        *rows("transformer.h.{i}.mlp.dense_4h_to_h", "blocks.{i}.mlp.down", leaves=_BOTH),
-        *rows("transformer.ln_f", "norm", leaves=_BOTH),
-        *rows("lm_head", "head"),
+        *tensors("transformer.h.{i}.self_attention.dense", "blocks.{i}.attention.output", leaves=_BOTH),
+        *tensors("transformer.h.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm", leaves=_BOTH),
+        *tensors("transformer.h.{i}.mlp.dense_h_to_4h", "blocks.{i}.mlp.up", leaves=_BOTH),
+        *tensors("transformer.h.{i}.mlp.dense_4h_to_h", "blocks.{i}.mlp.down", leaves=_BOTH),
+        *tensors("transformer.ln_f", "norm", leaves=_BOTH),
+        *tensors("lm_head", "head"),
     ),
     renamed=((r"^(word_embeddings|word_embeddings_layernorm|h|ln_f)\.", r"transformer.\1."),),
     nested=(

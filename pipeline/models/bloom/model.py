@@ -6,11 +6,14 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import MLP
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.bloom.config import BloomConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.bloom.huggingface import MAPPING
+from pipeline.models.family import Family
+from pipeline.models.gpt import tensor_parallel as gpt
 
 
 def build(config: BloomConfig) -> Stack:
@@ -37,9 +40,15 @@ def build(config: BloomConfig) -> Stack:
     )
 
 
-def initial_std(config: BloomConfig, name: str) -> float | None:
-    """BigScience's recipe for all sizes: Megatron-LM's with N(0, 0.0048), about 1 / sqrt(3 * hidden) of the largest size.
-
-    Source: github.com/bigscience-workshop/bigscience, train/tr11-176B-ml.
-    """
-    return scaled_residual(name, config.init_std, config.layers)
+BLOOM = Family(
+    config=BloomConfig,
+    build=build,
+    # BigScience's recipe for all sizes (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): Megatron-LM's with N(0, 0.0048),
+    # about 1 / sqrt(3 * hidden) of the largest size.
+    initial_std=scaled_residual,
+    tensor_parallel={
+        **{pattern: role for pattern, role in gpt.TENSOR_PARALLEL.items() if pattern != "embed.positions.weight"},
+        "embed.norm.*": "replicate",
+    },
+    huggingface=(MAPPING,),
+)

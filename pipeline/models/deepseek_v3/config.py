@@ -61,9 +61,9 @@ class DeepseekV3Config(rope.RopeConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = list(rope.violations(self))
+        violations = list(rope.violations(self))
         if self.qk_rope_head_dim % 2:
-            found.append(
+            violations.append(
                 Violation(
                     "model.qk_rope_head_dim",
                     self.qk_rope_head_dim,
@@ -73,17 +73,17 @@ class DeepseekV3Config(rope.RopeConfig):
             )
         if self.dense_layers > self.layers:
             rule = f"is more than model.layers={self.layers}"
-            found.append(Violation("model.dense_layers", self.dense_layers, rule, "choose at most that many"))
+            violations.append(Violation("model.dense_layers", self.dense_layers, rule, "choose at most that many"))
         if self.experts % self.groups:
             rule = f"must divide model.experts={self.experts}"
-            found.append(Violation("model.groups", self.groups, rule, "choose a divisor of model.experts"))
+            violations.append(Violation("model.groups", self.groups, rule, "choose a divisor of model.experts"))
         elif self.groups > 1 and self.experts // self.groups < 2:
             rule = f"leaves fewer than 2 of model.experts={self.experts} per group; a group's score is the sum of its two best experts"
-            found.append(Violation("model.groups", self.groups, rule, "use fewer groups"))
+            violations.append(Violation("model.groups", self.groups, rule, "use fewer groups"))
         if self.topk_group > self.groups:
             rule = f"is more than model.groups={self.groups}"
-            found.append(Violation("model.topk_group", self.topk_group, rule, "choose at most that many"))
+            violations.append(Violation("model.topk_group", self.topk_group, rule, "choose at most that many"))
         elif self.top_k > self.experts * self.topk_group // self.groups:
             rule = f"is more than the number of experts in model.topk_group={self.topk_group} of model.groups={self.groups}"
-            found.append(Violation("model.top_k", self.top_k, rule, "choose fewer, or more groups"))
-        return found
+            violations.append(Violation("model.top_k", self.top_k, rule, "choose fewer, or more groups"))
+        return violations

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, StoredTensors, refusal, rows
+from pipeline.models.config_json_keys import ROPE
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.rope_json import ROPE
+from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
 
 Indices = Iterator[tuple[int, int]]
 
@@ -29,37 +29,40 @@ def _mtp_modules(config: Any) -> Indices:
     return ((config.layers + index, index) for index in range(config.mtp_depth))
 
 
-def _attention(module: str, config: DeepseekV3Config) -> tuple[Row, ...]:
-    """Return the rows of the attention and the norms of a block, which is `module` in our model."""
+def _attention(module: str, config: DeepseekV3Config) -> tuple[StockTensor, ...]:
+    """Return the tensors of the attention and the norms of a block, which is `module` in our model."""
     hf = "model.layers.{i}"
     low_rank = (
-        *rows(f"{hf}.self_attn.q_a_proj", f"{module}.attention.query_down"),
-        *rows(f"{hf}.self_attn.q_a_layernorm", f"{module}.attention.query_norm"),
-        *rows(f"{hf}.self_attn.q_b_proj", f"{module}.attention.query_up"),
+        *tensors(f"{hf}.self_attn.q_a_proj", f"{module}.attention.query_down"),
+        *tensors(f"{hf}.self_attn.q_a_layernorm", f"{module}.attention.query_norm"),
+        *tensors(f"{hf}.self_attn.q_b_proj", f"{module}.attention.query_up"),
     )
     return (
-        *rows(f"{hf}.input_layernorm", f"{module}.attention_norm"),
-        *(low_rank if config.q_lora_rank else rows(f"{hf}.self_attn.q_proj", f"{module}.attention.query_up")),
-        *rows(f"{hf}.self_attn.kv_a_proj_with_mqa", f"{module}.attention.key_value_down"),
-        *rows(f"{hf}.self_attn.kv_a_layernorm", f"{module}.attention.key_value_norm"),
-        *rows(f"{hf}.self_attn.kv_b_proj", f"{module}.attention.key_value_up"),
-        *rows(f"{hf}.self_attn.o_proj", f"{module}.attention.output"),
-        *rows(f"{hf}.post_attention_layernorm", f"{module}.mlp_norm"),
+        *tensors(f"{hf}.input_layernorm", f"{module}.attention_norm"),
+        *(low_rank if config.q_lora_rank else tensors(f"{hf}.self_attn.q_proj", f"{module}.attention.query_up")),
+        *tensors(f"{hf}.self_attn.kv_a_proj_with_mqa", f"{module}.attention.key_value_down"),
+        *tensors(f"{hf}.self_attn.kv_a_layernorm", f"{module}.attention.key_value_norm"),
+        *tensors(f"{hf}.self_attn.kv_b_proj", f"{module}.attention.key_value_up"),
+        *tensors(f"{hf}.self_attn.o_proj", f"{module}.attention.output"),
+        *tensors(f"{hf}.post_attention_layernorm", f"{module}.mlp_norm"),
     )
 
 
-def _gated_mlp(hf: str, module: str) -> tuple[Row, ...]:
-    """Return the rows of a gated feed-forward."""
-    return tuple(row for name in ("gate", "up", "down") for row in rows(f"{hf}.{name}_proj", f"{module}.{name}"))
+def _gated_mlp(hf: str, module: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of a gated feed-forward."""
+    return tuple(entry for name in ("gate", "up", "down") for entry in tensors(f"{hf}.{name}_proj", f"{module}.{name}"))
 
 
-def _moe(module: str) -> tuple[Row, ...]:
-    """Return the rows of a MoE layer: router, routed experts and shared expert."""
+def _moe(module: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of a MoE layer: router, routed experts and shared expert."""
     hf = "model.layers.{i}.mlp"
     return (
-        *rows(f"{hf}.gate", f"{module}.mlp.routed.router"),
-        Row(f"{hf}.gate.e_score_correction_bias", (f"{module}.mlp.routed.router.bias",)),
-        *(Row(f"{hf}.experts.{{e}}.{name}_proj.weight", (f"{module}.mlp.routed.experts.{name}",)) for name in ("gate", "up", "down")),
+        *tensors(f"{hf}.gate", f"{module}.mlp.routed.router"),
+        StockTensor(f"{hf}.gate.e_score_correction_bias", (f"{module}.mlp.routed.router.bias",)),
+        *(
+            StockTensor(f"{hf}.experts.{{e}}.{name}_proj.weight", (f"{module}.mlp.routed.experts.{name}",))
+            for name in ("gate", "up", "down")
+        ),
         *_gated_mlp(f"{hf}.shared_experts", f"{module}.mlp.shared"),
     )
 
@@ -113,30 +116,30 @@ def _without_missing_modules(config: DeepseekV3Config, stored: StoredTensors) ->
     return config if any(number >= config.layers for number in numbers) else replace(config, mtp_depth=0)
 
 
-def _table(config: DeepseekV3Config) -> tuple[Row | BlockRows, ...]:
+def _table(config: DeepseekV3Config) -> tuple[StockTensor | BlockTensors, ...]:
     block, depth = "blocks.{i}", "head.depths.{i}.block"
     return (
-        *rows("model.embed_tokens", "embed.tokens"),
-        BlockRows((*_attention(block, config), *_gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
-        BlockRows((*_attention(block, config), *_moe(block)), _moe_blocks, experts="experts"),
-        BlockRows(
+        *tensors("model.embed_tokens", "embed.tokens"),
+        BlockTensors((*_attention(block, config), *_gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
+        BlockTensors((*_attention(block, config), *_moe(block)), _moe_blocks, experts="experts"),
+        BlockTensors(
             (
-                *rows("model.layers.{i}.enorm", "head.depths.{i}.token_norm"),
-                *rows("model.layers.{i}.hnorm", "head.depths.{i}.hidden_norm"),
-                *rows("model.layers.{i}.eh_proj", "head.depths.{i}.project"),
+                *tensors("model.layers.{i}.enorm", "head.depths.{i}.token_norm"),
+                *tensors("model.layers.{i}.hnorm", "head.depths.{i}.hidden_norm"),
+                *tensors("model.layers.{i}.eh_proj", "head.depths.{i}.project"),
                 *_attention(depth, config),
                 *_moe(depth),
-                *rows("model.layers.{i}.shared_head.norm", "head.depths.{i}.final_norm"),
+                *tensors("model.layers.{i}.shared_head.norm", "head.depths.{i}.final_norm"),
             ),
             _mtp_modules,
             experts="experts",
         ),
-        *rows("model.norm", "norm"),
-        *rows("lm_head", "head.output"),
+        *tensors("model.norm", "norm"),
+        *tensors("lm_head", "head.output"),
     )
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     fields={

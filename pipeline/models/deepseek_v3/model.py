@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import single_std
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.moe import Experts, MoE, SharedExpertMoE
@@ -18,6 +19,9 @@ from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.deepseek_v3.huggingface import MAPPING
+from pipeline.models.deepseek_v3.tensor_parallel import TENSOR_PARALLEL, tied_weights
+from pipeline.models.family import Family
 
 
 class DeepseekV3(Stack):
@@ -90,6 +94,12 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
     )
 
 
-def initial_std(config: DeepseekV3Config, name: str) -> float | None:
-    """One standard deviation for all weights (section 4.2), 0.006 as published."""
-    return None if "norm" in name or name.endswith(".bias") else config.init_std
+DEEPSEEK_V3 = Family(
+    config=DeepseekV3Config,
+    build=build,
+    # Section 4.2 of the paper, with 0.006.
+    initial_std=single_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+    tied_weights=tied_weights,
+)

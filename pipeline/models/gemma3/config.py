@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.decoder_sizes import RotaryDecoderConfig
 from pipeline.models.rules import heads_violations, window_violations
+from pipeline.models.shared_sizes import RotaryDecoderConfig
 
 
 @dataclass(frozen=True)
@@ -33,5 +33,5 @@ class Gemma3Config(RotaryDecoderConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates; the Hugging Face class requires heads to divide hidden."""
-        found = [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
-        return found if self.head_width is None else [*found, *heads_violations(self.hidden, self.heads)]
+        violations = [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
+        return violations if self.head_width is None else [*violations, *heads_violations(self.hidden, self.heads)]

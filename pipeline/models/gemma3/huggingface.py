@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, positive, refusal, rows
+from pipeline.models.config_json_keys import ROPE, as_object, interval_of, number
 from pipeline.models.gemma3.config import Gemma3Config
-from pipeline.models.layer_pattern import interval_of, marked
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, positive, refusal, tensors
 from pipeline.models.llama import huggingface as llama
-from pipeline.models.rope_json import ROPE, as_object, number
+from pipeline.models.shared_sizes import marked
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -54,7 +54,7 @@ def _read_rope(content: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "rope_local_theta": number(f"rope_parameters.{_LOCAL}.rope_theta", local_theta)}
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     fields={
@@ -105,20 +105,20 @@ ADAPTER = Adapter(
     # the class stores attn_logit_softcapping and does not use it
     ignored_keys=("_sliding_window_pattern", "attn_logit_softcapping"),
     table=(
-        *rows("model.embed_tokens", "embed.tokens"),
-        *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
-        *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
-        *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
-        *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
-        *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+        *tensors("model.embed_tokens", "embed.tokens"),
+        *tensors("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
+        *tensors("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+        *tensors("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+        *tensors("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+        *tensors("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
         *llama.NORMS,
-        *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.post_attention_norm"),
-        *rows("model.layers.{i}.pre_feedforward_layernorm", "blocks.{i}.mlp_norm"),
-        *rows("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
-        *rows("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
-        *rows("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
-        *rows("model.layers.{i}.post_feedforward_layernorm", "blocks.{i}.post_mlp_norm"),
-        *rows("model.norm", "norm"),
-        *rows("lm_head", "head"),
+        *tensors("model.layers.{i}.post_attention_layernorm", "blocks.{i}.post_attention_norm"),
+        *tensors("model.layers.{i}.pre_feedforward_layernorm", "blocks.{i}.mlp_norm"),
+        *tensors("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
+        *tensors("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+        *tensors("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+        *tensors("model.layers.{i}.post_feedforward_layernorm", "blocks.{i}.post_mlp_norm"),
+        *tensors("model.norm", "norm"),
+        *tensors("lm_head", "head"),
     ),
 )

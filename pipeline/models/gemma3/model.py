@@ -7,16 +7,18 @@ from functools import partial
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
-from pipeline.layers.init import Constant, Init
+from pipeline.layers.init import Constant, Init, scaled_residual
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
+from pipeline.models.family import Family
 from pipeline.models.gemma3.config import Gemma3Config
-from pipeline.models.layer_pattern import is_marked
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.gemma3.huggingface import MAPPING
+from pipeline.models.gemma3.tensor_parallel import TENSOR_PARALLEL
+from pipeline.models.shared_sizes import is_marked
 
 
 def build(config: Gemma3Config) -> Stack:
@@ -57,4 +59,13 @@ def build(config: Gemma3Config) -> Stack:
 
 def initial_std(config: Gemma3Config, name: str) -> Init:
     """GPT-2's recipe; Google published none. Norms multiply by one plus their weight."""
-    return Constant(0.0) if "norm" in name else scaled_residual(name, config.init_std, config.layers)
+    return Constant(0.0) if "norm" in name else scaled_residual(config, name)
+
+
+GEMMA3 = Family(
+    config=Gemma3Config,
+    build=build,
+    initial_std=initial_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, KeyGroup, rows
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, tensors
 
 _BOTH = ("weight", "bias")
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     fields={
@@ -46,10 +46,10 @@ ADAPTER = Adapter(
     ignored_weights=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     renamed=((r"^(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
     table=(
-        *rows("transformer.wte", "embed.tokens"),
-        *rows("transformer.wpe", "embed.positions"),
-        *rows("transformer.h.{i}.ln_1", "blocks.{i}.attention_norm", leaves=_BOTH),
-        *rows(
+        *tensors("transformer.wte", "embed.tokens"),
+        *tensors("transformer.wpe", "embed.positions"),
+        *tensors("transformer.h.{i}.ln_1", "blocks.{i}.attention_norm", leaves=_BOTH),
+        *tensors(
             "transformer.h.{i}.attn.c_attn",
             "blocks.{i}.attention.query",
             "blocks.{i}.attention.key",
@@ -57,12 +57,12 @@ ADAPTER = Adapter(
             leaves=_BOTH,
             transposed=True,
         ),
-        *rows("transformer.h.{i}.attn.c_proj", "blocks.{i}.attention.output", leaves=_BOTH, transposed=True),
-        *rows("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
-        *rows("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", leaves=_BOTH, transposed=True),
-        *rows("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", leaves=_BOTH, transposed=True),
-        *rows("transformer.ln_f", "norm", leaves=_BOTH),
-        *rows("lm_head", "head"),
+        *tensors("transformer.h.{i}.attn.c_proj", "blocks.{i}.attention.output", leaves=_BOTH, transposed=True),
+        *tensors("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
+        *tensors("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", leaves=_BOTH, transposed=True),
+        *tensors("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", leaves=_BOTH, transposed=True),
+        *tensors("transformer.ln_f", "norm", leaves=_BOTH),
+        *tensors("lm_head", "head"),
     ),
     implied={"banded_window": None},
 )

@@ -6,10 +6,13 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
+from pipeline.models.family import Family
 from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.gpt.huggingface import MAPPING
+from pipeline.models.gpt.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: GPTConfig) -> Stack:
@@ -44,4 +47,13 @@ def initial_std(config: GPTConfig, name: str) -> float | None:
     """OpenAI's recipe (github.com/openai/gpt-2, src/model.py): position embeddings with half the standard deviation of other weights."""
     if name == "embed.positions.weight":
         return config.init_std / 2
-    return scaled_residual(name, config.init_std, config.layers)
+    return scaled_residual(config, name)
+
+
+GPT = Family(
+    config=GPTConfig,
+    build=build,
+    initial_std=initial_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.rules import MultiHead, heads_violations
+from pipeline.models.rules import heads_violations
+from pipeline.models.shared_sizes import MultiHead
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.models.adapter import Adapter, rows
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, tensors
 
 _BOTH = ("weight", "bias")
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="OpenAIGPTLMHeadModel",
     model_type="openai-gpt",
     fields={
@@ -22,9 +22,9 @@ ADAPTER = Adapter(
     # In this class, gelu means the tanh approximation.
     constants={"afn": "gelu", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
     table=(
-        *rows("transformer.tokens_embed", "embed.tokens"),
-        *rows("transformer.positions_embed", "embed.positions"),
-        *rows(
+        *tensors("transformer.tokens_embed", "embed.tokens"),
+        *tensors("transformer.positions_embed", "embed.positions"),
+        *tensors(
             "transformer.h.{i}.attn.c_attn",
             "blocks.{i}.attention.query",
             "blocks.{i}.attention.key",
@@ -32,12 +32,12 @@ ADAPTER = Adapter(
             leaves=_BOTH,
             transposed=True,
         ),
-        *rows("transformer.h.{i}.attn.c_proj", "blocks.{i}.attention.output", leaves=_BOTH, transposed=True),
-        *rows("transformer.h.{i}.ln_1", "blocks.{i}.attention_norm", leaves=_BOTH),
-        *rows("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", leaves=_BOTH, transposed=True),
-        *rows("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", leaves=_BOTH, transposed=True),
-        *rows("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
-        *rows("lm_head", "head"),
+        *tensors("transformer.h.{i}.attn.c_proj", "blocks.{i}.attention.output", leaves=_BOTH, transposed=True),
+        *tensors("transformer.h.{i}.ln_1", "blocks.{i}.attention_norm", leaves=_BOTH),
+        *tensors("transformer.h.{i}.mlp.c_fc", "blocks.{i}.mlp.up", leaves=_BOTH, transposed=True),
+        *tensors("transformer.h.{i}.mlp.c_proj", "blocks.{i}.mlp.down", leaves=_BOTH, transposed=True),
+        *tensors("transformer.h.{i}.ln_2", "blocks.{i}.mlp_norm", leaves=_BOTH),
+        *tensors("lm_head", "head"),
     ),
     defaults={
         "vocab_size": 40478,

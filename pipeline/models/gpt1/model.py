@@ -6,9 +6,13 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import single_std
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
+from pipeline.models.family import Family
+from pipeline.models.gpt import tensor_parallel as gpt
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt1.huggingface import MAPPING
 
 
 def build(config: GPT1Config) -> Stack:
@@ -32,6 +36,11 @@ def build(config: GPT1Config) -> Stack:
     )
 
 
-def initial_std(config: GPT1Config, name: str) -> float | None:
-    """N(0, 0.02) for every weight (section 4.1 of the paper); with post-norm, activations do not grow with depth."""
-    return None if "norm" in name or name.endswith(".bias") else config.init_std
+GPT1 = Family(
+    config=GPT1Config,
+    build=build,
+    # N(0, 0.02) for every weight (section 4.1 of the paper); with post-norm, activations do not grow with depth.
+    initial_std=single_std,
+    tensor_parallel={pattern: role for pattern, role in gpt.TENSOR_PARALLEL.items() if pattern != "norm.*"},
+    huggingface=(MAPPING,),
+)

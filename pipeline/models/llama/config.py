@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.decoder_sizes import RotaryDecoderConfig
+from pipeline.models.shared_sizes import RotaryDecoderConfig
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class LlamaConfig(RotaryDecoderConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = super().violations()
+        violations = super().violations()
         if self.qkv_bias and self.attention_bias:
             rule = "adds biases to the query, key and value projections, which model.attention_bias=true has already"
-            found.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))
-        return found
+            violations.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))
+        return violations

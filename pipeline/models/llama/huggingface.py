@@ -6,37 +6,37 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import Adapter, BlockRows, KeyGroup, Row, positive, refusal, rows
+from pipeline.models.config_json_keys import ROPE
+from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, StockTensor, positive, refusal, tensors
 from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.rope_json import ROPE
 
 #: without norms of queries and keys, and without biases
 TABLE = (
-    *rows("model.embed_tokens", "embed.tokens"),
-    *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
-    *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
-    *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
-    *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
-    *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
-    *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
-    *rows("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
-    *rows("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
-    *rows("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
-    *rows("model.norm", "norm"),
-    *rows("lm_head", "head"),
+    *tensors("model.embed_tokens", "embed.tokens"),
+    *tensors("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
+    *tensors("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+    *tensors("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+    *tensors("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+    *tensors("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+    *tensors("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
+    *tensors("model.layers.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
+    *tensors("model.layers.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
+    *tensors("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
+    *tensors("model.norm", "norm"),
+    *tensors("lm_head", "head"),
 )
 NORMS = (
-    *rows("model.layers.{i}.self_attn.q_norm", "blocks.{i}.attention.query_norm"),
-    *rows("model.layers.{i}.self_attn.k_norm", "blocks.{i}.attention.key_norm"),
+    *tensors("model.layers.{i}.self_attn.q_norm", "blocks.{i}.attention.query_norm"),
+    *tensors("model.layers.{i}.self_attn.k_norm", "blocks.{i}.attention.key_norm"),
 )
 _QKV_BIASES = tuple(
-    Row(f"model.layers.{{i}}.self_attn.{hf}_proj.bias", (f"blocks.{{i}}.attention.{name}.bias",))
+    StockTensor(f"model.layers.{{i}}.self_attn.{hf}_proj.bias", (f"blocks.{{i}}.attention.{name}.bias",))
     for hf, name in (("q", "query"), ("k", "key"), ("v", "value"))
 )
-_BIASES = (*_QKV_BIASES, *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output", leaves=("bias",)))
+_BIASES = (*_QKV_BIASES, *tensors("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output", leaves=("bias",)))
 
 
-def _table(config: LlamaConfig) -> tuple[Row | BlockRows, ...]:
+def _table(config: LlamaConfig) -> tuple[StockTensor | BlockTensors, ...]:
     biases = _BIASES if config.attention_bias else _QKV_BIASES if config.qkv_bias else ()
     return (*TABLE, *(NORMS if config.query_key_norm else ()), *biases)
 
@@ -66,7 +66,7 @@ NO_PADDING = KeyGroup(keys=("pad_token_id",), write=lambda config: {"pad_token_i
 
 HEAD_DIM = KeyGroup(keys=("head_dim",), write=lambda config: {"head_dim": config.head_dim}, read=_read_head_dim)
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="LlamaForCausalLM",
     model_type="llama",
     fields={
@@ -101,12 +101,12 @@ ADAPTER = Adapter(
     table=_table,
 )
 QWEN3 = replace(
-    ADAPTER,
+    MAPPING,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     constants={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
     defaults={
-        **ADAPTER.defaults,
+        **MAPPING.defaults,
         "vocab_size": 151936,
         "intermediate_size": 22016,
         "max_position_embeddings": 32768,
@@ -122,9 +122,9 @@ QWEN2 = replace(
     QWEN3,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    fields={key: field for key, field in ADAPTER.fields.items() if key != "attention_bias"},
+    fields={key: field for key, field in MAPPING.fields.items() if key != "attention_bias"},
     defaults={key: default for key, default in QWEN3.defaults.items() if key != "attention_bias"},
     nested=(ROPE, HEAD_DIM, FULL_ATTENTION),
     implied={"query_key_norm": False, "qkv_bias": True, "attention_bias": False},
 )
-ADAPTERS = (ADAPTER, QWEN2, QWEN3)
+MAPPINGS = (MAPPING, QWEN2, QWEN3)

@@ -8,13 +8,16 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
+from pipeline.models.family import Family
 from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.llama.huggingface import MAPPINGS
+from pipeline.models.llama.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: LlamaConfig) -> Stack:
@@ -47,6 +50,11 @@ def build(config: LlamaConfig) -> Stack:
     )
 
 
-def initial_std(config: LlamaConfig, name: str) -> float | None:
-    """GPT-2's recipe; Meta published none."""
-    return scaled_residual(name, config.init_std, config.layers)
+LLAMA = Family(
+    config=LlamaConfig,
+    build=build,
+    # GPT-2's recipe; Meta published none.
+    initial_std=scaled_residual,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=MAPPINGS,
+)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, positive
+from pipeline.models.config_json_keys import UNSCALED
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, positive
 from pipeline.models.llama import huggingface as llama
-from pipeline.models.rope_json import UNSCALED
 
 #: default of max_position_embeddings in Mistral's and Mixtral's classes
 MAX_POSITIONS = 4096 * 32
@@ -23,7 +23,7 @@ def window(*, default: int | None) -> KeyGroup:
     return KeyGroup(("sliding_window",), lambda config: {"sliding_window": config.window}, read)
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="MistralForCausalLM",
     model_type="mistral",
     fields={

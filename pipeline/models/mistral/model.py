@@ -6,11 +6,14 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
+from pipeline.models.family import Family
+from pipeline.models.llama import tensor_parallel as llama
 from pipeline.models.mistral.config import MistralConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.mistral.huggingface import MAPPING
 
 
 def build(config: MistralConfig) -> Stack:
@@ -34,6 +37,11 @@ def build(config: MistralConfig) -> Stack:
     )
 
 
-def initial_std(config: MistralConfig, name: str) -> float | None:
-    """GPT-2's recipe; Mistral AI published none."""
-    return scaled_residual(name, config.init_std, config.layers)
+MISTRAL = Family(
+    config=MistralConfig,
+    build=build,
+    # GPT-2's recipe; Mistral AI published none.
+    initial_std=scaled_residual,
+    tensor_parallel=llama.DENSE,
+    huggingface=(MAPPING,),
+)

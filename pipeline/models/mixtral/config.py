@@ -48,11 +48,11 @@ class MixtralConfig:
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = [
+        violations = [
             *rotary_heads_violations(self.hidden, self.heads, self.kv_heads),
             *window_violations("model.window", self.window, self.max_positions),
         ]
         if self.top_k > self.experts:
             rule = f"is more than model.experts={self.experts}"
-            found.append(Violation("model.top_k", self.top_k, rule, "choose at most that many"))
-        return found
+            violations.append(Violation("model.top_k", self.top_k, rule, "choose at most that many"))
+        return violations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.models.adapter import Adapter, BlockRows, Row, rows
+from pipeline.models.config_json_keys import UNSCALED
+from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, StockTensor, tensors
 from pipeline.models.mistral.huggingface import MAX_POSITIONS, window
-from pipeline.models.rope_json import UNSCALED
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     fields={
@@ -46,23 +46,23 @@ ADAPTER = Adapter(
     # training settings; balance_loss has a different formula (layers/router.py)
     ignored_keys=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
     table=(
-        *rows("model.embed_tokens", "embed.tokens"),
-        BlockRows(
+        *tensors("model.embed_tokens", "embed.tokens"),
+        BlockTensors(
             (
-                *rows("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
-                *rows("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
-                *rows("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
-                *rows("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
-                *rows("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
-                *rows("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
-                *rows("model.layers.{i}.block_sparse_moe.gate", "blocks.{i}.mlp.router"),
-                Row("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", ("blocks.{i}.mlp.experts.gate",)),
-                Row("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", ("blocks.{i}.mlp.experts.up",)),
-                Row("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", ("blocks.{i}.mlp.experts.down",)),
+                *tensors("model.layers.{i}.input_layernorm", "blocks.{i}.attention_norm"),
+                *tensors("model.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query"),
+                *tensors("model.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key"),
+                *tensors("model.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value"),
+                *tensors("model.layers.{i}.self_attn.o_proj", "blocks.{i}.attention.output"),
+                *tensors("model.layers.{i}.post_attention_layernorm", "blocks.{i}.mlp_norm"),
+                *tensors("model.layers.{i}.block_sparse_moe.gate", "blocks.{i}.mlp.router"),
+                StockTensor("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", ("blocks.{i}.mlp.experts.gate",)),
+                StockTensor("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", ("blocks.{i}.mlp.experts.up",)),
+                StockTensor("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", ("blocks.{i}.mlp.experts.down",)),
             ),
             experts="experts",
         ),
-        *rows("model.norm", "norm"),
-        *rows("lm_head", "head"),
+        *tensors("model.norm", "norm"),
+        *tensors("lm_head", "head"),
     ),
 )

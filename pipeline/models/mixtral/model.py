@@ -6,12 +6,15 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.moe import Experts, MoE
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.stack import Block, Stack
+from pipeline.models.family import Family
 from pipeline.models.mixtral.config import MixtralConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.mixtral.huggingface import MAPPING
+from pipeline.models.mixtral.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: MixtralConfig) -> Stack:
@@ -40,6 +43,11 @@ def build(config: MixtralConfig) -> Stack:
     )
 
 
-def initial_std(config: MixtralConfig, name: str) -> float | None:
-    """GPT-2's recipe; Mistral AI published none."""
-    return scaled_residual(name, config.init_std, config.layers)
+MIXTRAL = Family(
+    config=MixtralConfig,
+    build=build,
+    # GPT-2's recipe; Mistral AI published none.
+    initial_std=scaled_residual,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.common.knobs import knob
-from pipeline.models.decoder_sizes import RotaryDecoderConfig
+from pipeline.models.shared_sizes import RotaryDecoderConfig
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,16 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import single_std
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
+from pipeline.models.family import Family
 from pipeline.models.olmo2.config import Olmo2Config
+from pipeline.models.olmo2.huggingface import MAPPING
+from pipeline.models.olmo2.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: Olmo2Config) -> Stack:
@@ -40,6 +44,11 @@ def build(config: Olmo2Config) -> Stack:
     )
 
 
-def initial_std(config: Olmo2Config, name: str) -> float | None:
-    """One standard deviation for all weights (section 3.2 of the paper)."""
-    return None if "norm" in name else config.init_std
+OLMO2 = Family(
+    config=Olmo2Config,
+    build=build,
+    # Section 3.2 of the paper.
+    initial_std=single_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+)

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, Table, positive, rows
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, positive, tensors
 from pipeline.models.opt.config import OPTConfig
 
 _BOTH = ("weight", "bias")
 
 
 def table(config: OPTConfig) -> Table:
-    """Return the rows of all weights; only opt-350m has projections at embedding and head, and no final norm."""
+    """Return the tensors of all weights; only opt-350m has projections at embedding and head, and no final norm."""
     return (
-        *rows("model.decoder.embed_tokens", "embed.tokens"),
-        *rows("model.decoder.embed_positions", "embed.positions"),
-        *(rows("model.decoder.project_out", "head.project") if config.projected else ()),
-        *(rows("model.decoder.project_in", "embed.project") if config.projected else ()),
-        *(rows("model.decoder.final_layer_norm", "norm", leaves=_BOTH) if config.pre_norm else ()),
-        *rows("model.decoder.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.self_attn.out_proj", "blocks.{i}.attention.output", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.self_attn_layer_norm", "blocks.{i}.attention_norm", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.fc1", "blocks.{i}.mlp.up", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.fc2", "blocks.{i}.mlp.down", leaves=_BOTH),
-        *rows("model.decoder.layers.{i}.final_layer_norm", "blocks.{i}.mlp_norm", leaves=_BOTH),
-        *rows("lm_head", "head"),
+        *tensors("model.decoder.embed_tokens", "embed.tokens"),
+        *tensors("model.decoder.embed_positions", "embed.positions"),
+        *(tensors("model.decoder.project_out", "head.project") if config.projected else ()),
+        *(tensors("model.decoder.project_in", "embed.project") if config.projected else ()),
+        *(tensors("model.decoder.final_layer_norm", "norm", leaves=_BOTH) if config.pre_norm else ()),
+        *tensors("model.decoder.layers.{i}.self_attn.k_proj", "blocks.{i}.attention.key", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.self_attn.v_proj", "blocks.{i}.attention.value", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.self_attn.q_proj", "blocks.{i}.attention.query", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.self_attn.out_proj", "blocks.{i}.attention.output", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.self_attn_layer_norm", "blocks.{i}.attention_norm", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.fc1", "blocks.{i}.mlp.up", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.fc2", "blocks.{i}.mlp.down", leaves=_BOTH),
+        *tensors("model.decoder.layers.{i}.final_layer_norm", "blocks.{i}.mlp_norm", leaves=_BOTH),
+        *tensors("lm_head", "head"),
     )
 
 
@@ -41,7 +41,7 @@ def _read_width(content: dict[str, Any]) -> dict[str, Any]:
     return {"embed_width": None if width in (None, hidden) else positive("word_embed_proj_dim", width)}
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="OPTForCausalLM",
     model_type="opt",
     fields={

@@ -6,10 +6,13 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
+from pipeline.models.family import Family
+from pipeline.models.gpt import tensor_parallel as gpt
 from pipeline.models.opt.config import OPTConfig
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.opt.huggingface import MAPPING
 
 
 def build(config: OPTConfig) -> Stack:
@@ -37,6 +40,11 @@ def build(config: OPTConfig) -> Stack:
     )
 
 
-def initial_std(config: OPTConfig, name: str) -> float | None:
-    """Megatron-LM's recipe with N(0, 0.006) (section 2.2 of the paper)."""
-    return scaled_residual(name, config.init_std, config.layers)
+OPT = Family(
+    config=OPTConfig,
+    build=build,
+    # Megatron-LM's recipe with N(0, 0.006) (section 2.2 of the paper).
+    initial_std=scaled_residual,
+    tensor_parallel={**gpt.TENSOR_PARALLEL, "embed.project.weight": "replicate", "head.project.weight": "replicate"},
+    huggingface=(MAPPING,),
+)

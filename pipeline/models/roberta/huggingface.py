@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, refusal, rows
 from pipeline.models.bert.huggingface import CLASSIFIER, CONSTANTS, DEFAULTS, FIELDS, LABELS, encoder, output
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, refusal, tensors
 from pipeline.models.roberta.config import PADDING
 
 _BOTH = ("weight", "bias")
@@ -29,17 +29,17 @@ _POSITIONS = KeyGroup(
 )
 
 
-def _classifier(prefix: str, model_type: str, vocab_size: int) -> Adapter:
-    """Return the adapter of the class of sequence classification."""
-    return Adapter(
+def _classifier(prefix: str, model_type: str, vocab_size: int) -> HuggingFaceMapping:
+    """Return the mapping of the class of sequence classification."""
+    return HuggingFaceMapping(
         architecture=f"{prefix}ForSequenceClassification",
         model_type=model_type,
         fields={key: name for key, name in FIELDS.items() if name != "tie_embeddings"},
         constants={**CONSTANTS, "pad_token_id": PADDING},
         table=(
             *encoder("roberta"),
-            *rows("classifier.dense", "head.sentence.dense", leaves=_BOTH),
-            *rows("classifier.out_proj", "head.sentence.output", leaves=_BOTH),
+            *tensors("classifier.dense", "head.sentence.dense", leaves=_BOTH),
+            *tensors("classifier.out_proj", "head.sentence.output", leaves=_BOTH),
         ),
         implied={**CLASSIFIER, "model_type": model_type},
         defaults={**DEFAULTS, "vocab_size": vocab_size},
@@ -49,17 +49,17 @@ def _classifier(prefix: str, model_type: str, vocab_size: int) -> Adapter:
     )
 
 
-def _adapter(prefix: str, model_type: str, vocab_size: int) -> Adapter:
-    """Return the adapter of the class of masked language modeling; its default vocabulary has `vocab_size` tokens."""
-    return Adapter(
+def _masked_lm(prefix: str, model_type: str, vocab_size: int) -> HuggingFaceMapping:
+    """Return the mapping of the class of masked language modeling; its default vocabulary has `vocab_size` tokens."""
+    return HuggingFaceMapping(
         architecture=f"{prefix}ForMaskedLM",
         model_type=model_type,
         fields=FIELDS,
         constants={**CONSTANTS, "pad_token_id": PADDING},
         table=lambda config: (
             *encoder("roberta"),
-            *rows("lm_head.dense", "head.dense", leaves=_BOTH),
-            *rows("lm_head.layer_norm", "head.norm", leaves=_BOTH),
+            *tensors("lm_head.dense", "head.dense", leaves=_BOTH),
+            *tensors("lm_head.layer_norm", "head.norm", leaves=_BOTH),
             *output("lm_head", "lm_head.decoder", config),
         ),
         implied={"next_sentence": False, "is_classifier": False, "model_type": model_type},
@@ -71,4 +71,4 @@ def _adapter(prefix: str, model_type: str, vocab_size: int) -> Adapter:
 
 
 _CLASSES = (("Roberta", "roberta", 50265), ("XLMRoberta", "xlm-roberta", 30522), ("Camembert", "camembert", 30522))
-ADAPTERS = tuple(make(*names) for make in (_adapter, _classifier) for names in _CLASSES)
+MAPPINGS = tuple(make(*names) for make in (_masked_lm, _classifier) for names in _CLASSES)

@@ -6,6 +6,11 @@ same model with other vocabularies and data.
 
 from __future__ import annotations
 
-from pipeline.models.bert.model import build, initial_std
+from dataclasses import replace
 
-__all__ = ["build", "initial_std"]
+from pipeline.models.bert.model import BERT
+from pipeline.models.roberta.config import RobertaConfig
+from pipeline.models.roberta.huggingface import MAPPINGS
+
+#: The next-sentence head of BERT's tensor-parallel table is RoBERTa's head of sequence classification.
+ROBERTA = replace(BERT, config=RobertaConfig, huggingface=MAPPINGS)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.adapter import KeyGroup, refusal
-from pipeline.models.layer_pattern import interval_of, marked
+from pipeline.models.config_json_keys import ROPE, interval_of
+from pipeline.models.huggingface_mapping import KeyGroup, refusal
 from pipeline.models.llama import huggingface as llama
-from pipeline.models.rope_json import ROPE
+from pipeline.models.shared_sizes import marked
 from pipeline.models.smollm3.config import SmolLM3Config
 
 
@@ -27,14 +27,14 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     return {"no_rope_layer_interval": interval if layers is None else interval_of("no_rope_layers", layers[:count], 0, interval)}
 
 
-ADAPTER = replace(
-    llama.ADAPTER,
+MAPPING = replace(
+    llama.MAPPING,
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    fields={key: field for key, field in llama.ADAPTER.fields.items() if key != "attention_bias"},
+    fields={key: field for key, field in llama.MAPPING.fields.items() if key != "attention_bias"},
     constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "use_sliding_window": False},
     defaults={
-        **llama.ADAPTER.defaults,
+        **llama.MAPPING.defaults,
         "vocab_size": 128256,
         "max_position_embeddings": 32768,
         "hidden_size": 2048,

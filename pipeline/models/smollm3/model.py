@@ -11,14 +11,17 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
-from pipeline.models.layer_pattern import is_marked
-from pipeline.models.recipes import scaled_residual
+from pipeline.models.family import Family
+from pipeline.models.llama import tensor_parallel as llama
+from pipeline.models.shared_sizes import is_marked
 from pipeline.models.smollm3.config import SmolLM3Config
+from pipeline.models.smollm3.huggingface import MAPPING
 
 
 def build(config: SmolLM3Config) -> Stack:
@@ -51,6 +54,11 @@ def build(config: SmolLM3Config) -> Stack:
     )
 
 
-def initial_std(config: SmolLM3Config, name: str) -> float | None:
-    """GPT-2's recipe."""
-    return scaled_residual(name, config.init_std, config.layers)
+SMOLLM3 = Family(
+    config=SmolLM3Config,
+    build=build,
+    # GPT-2's recipe.
+    initial_std=scaled_residual,
+    tensor_parallel=llama.DENSE,
+    huggingface=(MAPPING,),
+)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class T5Config(EncoderDecoderSizes):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = self.depth_violations()
+        violations = self.depth_violations()
         if self.buckets % 4:
-            found.append(
+            violations.append(
                 Violation(
                     "model.buckets",
                     self.buckets,
@@ -53,5 +53,5 @@ class T5Config(EncoderDecoderSizes):
             )
         elif self.max_distance <= self.buckets // 2:
             rule = f"must be above {self.buckets // 2}, the number of exact buckets of model.buckets={self.buckets}"
-            found.append(Violation("model.max_distance", self.max_distance, rule, "raise it, or choose fewer buckets"))
-        return found
+            violations.append(Violation("model.max_distance", self.max_distance, rule, "raise it, or choose fewer buckets"))
+        return violations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.models.adapter import Adapter, KeyGroup, Row, refusal, rows
-from pipeline.models.encoder_decoder import layer_counts
+from pipeline.models.config_json_keys import layer_counts
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, refusal, tensors
 from pipeline.models.t5.config import T5Config
 
 #: feed_forward_proj of T5 and of T5 1.1 in config.json
@@ -14,14 +14,14 @@ _PLAIN, _GATED = "relu", "gated-gelu"
 
 def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
     """Return whether the feed-forward is gated."""
-    found = content.get("feed_forward_proj", _PLAIN)
-    if found not in (_PLAIN, _GATED):
-        raise refusal("feed_forward_proj", found, f"is not supported by this family; only {_PLAIN} and {_GATED} are supported")
-    derived = {"dense_act_fn": "gelu_new" if found == _GATED else _PLAIN, "is_gated_act": found == _GATED}
+    kind = content.get("feed_forward_proj", _PLAIN)
+    if kind not in (_PLAIN, _GATED):
+        raise refusal("feed_forward_proj", kind, f"is not supported by this family; only {_PLAIN} and {_GATED} are supported")
+    derived = {"dense_act_fn": "gelu_new" if kind == _GATED else _PLAIN, "is_gated_act": kind == _GATED}
     for key, expected in derived.items():  # the class derives them, and a file can override them
         if content.get(key, expected) != expected:
-            raise refusal(key, content[key], f"contradicts feed_forward_proj={found}, which means {expected}", f"remove {key}")
-    return {"gated": found == _GATED}
+            raise refusal(key, content[key], f"contradicts feed_forward_proj={kind}, which means {expected}", f"remove {key}")
+    return {"gated": kind == _GATED}
 
 
 def _write_tie(config: T5Config) -> dict[str, Any]:
@@ -40,52 +40,52 @@ def _read_tie(content: dict[str, Any]) -> dict[str, Any]:
     return {"tie_embeddings": content["scale_decoder_outputs"]}
 
 
-def _attention(part: str, layer: int, hf: str, name: str) -> tuple[Row, ...]:
-    """Return the rows of an attention layer and its norm, in every block of the encoder or the decoder."""
+def _attention(part: str, layer: int, hf: str, name: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of an attention layer and its norm, in every block of the encoder or the decoder."""
     hf_layer, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     return (
-        *rows(f"{hf_layer}.{hf}.q", f"{block}.{name}.query"),
-        *rows(f"{hf_layer}.{hf}.k", f"{block}.{name}.key"),
-        *rows(f"{hf_layer}.{hf}.v", f"{block}.{name}.value"),
-        *rows(f"{hf_layer}.{hf}.o", f"{block}.{name}.output"),
-        *rows(f"{hf_layer}.layer_norm", f"{block}.{name}_norm"),
+        *tensors(f"{hf_layer}.{hf}.q", f"{block}.{name}.query"),
+        *tensors(f"{hf_layer}.{hf}.k", f"{block}.{name}.key"),
+        *tensors(f"{hf_layer}.{hf}.v", f"{block}.{name}.value"),
+        *tensors(f"{hf_layer}.{hf}.o", f"{block}.{name}.output"),
+        *tensors(f"{hf_layer}.layer_norm", f"{block}.{name}_norm"),
     )
 
 
-def _feed_forward(part: str, layer: int, *, gated: bool) -> tuple[Row, ...]:
-    """Return the rows of a feed-forward and its norm; T5 1.1 has two input projections."""
+def _feed_forward(part: str, layer: int, *, gated: bool) -> tuple[StockTensor, ...]:
+    """Return the tensors of a feed-forward and its norm; T5 1.1 has two input projections."""
     hf_layer, block = f"{part}.block.{{{part}}}.layer.{layer}", f"blocks.{{{part}}}"
     inputs = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
     return (
-        *(row for hf, name in inputs.items() for row in rows(f"{hf_layer}.DenseReluDense.{hf}", f"{block}.mlp.{name}")),
-        *rows(f"{hf_layer}.DenseReluDense.wo", f"{block}.mlp.down"),
-        *rows(f"{hf_layer}.layer_norm", f"{block}.mlp_norm"),
+        *(entry for hf, name in inputs.items() for entry in tensors(f"{hf_layer}.DenseReluDense.{hf}", f"{block}.mlp.{name}")),
+        *tensors(f"{hf_layer}.DenseReluDense.wo", f"{block}.mlp.down"),
+        *tensors(f"{hf_layer}.layer_norm", f"{block}.mlp_norm"),
     )
 
 
-def _bias(part: str) -> tuple[Row, ...]:
-    """Return the rows of the relative position biases, which Hugging Face stores in the first block."""
-    return rows(f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{part}_bias", transposed=True)
+def _bias(part: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of the relative position biases, which Hugging Face stores in the first block."""
+    return tensors(f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{part}_bias", transposed=True)
 
 
-def _table(config: T5Config) -> tuple[Row, ...]:
-    """Return the rows of all weights."""
+def _table(config: T5Config) -> tuple[StockTensor, ...]:
+    """Return the tensors of all weights."""
     return (
-        *rows("shared", "embed.tokens"),
+        *tensors("shared", "embed.tokens"),
         *_bias("encoder"),
         *_attention("encoder", 0, "SelfAttention", "attention"),
         *_feed_forward("encoder", 1, gated=config.gated),
-        *rows("encoder.final_layer_norm", f"blocks.{config.encoder_blocks - 1}.output_norm"),
+        *tensors("encoder.final_layer_norm", f"blocks.{config.encoder_blocks - 1}.output_norm"),
         *_bias("decoder"),
         *_attention("decoder", 0, "SelfAttention", "attention"),
         *_attention("decoder", 1, "EncDecAttention", "cross"),
         *_feed_forward("decoder", 2, gated=config.gated),
-        *rows("decoder.final_layer_norm", "norm"),
-        *rows("lm_head", "head"),
+        *tensors("decoder.final_layer_norm", "norm"),
+        *tensors("lm_head", "head"),
     )
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="T5ForConditionalGeneration",
     model_type="t5",
     fields={

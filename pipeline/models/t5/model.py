@@ -10,7 +10,11 @@ from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.position_bias import RelativeBias
 from pipeline.layers.stack import Block
+from pipeline.models.costs import encoder_decoder_costs
+from pipeline.models.family import Family
 from pipeline.models.t5.config import T5Config
+from pipeline.models.t5.huggingface import MAPPING
+from pipeline.models.t5.tensor_parallel import ON_EVERY_STAGE, TENSOR_PARALLEL
 
 
 def build(config: T5Config) -> EncoderDecoder:
@@ -67,3 +71,14 @@ def initial_std(config: T5Config, name: str) -> float | None:
         "down": config.ffn_hidden,
     }
     return config.init_std * fan_in.get(leaf, config.hidden) ** -0.5
+
+
+T5 = Family(
+    config=T5Config,
+    build=build,
+    initial_std=initial_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+    on_every_stage=ON_EVERY_STAGE,
+    costs=encoder_decoder_costs,
+)

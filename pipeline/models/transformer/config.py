@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.encoder_decoder_sizes import EncoderDecoderSizes
 from pipeline.models.rules import heads_violations
+from pipeline.models.shared_sizes import EncoderDecoderSizes
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class TransformerConfig(EncoderDecoderSizes):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        found = [*self.depth_violations(), *heads_violations(self.hidden, self.heads)]
+        violations = [*self.depth_violations(), *heads_violations(self.hidden, self.heads)]
         if self.hidden % 2:
             rule = "must be even: half of the dims of the position embedding are sines, half are cosines"
-            found.append(Violation("model.hidden", self.hidden, rule, "choose an even width"))
-        return found
+            violations.append(Violation("model.hidden", self.hidden, rule, "choose an even width"))
+        return violations

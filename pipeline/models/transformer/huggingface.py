@@ -8,32 +8,32 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.layers.positions import SinusoidalPositions
-from pipeline.models.adapter import Adapter, KeyGroup, Row, StoredTensors, refusal, rows
-from pipeline.models.encoder_decoder import layer_counts
+from pipeline.models.config_json_keys import layer_counts
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
 from pipeline.models.transformer.config import TransformerConfig
 
 _BOTH = ("weight", "bias")
 
 
-def _attention(part: str, hf: str, name: str) -> tuple[Row, ...]:
-    """Return the rows of an attention layer and its norm."""
+def _attention(part: str, hf: str, name: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of an attention layer and its norm."""
     hf_layer = f"model.{part}.layers.{{{part}}}.{hf}"
     return (
-        *rows(f"{hf_layer}.k_proj", f"blocks.{{{part}}}.{name}.key", leaves=_BOTH),
-        *rows(f"{hf_layer}.v_proj", f"blocks.{{{part}}}.{name}.value", leaves=_BOTH),
-        *rows(f"{hf_layer}.q_proj", f"blocks.{{{part}}}.{name}.query", leaves=_BOTH),
-        *rows(f"{hf_layer}.out_proj", f"blocks.{{{part}}}.{name}.output", leaves=_BOTH),
-        *rows(f"{hf_layer}_layer_norm", f"blocks.{{{part}}}.{name}_norm", leaves=_BOTH),
+        *tensors(f"{hf_layer}.k_proj", f"blocks.{{{part}}}.{name}.key", leaves=_BOTH),
+        *tensors(f"{hf_layer}.v_proj", f"blocks.{{{part}}}.{name}.value", leaves=_BOTH),
+        *tensors(f"{hf_layer}.q_proj", f"blocks.{{{part}}}.{name}.query", leaves=_BOTH),
+        *tensors(f"{hf_layer}.out_proj", f"blocks.{{{part}}}.{name}.output", leaves=_BOTH),
+        *tensors(f"{hf_layer}_layer_norm", f"blocks.{{{part}}}.{name}_norm", leaves=_BOTH),
     )
 
 
-def _feed_forward(part: str) -> tuple[Row, ...]:
-    """Return the rows of a feed-forward and its norm."""
+def _feed_forward(part: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of a feed-forward and its norm."""
     hf_layer = f"model.{part}.layers.{{{part}}}"
     return (
-        *rows(f"{hf_layer}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
-        *rows(f"{hf_layer}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
-        *rows(f"{hf_layer}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
+        *tensors(f"{hf_layer}.fc1", f"blocks.{{{part}}}.mlp.up", leaves=_BOTH),
+        *tensors(f"{hf_layer}.fc2", f"blocks.{{{part}}}.mlp.down", leaves=_BOTH),
+        *tensors(f"{hf_layer}.final_layer_norm", f"blocks.{{{part}}}.mlp_norm", leaves=_BOTH),
     )
 
 
@@ -59,7 +59,7 @@ def _positions(config: TransformerConfig) -> Tensor:
     return SinusoidalPositions(config.max_positions, config.hidden).table
 
 
-ADAPTER = Adapter(
+MAPPING = HuggingFaceMapping(
     architecture="MarianMTModel",
     model_type="marian",
     fields={
@@ -104,13 +104,13 @@ ADAPTER = Adapter(
     computed_weights={f"model.{part}.embed_positions.weight": _positions for part in ("encoder", "decoder")},
     from_weights=_with_output_bias,
     table=lambda config: (
-        *rows("model.shared", "embed.tokens"),
+        *tensors("model.shared", "embed.tokens"),
         *_attention("encoder", "self_attn", "attention"),
         *_feed_forward("encoder"),
         *_attention("decoder", "self_attn", "attention"),
         *_attention("decoder", "encoder_attn", "cross"),
         *_feed_forward("decoder"),
-        *rows("lm_head", "head"),
-        *((Row("final_logits_bias", ("head.bias",), added_dim=True),) if config.output_bias else ()),
+        *tensors("lm_head", "head"),
+        *((StockTensor("final_logits_bias", ("head.bias",), added_dim=True),) if config.output_bias else ()),
     ),
 )

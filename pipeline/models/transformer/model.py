@@ -11,7 +11,11 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block
+from pipeline.models.costs import encoder_decoder_costs
+from pipeline.models.family import Family
 from pipeline.models.transformer.config import TransformerConfig
+from pipeline.models.transformer.huggingface import MAPPING
+from pipeline.models.transformer.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: TransformerConfig) -> EncoderDecoder:
@@ -56,3 +60,13 @@ def initial_std(config: TransformerConfig, name: str) -> float | None:
         return config.init_std * config.hidden**-0.5
     outer = config.ffn_hidden if ".mlp." in name else config.hidden
     return config.init_std * math.sqrt(2 / (config.hidden + outer))
+
+
+TRANSFORMER = Family(
+    config=TransformerConfig,
+    build=build,
+    initial_std=initial_std,
+    tensor_parallel=TENSOR_PARALLEL,
+    huggingface=(MAPPING,),
+    costs=encoder_decoder_costs,
+)

@@ -10,7 +10,7 @@ import xxhash
 
 from pipeline.common.errors import UserError
 from pipeline.data.load.instructions import open_files
-from pipeline.data.load.labels import LabelReader
+from pipeline.data.load.labeled_texts import LabelReader
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.sample_config import SampleConfig

@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
 from pipeline.data.load.document_boundaries import document_ids
-from pipeline.data.load.objectives import sentences
+from pipeline.data.load.objectives import sentence_pairs
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.sample_order import random_words
@@ -102,7 +102,7 @@ class Masked(TokenShardObjective):
         rows, width = text.shape
         tokens = np.full((rows, self._length), self.samples.end_of_document, dtype=text.dtype)
         tokens[:, 0], tokens[:, 1:-1] = self._vocabulary.first, text
-        ends = sentences.text_ends(text, self.samples.end_of_document) if self._packed else np.full(rows, width)
+        ends = sentence_pairs.text_ends(text, self.samples.end_of_document) if self._packed else np.full(rows, width)
         tokens[np.arange(rows), ends + 1] = self._vocabulary.between
         if not (self._packed or self._document_mask):
             return {"tokens": tokens}
@@ -116,9 +116,9 @@ class Masked(TokenShardObjective):
     def _pairs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """[CLS] a [SEP] b [SEP], padded if the document is short."""
         vocabulary, end = self._vocabulary, self.samples.end_of_document
-        others = sentences.other_samples(indices, self._count, self._seed)
+        others = sentence_pairs.other_samples(indices, self._count, self._seed)
         texts = self.samples.samples(np.concatenate([indices, others]))[:, :-1]
-        pairs = sentences.segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
+        pairs = sentence_pairs.segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
         shape = (len(indices), self._length)
         tokens = np.full(shape, end, dtype=texts.dtype)
         segments, documents = np.zeros(shape, dtype=np.int8), np.full(shape, -1, dtype=np.int32)

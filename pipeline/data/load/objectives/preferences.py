@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.data.load.examples import ExampleReader, PairReader
 from pipeline.data.load.objectives.supervised import Supervised
+from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
 
 
 class Preferences(Supervised):

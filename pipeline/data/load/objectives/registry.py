@@ -9,7 +9,7 @@ from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
 from pipeline.data.load.objectives.preferences import Preferences
-from pipeline.data.load.objectives.spans import SpanCorruption
+from pipeline.data.load.objectives.span_corruption import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.sample_config import SampleConfig
 

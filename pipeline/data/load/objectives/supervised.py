@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 import numpy as np
 import xxhash
 
-from pipeline.data.load.examples import ExampleReader
 from pipeline.data.load.instructions import Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize.tokenizer import TextEncoder
 

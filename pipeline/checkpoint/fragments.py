@@ -1,17 +1,32 @@
-"""Consolidates a sharded checkpoint: joins the fragments of all ranks into full weights, and extracts fragments from full weights.
-
-A fragment is a run of elements of a flattened piece; the piece is a slice of the full weight (parallel/pieces.py).
-`consolidate_fragments` joins the fragments of a weight, `extract_fragment` is its inverse for one of them.
-"""
+"""Fragments: what a rank saves and loads of a weight, joined into full weights and extracted from them (words: parallel/pieces.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.pieces import Piece
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The run of elements `start : start + n` of a flattened piece that this rank optimizes.
+
+    Attributes:
+        piece: slice of the full weight that contains the fragment.
+        start: first element in the flattened piece.
+        tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load; a weight in 4 bits is always full.
+        owned: whether this rank saves the fragment; if not, another rank holds the same elements and saves them.
+    """
+
+    piece: Piece
+    start: int
+    tensors: dict[str, Tensor | NF4Weight]
+    owned: bool
 
 
 def consolidate_fragments(shape: tuple[int, ...], fragments: Iterable[tuple[Piece, int, Tensor]]) -> tuple[Tensor, int]:
@@ -41,13 +56,13 @@ def insert_fragment(full: Tensor, piece: Piece, start: int, values: Tensor) -> N
         start: first element of the fragment in the flattened piece.
         values: the elements of the fragment, flat.
     """
-    part = piece.narrow(full)
-    if part.is_contiguous():
-        part.view(-1)[start : start + values.numel()] = values
+    narrowed = piece.narrow(full)
+    if narrowed.is_contiguous():
+        narrowed.view(-1)[start : start + values.numel()] = values
     else:
-        flat = part.flatten()
+        flat = narrowed.flatten()
         flat[start : start + values.numel()] = values
-        part.copy_(flat.view_as(part))
+        narrowed.copy_(flat.view_as(narrowed))
 
 
 def extract_fragment(full: Tensor, piece: Piece, start: int, count: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Parallel plan of Transformer (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of the Transformer (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "blocks.*_norm.*": "replicate",
     "blocks.*.query.*": "column",

@@ -24,7 +24,7 @@ from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
 
 #: family -> its configuration dataclass
-FAMILIES: dict[str, type[Any]] = {
+CONFIG_CLASSES: dict[str, type[Any]] = {
     "apertus": ApertusConfig,
     "bert": BertConfig,
     "bloom": BloomConfig,
@@ -46,5 +46,5 @@ FAMILIES: dict[str, type[Any]] = {
 
 def from_dict(values: Mapping[str, Any]) -> ModelConfig:
     """Return the model configuration that a checkpoint or a run directory stores as a dictionary."""
-    config: ModelConfig = FAMILIES[values["family"]](**values)
+    config: ModelConfig = CONFIG_CLASSES[values["family"]](**values)
     return config

@@ -1,4 +1,4 @@
-"""Mapping between the weights of a family and the tensors of its Hugging Face class, in both directions: one row per tensor."""
+"""The tensors of a Hugging Face class and the weights of ours that each contains, with the conversion in both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
-#: placeholder of a block index in a row -> (block index in the Hugging Face model, block index in ours) of all its blocks
+#: placeholder of a block index -> (block index in the Hugging Face model, block index in ours) of all its blocks
 SECTIONS: dict[str, Callable[[Any], Iterable[tuple[int, int]]]] = {
     "i": lambda config: ((index, index) for index in range(config.layers)),
     "encoder": lambda config: ((index, index) for index in range(config.encoder_blocks)),
@@ -21,18 +21,18 @@ SECTIONS: dict[str, Callable[[Any], Iterable[tuple[int, int]]]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class StockTensor:
     """One Hugging Face tensor and the weights of our model that it contains.
 
     Attributes:
         hf_name: name of the Hugging Face tensor; `{i}` is replaced by the index of each block, `{encoder}` and `{decoder}` by the index of
             each block of the encoder or decoder, `{e}` by the index of each expert.
-        names: names of our weights, in the order of their rows in a fused Hugging Face tensor.
+        names: names of our weights, in their order along dim 0 of a fused Hugging Face tensor.
         transposed: the Hugging Face tensor is (input, output), as in GPT-2's Conv1D; our weights are always (output, input).
-        interleaved: field of our configuration with the number of row groups (BLOOM: heads) of a fused tensor that holds the first group
-            of each weight, then the second of each, and so on; empty if the weights are concatenated.
+        interleaved: field of our configuration with the number of groups (BLOOM: heads) of a fused tensor that holds the first group of
+            each weight, then the second of each, and so on; empty if the weights are concatenated.
         groups: that number, set by `for_config`.
-        expert: the Hugging Face tensor is this slice of dim 0 of our weight, a stack of experts.
+        expert: the Hugging Face tensor is this index of dim 0 of our weight, a stack of experts.
         added_dim: the Hugging Face tensor has a further dim 0 of size 1.
         constant: the Hugging Face tensor is this number, in every model of the class; we have no such weight, and `names` is empty.
     """
@@ -46,33 +46,33 @@ class Row:
     added_dim: bool = False
     constant: float | None = None
 
-    def for_config(self, config: Any) -> Row:
-        """Return the row with `groups` of a configuration."""
+    def for_config(self, config: Any) -> StockTensor:
+        """Return the entry with `groups` of a configuration."""
         return replace(self, groups=getattr(config, self.interleaved)) if self.interleaved else self
 
     @property
     def blocks(self) -> str:
-        """The blocks that the row repeats for: a key of SECTIONS, or "" for a weight outside the blocks."""
+        """The blocks that have such a tensor: a key of SECTIONS, or "" for a weight outside the blocks."""
         return next((name for name in SECTIONS if f"{{{name}}}" in self.hf_name), "")
 
-    def for_block(self, hf_index: int, index: int) -> Row:
-        """Return the row of one block, given its index in the Hugging Face model and in ours."""
+    def for_block(self, hf_index: int, index: int) -> StockTensor:
+        """Return the tensor of one block, given its index in the Hugging Face model and in ours."""
         placeholder = f"{{{self.blocks}}}"
         names = tuple(name.replace(placeholder, str(index)) for name in self.names)
         return replace(self, hf_name=self.hf_name.replace(placeholder, str(hf_index)), names=names)
 
-    def for_expert(self, index: int) -> Row:
-        """Return the row of one expert."""
+    def for_expert(self, index: int) -> StockTensor:
+        """Return the tensor of one expert."""
         return replace(self, hf_name=self.hf_name.replace("{e}", str(index)), expert=index)
 
     def to_hf(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the Hugging Face tensor, from our weights in the order of `names`."""
         if self.constant is not None:
             return torch.tensor(self.constant)
-        parts = [weight if self.expert is None else weight[self.expert] for weight in weights]
+        matrices = [weight if self.expert is None else weight[self.expert] for weight in weights]
         if self.groups > 1:
-            parts = [torch.stack([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 2)]
-        fused = parts[0] if len(parts) == 1 else torch.cat(parts)
+            matrices = [torch.stack([matrix.unflatten(0, (self.groups, -1)) for matrix in matrices], dim=1).flatten(0, 2)]
+        fused = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         fused = fused[None] if self.added_dim else fused
         return fused.t().contiguous() if self.transposed else fused.contiguous()
 
@@ -81,67 +81,68 @@ class Row:
 
         Args:
             tensor: the Hugging Face tensor, of the shape that `shape` returns.
-            shapes: shapes of our weights; for an expert's row, the returned tensors are slices of them along dim 0.
+            shapes: shapes of our weights; for the tensor of an expert, the returned tensors are one index of them along dim 0.
         """
         fused = tensor.t() if self.transposed else tensor[0] if self.added_dim else tensor
         if self.groups > 1:
             grouped = fused.unflatten(0, (self.groups, len(shapes), -1))
-            return [grouped[:, part].flatten(0, 1) for part in range(len(shapes))]
-        return list(fused.split([shape[0] for shape in self._parts(shapes)]))
+            return [grouped[:, index].flatten(0, 1) for index in range(len(shapes))]
+        return list(fused.split([shape[0] for shape in self._matrices(shapes)]))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the Hugging Face tensor, from the shapes of our weights."""
         if self.constant is not None:
             return ()
-        parts = self._parts(shapes)
-        fused = (sum(part[0] for part in parts), *parts[0][1:])
+        matrices = self._matrices(shapes)
+        fused = (sum(matrix[0] for matrix in matrices), *matrices[0][1:])
         return fused[::-1] if self.transposed else (1, *fused) if self.added_dim else fused
 
-    def _parts(self, shapes: Sequence[Shape]) -> list[Shape]:
+    def _matrices(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Return the shapes of what the Hugging Face tensor contains: our weights, or one expert of each."""
         return [tuple(shape) if self.expert is None else tuple(shape[1:]) for shape in shapes]
 
 
-def rows(
+def tensors(
     hf_module: str, *modules: str, leaves: Sequence[str] = ("weight",), transposed: bool = False, interleaved: str = ""
-) -> tuple[Row, ...]:
-    """Return the rows of a module, one for each of its leaves (weight, bias); `transposed` applies to the weight only."""
+) -> tuple[StockTensor, ...]:
+    """Return the tensors of a module, one for each of its leaves (weight, bias); `transposed` applies to the weight only."""
     return tuple(
-        Row(f"{hf_module}.{leaf}", tuple(f"{module}.{leaf}" for module in modules), transposed and leaf == "weight", interleaved)
+        StockTensor(f"{hf_module}.{leaf}", tuple(f"{module}.{leaf}" for module in modules), transposed and leaf == "weight", interleaved)
         for leaf in leaves
     )
 
 
 @dataclass(frozen=True)
-class BlockRows:
-    """Rows that repeat for some of the blocks only, or for every expert of a block.
+class BlockTensors:
+    """Tensors that only some of the blocks have, or every expert of a block.
 
     Attributes:
-        rows: rows with `{i}`, and with `{e}` for experts.
-        where: returns the (Hugging Face index, our index) of the blocks that have these rows.
+        tensors: with `{i}`, and with `{e}` for experts.
+        where: returns the (Hugging Face index, our index) of the blocks that have these tensors.
         experts: field of our configuration with the number of experts.
     """
 
-    rows: tuple[Row, ...]
+    tensors: tuple[StockTensor, ...]
     where: Callable[[Any], Iterable[tuple[int, int]]] = SECTIONS["i"]
     experts: str = ""
 
-    def expand(self, config: Any) -> Iterator[Row]:
-        """Yield the rows of all these blocks."""
+    def expand(self, config: Any) -> Iterator[StockTensor]:
+        """Yield the tensors of all these blocks."""
         for hf_index, index in self.where(config):
-            for row in self.rows:
-                filled = row.for_block(hf_index, index)
-                if "{e}" in row.hf_name:
+            for entry in self.tensors:
+                filled = entry.for_block(hf_index, index)
+                if "{e}" in entry.hf_name:
                     yield from (filled.for_expert(index) for index in range(getattr(config, self.experts)))
                 else:
                     yield filled
 
 
-def expand(table: Iterable[Row | BlockRows], config: Any) -> Iterator[Row]:
-    """Yield every row of a table for a configuration. Consecutive rows that repeat for the same blocks are yielded block by block."""
-    for section, group in groupby(table, key=lambda item: item.blocks if isinstance(item, Row) else "BLOCKS"):
+def expand(table: Iterable[StockTensor | BlockTensors], config: Any) -> Iterator[StockTensor]:
+    """Yield every tensor of a table for a configuration. Consecutive entries that repeat for the same blocks are yielded block by block."""
+    for section, group in groupby(table, key=lambda item: item.blocks if isinstance(item, StockTensor) else "BLOCKS"):
         if section in SECTIONS:
-            found = BlockRows(tuple(row for row in group if isinstance(row, Row)), SECTIONS[section]).expand(config)
-            yield from (row.for_config(config) for row in found)
+            repeated = BlockTensors(tuple(entry for entry in group if isinstance(entry, StockTensor)), SECTIONS[section]).expand(config)
+            yield from (entry.for_config(config) for entry in repeated)
             continue
         for item in group:
-            yield from (row.for_config(config) for row in ([item] if isinstance(item, Row) else item.expand(config)))
+            yield from (entry.for_config(config) for entry in ([item] if isinstance(item, StockTensor) else item.expand(config)))

@@ -1,12 +1,17 @@
-"""Rotary position embeddings in config.json: the current key (rope_parameters) and those of earlier releases (rope_theta, rope_scaling)."""
+"""Groups of config.json keys that several families share: rotary position embeddings, numbers of blocks, layers at an interval.
+
+Rotary position embeddings have the current key (rope_parameters) and those of earlier releases (rope_theta, rope_scaling).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from pipeline.models.adapter import KeyGroup, positive, refusal
+from pipeline.models.huggingface_mapping import KeyGroup, positive, refusal
 from pipeline.models.rope import KEYS
+from pipeline.models.shared_sizes import EncoderDecoderSizes, marked
 
 _TO_HF = {"none": "default"}
 _FROM_HF = {"default": "none"}
@@ -16,8 +21,8 @@ def _write(config: Any) -> dict[str, Any]:
     """Return the current and the earlier keys: transformers 4 and other readers support only the earlier ones."""
     kind = getattr(config, "rope_scaling", "none")
     values = {key: getattr(config, name) for key, name in KEYS[kind].items()}
-    kept = {key: value for key, value in values.items() if value is not None and not (key.startswith("mscale") and value == 0)}
-    scaling = {"rope_type": _TO_HF.get(kind, kind), **kept}
+    values = {key: value for key, value in values.items() if value is not None and not (key.startswith("mscale") and value == 0)}
+    scaling = {"rope_type": _TO_HF.get(kind, kind), **values}
     content = {"rope_theta": config.rope_theta, "rope_parameters": {**scaling, "rope_theta": config.rope_theta}}
     return content if kind == "none" else {**content, "rope_scaling": scaling}
 
@@ -82,3 +87,49 @@ _KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 ROPE = KeyGroup(keys=_KEYS, write=_write, read=_read)
 #: for families with rope_theta and without scaling
 UNSCALED = KeyGroup(keys=_KEYS, write=_write, read=_read_unscaled)
+
+
+def layer_counts(encoder_key: str, decoder_key: str, *, default: int, decoder_as_encoder: bool = False) -> KeyGroup:
+    """Return the keys with the numbers of blocks of an encoder-decoder, which Hugging Face numbers separately.
+
+    Args:
+        encoder_key: key with the number of encoder blocks.
+        decoder_key: key with the number of decoder blocks.
+        default: number of blocks if a key is missing.
+        decoder_as_encoder: whether a missing decoder_key means as many blocks as the encoder has.
+    """
+
+    def write(config: EncoderDecoderSizes) -> dict[str, Any]:
+        return {encoder_key: config.encoder_blocks, decoder_key: config.decoder_blocks}
+
+    def read(content: dict[str, Any]) -> dict[str, Any]:
+        first = content.get(encoder_key, default)
+        second = content.get(decoder_key)
+        if second is None:
+            second = first if decoder_as_encoder else default
+        blocks = positive(encoder_key, first), positive(decoder_key, second)
+        return {"layers": sum(blocks), "encoder_layers": None if blocks[0] == blocks[1] else blocks[0]}
+
+    return KeyGroup((encoder_key, decoder_key), write, read)
+
+
+def interval_of(key: str, values: Sequence[Any], special: Any, stated: int) -> int:
+    """Return the interval at which a list with an entry per layer has the entry `special`.
+
+    Args:
+        key: key of config.json.
+        values: its value.
+        special: the entry of the layers at the interval.
+        stated: the interval that config.json states, which is preferred if it is true of the list: a list may fit several.
+
+    Raises:
+        UserError: the list does not follow an interval.
+    """
+    if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
+        raise refusal(key, list(values), f"comes with the interval {stated}, which must be an integer of at least 1", "fix config.json")
+    is_special = [value == special for value in values]
+    first = is_special.index(True) + 1 if any(is_special) else len(is_special) + 1
+    for interval in (stated, first):
+        if is_special == marked(len(is_special), interval):
+            return interval
+    raise refusal(key, list(values), f"does not have {special} at a fixed interval of layers, which this family requires")

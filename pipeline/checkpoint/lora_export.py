@@ -6,14 +6,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.checkpoint import adapter, peft_format
-from pipeline.checkpoint.adapter_factors import Adapter
+from pipeline.checkpoint import peft_format
+from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, lora_of, saved_weights
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.common.files import atomic_folder, digest
-from pipeline.models import families, registry
+from pipeline.models import config_classes, registry
 
 log = logging.getLogger("pipeline")
 
@@ -33,19 +33,19 @@ def export_adapter(path: Path, output: Path) -> None:
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
     checkpoint = Checkpoint(path)
-    model = families.from_dict(checkpoint.config["model"])
+    model = config_classes.from_dict(checkpoint.config["model"])
     if getattr(model, "labels", []):
         rule = "would leave out the head of the classifier, which is trained beside the adapter"
         raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapter is merged into full weights")
     trained, *_ = collect_errors(
         lambda: _adapter_of(checkpoint),
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
-        lambda: registry.adapter(model),
+        lambda: registry.mapping_of(model),
     )
-    saved, lora = adapter.saved_weights(checkpoint), adapter.lora_of(checkpoint.config)
+    saved, lora = saved_weights(checkpoint), lora_of(checkpoint.config)
     trained = replace(trained, saved=saved)
     if lora.quantize == "none":  # else the checkpoint has the rounded weights of its base
-        trained = replace(trained, base=adapter.base_hash(checkpoint, model, saved))
+        trained = replace(trained, base=base_hash(checkpoint, model, saved))
     base = checkpoint.config["checkpoint"].get("initialize_from") or ""
     with atomic_folder(output) as folder:
         parameters = peft_format.write_peft(folder, trained, model, dropout=lora.dropout, base_name=base)
@@ -56,7 +56,7 @@ def export_adapter(path: Path, output: Path) -> None:
 
 def _adapter_of(checkpoint: Checkpoint) -> Adapter:
     """Return the adapter of a checkpoint; refuse a checkpoint without one."""
-    if (trained := adapter.of_checkpoint(checkpoint)) is None:
+    if (trained := adapter_of(checkpoint)) is None:
         rule = f"requires an adapter, and {checkpoint.path} has none"
         raise UserError.of("stage.format", "peft", rule, "choose a run with lora.rank above 0, or stage.format=huggingface")
     return trained

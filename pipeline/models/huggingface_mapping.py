@@ -1,4 +1,4 @@
-"""Mapping between a family and its Hugging Face class: a table of weights and a table of config.json keys, used for export and import."""
+"""The mapping between a family and a Hugging Face class: a table of weights and a table of config.json keys, for export and import."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.common.errors import UserError
 from pipeline.models.config import ModelConfig
-from pipeline.models.rows import BlockRows, Row, expand, rows
+from pipeline.models.stock_tensors import BlockTensors, StockTensor, expand, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Table = tuple[Row | BlockRows, ...]
+Table = tuple[StockTensor | BlockTensors, ...]
 
-__all__ = ["Adapter", "BlockRows", "KeyGroup", "Row", "positive", "refusal", "rows"]
+__all__ = ["BlockTensors", "HuggingFaceMapping", "KeyGroup", "StockTensor", "positive", "refusal", "tensors"]
 
 
 def refusal(key: str, value: object, rule: str, fix: str = "import a model without it, or add the feature to the family") -> UserError:
@@ -60,15 +60,15 @@ class KeyGroup:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """The tables of a family and one Hugging Face class. A family with several classes has an adapter for each.
+class HuggingFaceMapping:
+    """The tables of a family and one Hugging Face class. A family with several classes has a mapping for each.
 
     Attributes:
         architecture: name of the Hugging Face class.
         model_type: model_type of its config.json.
         fields: key of config.json -> field (or property) of our configuration.
         constants: key of config.json -> the only value that this family supports.
-        table: rows of all weights; a function of our configuration if the configuration changes the names.
+        table: the tensors of all weights; a function of our configuration if the configuration changes the names.
         implied: field or property of our configuration -> the value that every model of the class has, and that config.json has no key for.
         defaults: key of config.json -> the default of the Hugging Face class, or a function that computes it from the keys that are not
             null. Without a default, a key of `constants` may be missing and a key of `fields` may not.
@@ -122,6 +122,6 @@ class Adapter:
         """Return the fields of a configuration that this class does not support: field -> the only value it supports."""
         return {name: value for name, value in self.implied.items() if getattr(config, name) != value}
 
-    def rows(self, config: ModelConfig) -> Iterator[Row]:
-        """Yield every row, including those of tied weights."""
+    def tensors(self, config: ModelConfig) -> Iterator[StockTensor]:
+        """Yield every tensor, including those of tied weights."""
         return expand(self.table(config) if callable(self.table) else self.table, config)

@@ -1,4 +1,4 @@
-"""Parallel plan of Llama (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of Llama (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DENSE: dict[str, str] = {
     "norm.weight": "replicate",
     "head.weight": "vocab",
 }
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     **DENSE,
     "blocks.*.attention.query.bias": "column",
     "blocks.*.attention.key.bias": "column",

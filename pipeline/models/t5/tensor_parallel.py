@@ -1,8 +1,8 @@
-"""Parallel plan of T5 (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of T5 (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "*coder_bias.weight": "column",
     "blocks.*_norm.weight": "replicate",
@@ -17,4 +17,4 @@ PLAN: dict[str, str] = {
 }
 
 #: All blocks of the encoder share one table of position biases, and all blocks of the decoder another; every pipeline stage holds them.
-EVERYWHERE = ("*coder_bias.weight",)
+ON_EVERY_STAGE = ("*coder_bias.weight",)

@@ -1,4 +1,4 @@
-"""Parallel plan of DeepSeek-V3 (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of DeepSeek-V3 (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK: dict[str, str] = {
     "mlp.shared.up.weight": "column",
     "mlp.shared.down.weight": "row",
 }
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     **{f"blocks.*.{name}": role for name, role in BLOCK.items()},
     "blocks.*.mlp.gate.weight": "column",
@@ -40,7 +40,7 @@ PLAN: dict[str, str] = {
 }
 
 
-def aliases(config: DeepseekV3Config) -> dict[str, str]:
+def tied_weights(config: DeepseekV3Config) -> dict[str, str]:
     """Return the tied weights: with MTP modules, the head also holds the embedding."""
     copies = ["head.embed.tokens.weight"] if config.mtp_depth else []
     return dict.fromkeys(copies + (["head.output.weight"] if config.tie_embeddings else []), "embed.tokens.weight")

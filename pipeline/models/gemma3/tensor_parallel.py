@@ -1,10 +1,10 @@
-"""Parallel plan of Gemma 3 (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of Gemma 3 (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-from pipeline.models.llama import plan as llama
+from pipeline.models.llama import tensor_parallel as llama
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     **llama.DENSE,
     # replicated, but applied to each rank's own heads
     "blocks.*.attention.query_norm.weight": "partial",

@@ -1,7 +1,7 @@
-"""The parallel plan: a table that specifies how tensor and expert parallelism shard every weight.
+"""The roles of the tensor-parallel table, which specifies how tensor and expert parallelism shard every weight of a family.
 
-A family's plan maps patterns (fnmatch, on parameter names) to roles. Tensor and expert parallelism shard modules by it, checkpoints
-shard and merge weights by it.
+A table (models/NAME/tensor_parallel.py) maps patterns (fnmatch, on parameter names) to roles. Tensor and expert parallelism shard modules
+by it, checkpoints shard and merge weights by it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ SPLITS: dict[str, dict[str, int]] = {
     "expert_row": {"expert": 0, "tensor": 2},
 }
 
-
 #: Role of a linear layer's weight -> the roles of its adapter's weights (layers/lora.py): `a` is split as the layer's inputs are, `b` as
 #: its outputs are. The other one of the two is used on sharded activations.
-ADAPTERS: dict[str, dict[str, str]] = {
+LORA_ROLES: dict[str, dict[str, str]] = {
     "column": {"a": "partial", "b": "column"},
     "row": {"a": "row", "b": "partial"},
     "replicate": {"a": "replicate", "b": "replicate"},
@@ -34,21 +33,21 @@ ADAPTERS: dict[str, dict[str, str]] = {
 }
 
 
-def role(plan: dict[str, str], name: str) -> str:
+def role(table: dict[str, str], name: str) -> str:
     """Return the role of a weight, a key of SPLITS.
 
     Raises:
-        KeyError: no pattern of the plan matches the name, or more than one does.
+        KeyError: no pattern of the table matches the name, or more than one does.
     """
     layer, _, part = name.rpartition(".lora.")
     if layer:
-        return ADAPTERS[role(plan, f"{layer}.weight")][part]
-    matches = [pattern for pattern in plan if fnmatchcase(name, pattern)]
+        return LORA_ROLES[role(table, f"{layer}.weight")][part]
+    matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
     if len(matches) != 1:
-        raise KeyError(f"weight {name} is matched by {len(matches)} patterns of the parallel plan, not one: {matches}")
-    return plan[matches[0]]
+        raise KeyError(f"weight {name} is matched by {len(matches)} patterns of the tensor-parallel table, not one: {matches}")
+    return table[matches[0]]
 
 
-def splits(plan: dict[str, str], name: str) -> dict[str, int]:
+def splits(table: dict[str, str], name: str) -> dict[str, int]:
     """Return the sharded dim of a weight for each mesh axis; raises like `role`."""
-    return SPLITS[role(plan, name)]
+    return SPLITS[role(table, name)]

@@ -1,8 +1,8 @@
-"""Parallel plan of Mixtral (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of Mixtral (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "blocks.*.attention_norm.weight": "replicate",
     "blocks.*.attention.query.weight": "column",

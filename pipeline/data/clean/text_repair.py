@@ -10,7 +10,7 @@ import ftfy
 import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
-from pipeline.data.clean import code, markup
+from pipeline.data.clean import code_detection, markup
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
 
@@ -45,7 +45,7 @@ def repair(_: RepairStep) -> Step:
                 repaired = ftfy.fix_text(text, _FTFY)
             # A text with a literal < was not escaped, so that entities are its subject.
             if "&" in repaired and "<" not in repaired and _ENTITY.search(repaired):
-                repaired = code.outside(repaired, code.protected(repaired), ftfy.fixes.unescape_html)
+                repaired = code_detection.outside(repaired, code_detection.protected(repaired), ftfy.fixes.unescape_html)
             if repaired != text:
                 yield Verdict(index, "encoding or entities repaired", repaired)
 
@@ -129,10 +129,12 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
     def without_phrases(text: str) -> str:
         if not has_phrase(text):
             return text
-        lines, spans, kept, start = text.split("\n"), code.protected(text), [], 0
+        lines, spans, kept, start = text.split("\n"), code_detection.protected(text), [], 0
         for number, line in enumerate(lines):
             notice = (
-                len(line) <= knobs.longest_line and has_phrase(line) and not code.contains(spans, start + len(line) - len(line.lstrip()))
+                len(line) <= knobs.longest_line
+                and has_phrase(line)
+                and not code_detection.contains(spans, start + len(line) - len(line.lstrip()))
             )
             if not (notice and _stands_alone(lines, number)):
                 kept.append(line)

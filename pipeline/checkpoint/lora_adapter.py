@@ -1,10 +1,11 @@
-"""LoRA adapters of native checkpoints, and weights with an adapter merged into them."""
+"""LoRA adapters: their values, read from a native checkpoint, and the base model that each belongs to."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,74 +13,47 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.checkpoint.adapter_factors import Adapter, Factors
 from pipeline.checkpoint.huggingface_export import Weights
-from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.lora import PARTS, LoraConfig, is_adapter, layer_of
-from pipeline.layers.lora import merged
-from pipeline.models import families
 from pipeline.models.config import ModelConfig
 
 
-class MergedWeights:
-    """The weights of a checkpoint with an adapter merged into them; for other uses it is the checkpoint.
+@dataclass(frozen=True)
+class Factors:
+    """The adapter of a linear layer: b @ a * alpha / rank is added to its weight; a is (rank, input), b (output, rank), both fp32."""
 
-    Args:
-        checkpoint: the checkpoint; its own adapter, if it has one, is merged.
-        adapter: another adapter to merge.
+    a: Tensor
+    b: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of a."""
+        return self.a.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of a model.
+
+    Attributes:
+        layers: name of a linear layer -> its factors.
+        base: base_hash of the weights that it was trained with; empty if that is not known.
+        path: where it was read from.
+        saved: name of a weight that was trained beside the adapter (lora.modules_to_save) -> its full value.
     """
 
-    def __init__(self, checkpoint: Checkpoint, adapter: Adapter | None = None) -> None:
-        self.checkpoint, self.path, self.config, self.step = checkpoint, checkpoint.path, checkpoint.config, checkpoint.step
-        self.train_state = checkpoint.train_state
-        own = of_checkpoint(checkpoint)
-        self._adapters = [each.layers for each in (own, adapter) if each is not None]
-        self._saved = {} if adapter is None else adapter.saved
-
-    def names(self) -> list[str]:
-        """Names of all weights, without those of adapters."""
-        return [name for name in self.checkpoint.names() if not is_adapter(name)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a weight."""
-        return self.checkpoint.shape(name)
-
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """Return a full weight, or one of its moments; errors as in Checkpoint.tensor."""
-        if kind == "weight" and name in self._saved:
-            return self._saved[name]
-        value = self.checkpoint.tensor(name, kind)
-        for layers in self._adapters if kind == "weight" else ():
-            if (factors := layers.get(name.removesuffix(".weight"))) is not None and name.endswith(".weight"):
-                value = merged(value.float(), factors.a, factors.b, factors.scale)
-        return value
-
-    def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
-        """As Checkpoint.fragment; None for a weight that an adapter changes."""
-        if name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters):
-            return None
-        return self.checkpoint.fragment(rank, name, geometry, kind)
-
-
-def open_merged(path: Path, folder: str | None) -> MergedWeights:
-    """Open a checkpoint with an adapter merged into its weights.
-
-    Args:
-        path: the checkpoint.
-        folder: an adapter in PEFT's format (stage.adapter), None for none.
-
-    Raises:
-        UserError: the adapter is of another base, or cannot be read; or as Checkpoint.
-    """
-    checkpoint = Checkpoint(path)
-    if folder is None:
-        return MergedWeights(checkpoint)
-    model = families.from_dict(checkpoint.config["model"])
-    adapter = read_peft(Path(folder), model, "stage.adapter")
-    check_base(adapter, MergedWeights(checkpoint), model, "stage.adapter")
-    return MergedWeights(checkpoint, adapter)
+    layers: Mapping[str, Factors]
+    base: str
+    path: Path
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def lora_of(config: Mapping[str, Any]) -> LoraConfig:
@@ -109,7 +83,7 @@ class _Layers(Mapping[str, Factors]):
         return len(self._names)
 
 
-def of_checkpoint(checkpoint: Checkpoint) -> Adapter | None:
+def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
     """Return the adapter that a run has trained, None if it has trained none."""
     names = sorted({layer_of(name) for name in checkpoint.names() if is_adapter(name)})
     return Adapter(_Layers(checkpoint, names), "", checkpoint.path) if names else None
@@ -147,17 +121,21 @@ def check_base(adapter: Adapter, weights: Weights, config: ModelConfig, key: str
     """
     fix = "use the checkpoint that the adapter was trained with"
     names = set(weights.names())
-    found = []
+    violations = []
     for layer, factors in adapter.layers.items():
         shape = (factors.b.shape[0], factors.a.shape[1])
         ours = tuple(weights.shape(f"{layer}.weight")) if f"{layer}.weight" in names else None
         if shape != ours:
             rule = f"adapts {layer} of shape {list(shape)}; that of the model is {'missing' if ours is None else list(ours)}"
-            found.append(Violation(key, adapter.path, rule, fix))
+            violations.append(Violation(key, adapter.path, rule, fix))
     for name, value in adapter.saved.items():
         if name not in names or tuple(weights.shape(name)) != tuple(value.shape):
-            found.append(Violation(key, adapter.path, f"has {name} of shape {list(value.shape)}; that of the model is another one", fix))
-    if not found and adapter.base and adapter.base != base_hash(weights, config, adapter.saved):
-        found.append(Violation(key, adapter.path, "was trained with another base: its hash of the weights and configuration differs", fix))
-    if found:
-        raise UserError(found)
+            violations.append(
+                Violation(key, adapter.path, f"has {name} of shape {list(value.shape)}; that of the model is another one", fix)
+            )
+    if not violations and adapter.base and adapter.base != base_hash(weights, config, adapter.saved):
+        violations.append(
+            Violation(key, adapter.path, "was trained with another base: its hash of the weights and configuration differs", fix)
+        )
+    if violations:
+        raise UserError(violations)

@@ -1,10 +1,10 @@
-"""Parallel plan of OLMo 2 (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of OLMo 2 (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-from pipeline.models.llama import plan as llama
+from pipeline.models.llama import tensor_parallel as llama
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     **{name: role for name, role in llama.DENSE.items() if not name.startswith(("blocks.*.attention_norm", "blocks.*.mlp_norm"))},
     # over the heads of all ranks
     "blocks.*.attention.query_norm.weight": "column",

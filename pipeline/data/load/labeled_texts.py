@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.common import json_lines
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.json_lines import BadLine
-from pipeline.data.load.examples import Example, ExampleReader
+from pipeline.data.load.prompts_and_answers import Example, ExampleReader
 
 
 class LabelReader(ExampleReader):

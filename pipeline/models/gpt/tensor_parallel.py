@@ -1,8 +1,8 @@
-"""Parallel plan of GPT (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of GPT (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "embed.positions.weight": "replicate",
     "blocks.*.attention_norm.*": "replicate",

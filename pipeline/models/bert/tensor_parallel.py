@@ -1,8 +1,8 @@
-"""Parallel plan of BERT (roles: pipeline/models/plan.py)."""
+"""Tensor-parallel table of BERT (roles: models/tensor_parallel_roles.py)."""
 
 from __future__ import annotations
 
-PLAN: dict[str, str] = {
+TENSOR_PARALLEL: dict[str, str] = {
     "embed.tokens.weight": "vocab",
     "embed.positions.weight": "replicate",
     "embed.segments.weight": "replicate",
@@ -22,5 +22,3 @@ PLAN: dict[str, str] = {
     "head.output.*": "vocab",
     "head.sentence.*": "partial",
 }
-
-ALIASES: dict[str, str] = {"head.output.weight": "embed.tokens.weight"}

@@ -1,0 +1,74 @@
+"""Weights of a checkpoint with LoRA adapters merged into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, check_base
+from pipeline.checkpoint.peft_format import read_peft
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.lora import is_adapter
+from pipeline.layers.lora import merged
+from pipeline.models import config_classes
+
+
+class MergedWeights:
+    """The weights of a checkpoint with an adapter merged into them; for other uses it is the checkpoint.
+
+    Args:
+        checkpoint: the checkpoint; its own adapter, if it has one, is merged.
+        adapter: another adapter to merge.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, adapter: Adapter | None = None) -> None:
+        self.checkpoint, self.path, self.config, self.step = checkpoint, checkpoint.path, checkpoint.config, checkpoint.step
+        self.train_state = checkpoint.train_state
+        own = adapter_of(checkpoint)
+        self._adapters = [source.layers for source in (own, adapter) if source is not None]
+        self._saved = {} if adapter is None else adapter.saved
+
+    def names(self) -> list[str]:
+        """Names of all weights, without those of adapters."""
+        return [name for name in self.checkpoint.names() if not is_adapter(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a weight."""
+        return self.checkpoint.shape(name)
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        """Return a full weight, or one of its moments; errors as in Checkpoint.tensor."""
+        if kind == "weight" and name in self._saved:
+            return self._saved[name]
+        value = self.checkpoint.tensor(name, kind)
+        for layers in self._adapters if kind == "weight" else ():
+            if (factors := layers.get(name.removesuffix(".weight"))) is not None and name.endswith(".weight"):
+                value = merged(value.float(), factors.a, factors.b, factors.scale)
+        return value
+
+    def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
+        """As Checkpoint.fragment; None for a weight that an adapter changes."""
+        if name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters):
+            return None
+        return self.checkpoint.fragment(rank, name, geometry, kind)
+
+
+def open_merged(path: Path, folder: str | None) -> MergedWeights:
+    """Open a checkpoint with an adapter merged into its weights.
+
+    Args:
+        path: the checkpoint.
+        folder: an adapter in PEFT's format (stage.adapter), None for none.
+
+    Raises:
+        UserError: the adapter is of another base, or cannot be read; or as Checkpoint.
+    """
+    checkpoint = Checkpoint(path)
+    if folder is None:
+        return MergedWeights(checkpoint)
+    model = config_classes.from_dict(checkpoint.config["model"])
+    adapter = read_peft(Path(folder), model, "stage.adapter")
+    check_base(adapter, MergedWeights(checkpoint), model, "stage.adapter")
+    return MergedWeights(checkpoint, adapter)

@@ -1,0 +1,49 @@
+"""Parts of a RunConfig, which implements them: a function that takes one says which groups it reads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pipeline.config.lora import LoraConfig
+from pipeline.config.schema import ParallelConfig, PrecisionConfig, TrainingConfig
+from pipeline.models.config import ModelConfig
+
+
+class WeightsConfig(Protocol):
+    """Which weights a model has, and which of them are trained."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model without adapters."""
+
+    @property
+    def lora(self) -> LoraConfig:
+        """Its adapters."""
+
+    @property
+    def training(self) -> TrainingConfig:
+        """Weights that are not trained, or rounded."""
+
+
+class LayoutConfig(Protocol):
+    """How the model, sequences and batches are distributed over ranks."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model, whose blocks the pipeline stages share."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Sizes of the axes, and the pipeline schedule."""
+
+    @property
+    def training(self) -> TrainingConfig:
+        """Batch size and sequence length."""
+
+
+class LocalModelConfig(LayoutConfig, WeightsConfig, Protocol):
+    """A rank's part of the model: its weights, where they are, and how they are computed."""
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        """Number formats of the weights and of matrix products."""

@@ -1,0 +1,58 @@
+"""What a model family consists of, as one object. `registry.py` lists the families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.layers.init import Init
+from pipeline.layers.stack import Stack
+from pipeline.models.config import ModelConfig
+from pipeline.models.costs import Costs, stack_costs
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
+
+
+def tied_head(config: ModelConfig) -> dict[str, str]:
+    """Return the tied weights of a model whose output head is one matrix: `tied_weights` of most families."""
+    return {"head.weight": "embed.tokens.weight"} if config.tie_embeddings else {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. Functions of a configuration receive an instance of `config`.
+
+    Attributes:
+        config: its configuration dataclass.
+        build: configuration -> the full model with uninitialized weights on torch's default device (meta included).
+        initial_std: (configuration, name of a weight) -> the standard deviation of its initial values, or another Init.
+        tensor_parallel: the tensor-parallel table: pattern (fnmatch) of the names of weights -> role (models/tensor_parallel_roles.py).
+        huggingface: its mappings, one for each Hugging Face class.
+        tied_weights: configuration -> name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to.
+        on_every_stage: patterns (fnmatch) of the weights that every pipeline stage holds.
+        costs: (full model, configuration, sequence length, decoder length) -> FLOPs per token.
+    """
+
+    config: type[Any]
+    build: Callable[[Any], Stack]
+    initial_std: Callable[[Any, str], Init]
+    tensor_parallel: dict[str, str]
+    huggingface: tuple[HuggingFaceMapping, ...]
+    tied_weights: Callable[[Any], dict[str, str]] = tied_head
+    on_every_stage: tuple[str, ...] = ()
+    costs: Callable[[Stack, Any, int, int | None], Costs] = stack_costs
+
+    def costs_per_token(self, config: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> Costs:
+        """Count FLOPs as Chowdhery et al. 2022 (PaLM, appendix B) do for MFU.
+
+        6 FLOPs per weight of a matrix product (including the output head, excluding the embedding lookup; of an MoE layer, only the
+        experts that a token is routed to), and 12 * layers * hidden * sequence for the attention products, not halved for causality. In a
+        layer with sliding-window attention, the window replaces the sequence length; where values are narrower than queries and keys, both
+        widths count. An MTP module counts as a layer with an output head. Recomputation is not counted. For an encoder-decoder, the result
+        is per encoder token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
+        """
+        with torch.device("meta"):
+            model = self.build(config)
+        return self.costs(model, config, sequence_length, decoder_length)

@@ -1,0 +1,98 @@
+"""Sizes that several families share: of dense decoders, of encoder-decoders, of multi-head attention. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.common.errors import Violation
+from pipeline.common.knobs import knob
+from pipeline.models import rope
+from pipeline.models.rules import rotary_heads_violations
+
+
+@dataclass(frozen=True)
+class RotaryDecoderConfig(rope.RopeConfig):
+    """Fields of a decoder with rotary position embeddings, RMSNorm and grouped-query attention. Families add theirs."""
+
+    layers: int = knob(32, "decoder blocks", at_least=1, at_most=2000)
+    hidden: int = knob(4096, "width of the residual stream", at_least=1)
+    heads: int = knob(32, "query heads", at_least=1)
+    kv_heads: int = knob(32, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
+    head_width: int | None = knob(None, "width of a head; hidden/heads when null", at_least=2)
+    ffn_hidden: int = knob(11008, "intermediate width of the feed-forward", at_least=1)
+    vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
+    max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
+    norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0, at_most=0.1)
+    init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
+    tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def objective(self) -> str:
+        """Training objective: next-token prediction."""
+        return "causal"
+
+    def violations(self) -> list[Violation]:
+        """Return the rules between sizes that this configuration violates."""
+        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width), *rope.violations(self)]
+
+
+class MultiHead:
+    """Mixin for multi-head attention (Vaswani et al. 2017): head_dim = hidden / heads, as many key and value heads as query heads."""
+
+    hidden: int
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads, equal to the number of query heads."""
+        return self.heads
+
+
+class EncoderDecoderSizes:
+    """Mixin of a configuration dataclass with these fields; the blocks of encoder and decoder are numbered consecutively."""
+
+    layers: int
+    encoder_layers: int | None
+    heads: int
+
+    @property
+    def encoder_blocks(self) -> int:
+        """Number of encoder blocks, which come first."""
+        return self.layers // 2 if self.encoder_layers is None else self.encoder_layers
+
+    @property
+    def decoder_blocks(self) -> int:
+        """Number of decoder blocks."""
+        return self.layers - self.encoder_blocks
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads, equal to the number of query heads."""
+        return self.heads
+
+    def depth_violations(self) -> list[Violation]:
+        """Return the rules for the number of blocks that are violated."""
+        if self.decoder_blocks > 0:
+            return []
+        rule = f"must be below model.layers={self.layers}, since the remaining blocks are the decoder's"
+        return [Violation("model.encoder_layers", self.encoder_layers, rule, "lower it, or leave it unset")]
+
+
+def is_marked(layer: int, interval: int) -> bool:
+    """Whether a layer, counted from 0, is the last one of an interval."""
+    return (layer + 1) % interval == 0
+
+
+def marked(layers: int, interval: int) -> list[bool]:
+    """Return for each layer whether it is the last one of an interval."""
+    return [is_marked(layer, interval) for layer in range(layers)]
