@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -41,7 +42,11 @@ def module_name(path: Path) -> str:
 
 
 SOURCES = {module_name(path): path for path in sorted((ROOT / "pipeline").rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
 
 
 class ForTypesAlone(ast.NodeTransformer):
@@ -51,21 +56,23 @@ class ForTypesAlone(ast.NodeTransformer):
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
-def imports(module: str, *, run: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(module: str, *, run: bool = False) -> list[str]:
     """Every module that a module imports, at its top or inside a function; names imported from a package count as its modules.
 
     Args:
         run: leave out what only the type checker sees.
     """
-    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-    for node in ast.walk(ForTypesAlone().visit(tree) if run else tree):
+    names: list[str] = []
+    for node in ast.walk(ForTypesAlone().visit(copy.deepcopy(tree(module))) if run else tree(module)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports relatively; write the whole name"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in SOURCES else node.module or ""
+                names.append(whole if whole in SOURCES else node.module or "")
+    return names
 
 
 def package(module: str) -> str:
@@ -105,8 +112,8 @@ def test_process_groups_are_made_in_parallel_alone() -> None:
     makers = {"init_process_group", "new_group", "init_device_mesh"}
     found = {
         module
-        for module, tree in TREES.items()
-        for node in ast.walk(tree)
+        for module in SOURCES
+        for node in ast.walk(tree(module))
         if isinstance(node, ast.Attribute | ast.Name) and (node.attr if isinstance(node, ast.Attribute) else node.id) in makers
     }
     assert {package(module) for module in found} == {"parallel"}

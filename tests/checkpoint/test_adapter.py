@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,6 +59,8 @@ def tokens(config: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fixture
+    import peft  # takes seconds
+
     config, plain, stock = pair(name)
     model, ours = adapted(config)
     peft_format.write_peft(tmp_path, ours, config, dropout=0.1, base_name="base")
@@ -90,6 +91,8 @@ def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fix
 @pytest.mark.parametrize("rslora", [False, True])
 def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_path):  # noqa: F811 - the fixture
     """One that PEFT initialized, with its own choice of target modules, and patterns of ranks."""
+    import peft  # takes seconds
+
     config, plain, stock = pair(name)
     patterns = {"layers.1.self_attn.q_proj": 6} if name == "llama-grouped" else {}
     settings = peft.LoraConfig(

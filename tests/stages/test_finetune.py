@@ -5,7 +5,6 @@ import math
 import random
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -108,6 +107,8 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
 @pytest.mark.slow
 def test_a_model_gets_a_longer_context(base, tmp_path):
     """LongLoRA: attention in groups, embeddings and norms beside the adapters, in two jobs; then the merged model."""
+    import peft  # takes seconds
+
     run = tmp_path / "run"
     long = (
         *("training.context_factor=2", "training.sequence_length=128", "training.attention_group=32", "checkpoint.every=10"),
@@ -138,6 +139,8 @@ def test_a_model_gets_a_longer_context(base, tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
     """LoRA in two jobs as in one; the adapter in PEFT's format, merged into full weights, and as the start of a run."""
+    import peft  # takes seconds
+
     lora, run = ("lora.rank=4", "lora.alpha=16", "lora.dropout=0.05"), tmp_path / "run"
     pipeline(*settings(base, run, *lora, "parallel.zero_stage=1", "checkpoint.every=20", "checkpoint.keep=9"))
     found = losses(run)
@@ -182,6 +185,8 @@ def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
 @pytest.mark.slow
 def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     """DPO: the loss begins at ln 2 and falls, also on the validation pairs, and PEFT loads the adapter."""
+    import peft  # takes seconds
+
     lines = [{"messages": [{"role": "user", "content": word}], "chosen": NUMBERS[word], "rejected": "null"} for word in NUMBERS] * 8
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"prompt": "x"}\n')
     files = (f"data.instructions.train=[{tmp_path / 'pairs.jsonl'}]", f"data.instructions.validation=[{tmp_path / 'pairs.jsonl'}]")
@@ -202,6 +207,8 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
     """QLoRA in two jobs as in one; peft loads the adapter on the original base, and the merged export has the rounded base."""
+    import peft  # takes seconds
+
     qlora, run = ("lora.rank=4", "lora.alpha=16", "lora.quantize=nf4"), tmp_path / "run"
     printed = pipeline(*settings(base, run, *qlora, "checkpoint.every=20", "checkpoint.keep=9"))
     assert "nf4: 14 weights of this rank in 0.0 MB instead of 0.1 MB" in printed
