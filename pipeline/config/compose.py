@@ -85,7 +85,7 @@ def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]
 
 
 def _unknown_items(key: str, value: DictConfig | ListConfig) -> Iterator[tuple[str, object]]:
-    """As _unknown, below a key."""
+    """Yield the unknown keys below a key, and their values."""
     if isinstance(value, DictConfig):
         yield from _unknown(value, f"{key}.")
         return

@@ -40,11 +40,11 @@ class Embedding(nn.Module):
         width: int | None = None,
     ) -> None:
         super().__init__()
-        self.tokens = linear.Embedding(vocab_size, width or hidden)
+        self.tokens = linear.LookupTable(vocab_size, width or hidden)
         self.project = linear.Linear(width, hidden, bias=False) if width else None
         learned = max_positions is not None and not sinusoidal
-        self.positions = linear.Embedding(max_positions + position_offset, hidden) if max_positions and learned else None
-        self.segments = linear.Embedding(segments, hidden) if segments else None
+        self.positions = linear.LookupTable(max_positions + position_offset, hidden) if max_positions and learned else None
+        self.segments = linear.LookupTable(segments, hidden) if segments else None
         self.sinusoids = SinusoidalPositions(max_positions, hidden) if max_positions and sinusoidal else None
         self.norm = norm
         self.position_offset, self.factor = position_offset, factor

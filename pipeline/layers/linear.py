@@ -41,8 +41,8 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-class Embedding(nn.Embedding):
-    """nn.Embedding with uninitialized weights."""
+class LookupTable(nn.Embedding):
+    """nn.Embedding with uninitialized weights: the rows of a vocabulary."""
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""

@@ -35,7 +35,7 @@ class Costs:
 
     @property
     def total(self) -> float:
-        """Of the full model."""
+        """FLOPs per token of the full model."""
         return self.first + sum(self.blocks) + self.last
 
 

@@ -32,7 +32,7 @@ class ScalingPoint:
 
     @property
     def node_hours(self) -> float:
-        """Of the run."""
+        """The node-hours of the whole run."""
         return 24 * self.days * self.nodes
 
 

@@ -17,7 +17,7 @@ from pipeline.models.stock_tensors import Shape, StockTensor
 from pipeline.quantization.quantized_weights import QuantizedWeights, quantized_rows
 
 
-class Packing:
+class QuantizedTensors:
     """The tensors in which an export stores quantized weights; see huggingface_export.Packing.
 
     Args:

@@ -43,7 +43,7 @@ class Quantization:
     """
 
     weights: QuantizedWeights
-    packing: compressed_tensors.Packing
+    packing: compressed_tensors.QuantizedTensors
     config_json: dict[str, Any]
     held_out: Tensor | None
 
@@ -90,7 +90,7 @@ def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: Mod
         solved = gptq.solve(build(weights, model), model, calibration[:, :-1], scheme, dtype)
     quantized = QuantizedWeights(weights, model, scheme, dtype, solved)
     dynamic = stage.quantize == "int8_dynamic"
-    packing = compressed_tensors.Packing(quantized, model, dynamic=dynamic, dtype=dtype)
+    packing = compressed_tensors.QuantizedTensors(quantized, model, dynamic=dynamic, dtype=dtype)
     return Quantization(quantized, packing, compressed_tensors.quantization_config(model, scheme, dynamic=dynamic), held_out)
 
 

@@ -32,7 +32,7 @@ EXPORTS = [
 
 def export(folder: Path, weights: Any, config: Any, scheme: Scheme, *, dynamic: bool, shard_bytes: int = 10**9) -> QuantizedWeights:
     quantized = QuantizedWeights(weights, config, scheme, torch.float32)
-    packing = compressed_tensors.Packing(quantized, config, dynamic=dynamic, dtype=torch.float32)
+    packing = compressed_tensors.QuantizedTensors(quantized, config, dynamic=dynamic, dtype=torch.float32)
     huggingface_export.write_weights(folder, weights, config, dtype=torch.float32, shard_bytes=shard_bytes, packing=packing)
     entry = compressed_tensors.quantization_config(config, scheme, dynamic=dynamic)
     huggingface_export.write_configs(folder, config, dtype=torch.float32, end_of_document_id=0, quantization=entry)

@@ -42,7 +42,7 @@ HARD_TEXTS = [
 """Texts that are likely to reveal errors in the split into words or bytes."""
 
 
-class Encoder(Protocol):
+class BatchEncoder(Protocol):
     """Interface of tokenization engines: text to token ids."""
 
     name: str
@@ -79,7 +79,7 @@ class Fastokens:
 class VerifiedEncoder:
     """An engine whose ids are compared with the reference's on an excerpt after every CHECK_EVERY characters."""
 
-    def __init__(self, engine: Encoder, reference: TextEncoder) -> None:
+    def __init__(self, engine: BatchEncoder, reference: TextEncoder) -> None:
         self.name = engine.name
         self._engine, self._reference, self._unchecked = engine, reference, 0
 
@@ -98,7 +98,7 @@ class VerifiedEncoder:
         return self._engine.encode(texts)
 
 
-def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]]) -> Encoder:
+def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]]) -> BatchEncoder:
     """Choose the engine.
 
     Args:
@@ -131,7 +131,7 @@ def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]])
     return reference
 
 
-def first_mismatch(engine: Encoder, reference: Encoder, texts: list[str]) -> str | None:
+def first_mismatch(engine: BatchEncoder, reference: BatchEncoder, texts: list[str]) -> str | None:
     """The first text for which the two engines return different ids; None if all ids are equal."""
     (ids, lengths), (expected, expected_lengths) = engine.encode(texts), reference.encode(texts)
     if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):

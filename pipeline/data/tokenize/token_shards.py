@@ -22,7 +22,7 @@ from pipeline.common import artifact
 from pipeline.common.files import atomic_file
 from pipeline.data import tar
 from pipeline.data.shard import text_shards
-from pipeline.data.tokenize.encoders import EXCERPT, Encoder
+from pipeline.data.tokenize.encoders import EXCERPT, BatchEncoder
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
 BATCH_BYTES = 1 << 20
@@ -98,7 +98,13 @@ class Writer:
 
 
 def write(
-    shards: Path, text: artifact.Manifest, name: str, path: Path, encoder: TextEncoder, engine: Encoder, progress: Callable[[int], None]
+    shards: Path,
+    text: artifact.Manifest,
+    name: str,
+    path: Path,
+    encoder: TextEncoder,
+    engine: BatchEncoder,
+    progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Tokenize one text shard. The shard is read once; its checksum is verified during the read.
 
