@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
-from pipeline.planner.buckets import PlannedBucket
 from pipeline.planner.operations import Collective, Kind, Phase
+from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import FP32
 
 

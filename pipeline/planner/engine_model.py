@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.buckets import PlannedBucket
 from pipeline.planner.collective_time import Group, collective_time, group
 from pipeline.planner.communication import RepeatedCollective, gathers, reductions
 from pipeline.planner.operations import AttentionCall, Collective, Operation, Product, TracedPart
+from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import ModelState, StateFormat, model_state
 
 #: Rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power, over their rate alone. Fitted to

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.buckets import PlannedBucket, planned_buckets
 from pipeline.planner.collective_time import Group, collective_time
 from pipeline.planner.communication import RepeatedCollective, gathers
 from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.operations import AttentionCall, Product, TracedPart
 from pipeline.planner.peak_memory import PeakMemory, peak_memory
 from pipeline.planner.pipeline_simulation import StageTime, simulate
+from pipeline.planner.planned_buckets import PlannedBucket, planned_buckets
 from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.trace import Trace
 

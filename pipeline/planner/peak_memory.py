@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipeline.planner.buckets import PlannedBucket
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.operations import TracedPart
+from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import FP32, StateFormat
 
 #: Share of the activations that the caching allocator loses to fragmentation.

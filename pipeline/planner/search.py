@@ -12,9 +12,9 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.planner.buckets import PlannedBucket
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.plan import JobPlan, plan
+from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import model_state, state_format_of
 from pipeline.planner.trace import Trace, trace
 

@@ -18,7 +18,7 @@ FP32 = 4
 
 
 class Sharded(Protocol):
-    """Weights that ZeRO shards together: a bucket of training/buckets.py or of planner/buckets.py."""
+    """Weights that ZeRO shards together: a bucket of training/buckets.py or of planner/planned_buckets.py."""
 
     @property
     def elements(self) -> int:

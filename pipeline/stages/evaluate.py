@@ -16,11 +16,11 @@ from pipeline.config.lora import LoraConfig
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation
+from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation_scores
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
-from pipeline.training import shard_verification, start
+from pipeline.training import resume, shard_verification
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -44,9 +44,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the scores on the validation split for a checkpoint, or for all of them."""
-    data = validation.open_data(config, stage, (ranks.rank, ranks.world_size))
+    data = validation_scores.open_data(config, stage, (ranks.rank, ranks.world_size))
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
-    settings = validation.settings_of(config, stage, data.whole)
+    settings = validation_scores.settings_of(config, stage, data.whole)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
@@ -57,10 +57,10 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             checkpoint = open_merged(path, stage.adapter)
             compatibility.check_same_model(checkpoint, config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
-            step = start.load(trainer, checkpoint).step
-            scores = validation.evaluate(config, stage, trainer, data)
+            step = resume.load(trainer, checkpoint).step
+            scores = validation_scores.evaluate(config, stage, trainer, data)
             if ranks.rank == 0:
-                validation.write(run_dir, path, step, scores, checkpoint_selection.settings_of(path, stage, settings))
+                validation_scores.write(run_dir, path, step, scores, checkpoint_selection.settings_of(path, stage, settings))
         shard_verification.finish(data.objectives())
     finally:
         meshes.destroy_process_group()

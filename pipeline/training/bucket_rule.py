@@ -1,4 +1,4 @@
-"""The rule by which weights are grouped into gradient buckets: training/buckets.py builds them, planner/buckets.py plans them."""
+"""The rule by which weights are grouped into gradient buckets: training/buckets.py builds them, planner/planned_buckets.py plans them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import loop, run_directory, shard_verification, start
+from pipeline.training import loop, resume, run_directory, shard_verification
 from pipeline.training.loop import CheckpointHooks
 from pipeline.training.metrics import Metrics
 from pipeline.training.starting_checkpoint import initial_checkpoint
@@ -84,7 +84,7 @@ def run(
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes))
-            state = start.begin(config, trainer, begin, training_data)
+            state = resume.begin(config, trainer, begin, training_data)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 if ranks.rank == 0 and run_directory.finish(config, state, hosts):

@@ -15,7 +15,7 @@ from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
 from pipeline.data.load import token_stream as streams
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.sample_order import permute
+from pipeline.data.load.permutation import permute
 from pipeline.data.load.shard_checksums import Shard
 from pipeline.data.load.token_stream import TokenStream
 from tools.bench.token_dataset import TokenDataset

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
-from pipeline.planner.buckets import planned_buckets
 from pipeline.planner.communication import gathers, reductions, sends
 from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.trace import trace
 from tests.world import configured, trainer
 

@@ -34,7 +34,7 @@ def _save_and_continue(folder, first, second):
     from pipeline.checkpoint import save
     from pipeline.checkpoint.native import Index, TrainState
     from pipeline.checkpoint.reader import Checkpoint
-    from pipeline.training import start
+    from pipeline.training import resume
 
     config, trainer = make(*first)
     train(config, trainer, range(4))
@@ -42,7 +42,7 @@ def _save_and_continue(folder, first, second):
     path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7))
     config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
-    start.load(trainer, Checkpoint(path))
+    resume.load(trainer, Checkpoint(path))
     return straight, train(config, trainer, range(4, 7))
 
 

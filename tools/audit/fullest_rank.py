@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner.buckets import planned_buckets, rank_weights
+from pipeline.planner.planned_buckets import planned_buckets, rank_weights
 from pipeline.planner.state_memory import FP32, ModelState, model_state, state_format_of
 from pipeline.planner.trace import Trace
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner.buckets import planned_buckets
 from pipeline.planner.communication import gathers, reductions, sends
 from pipeline.planner.operations import AttentionCall, Collective
 from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.trace import Trace
 
 #: Columns of a table, in the order of its axes.

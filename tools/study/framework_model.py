@@ -8,11 +8,11 @@ from typing import Literal
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.buckets import PlannedBucket
 from pipeline.planner.collective_time import Group, group
 from pipeline.planner.communication import RepeatedCollective, reductions
 from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product, TracedPart
+from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import ModelState, StateFormat, model_state
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.load.sample_order import random_words
+from pipeline.data.load.permutation import random_words
 
 SENTINELS = 3
 

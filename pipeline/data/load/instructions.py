@@ -17,8 +17,8 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.json_lines import BadLine
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.packing import best_fit
+from pipeline.data.load.permutation import permute
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader
-from pipeline.data.load.sample_order import permute
 from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize.tokenizer import TextEncoder
 

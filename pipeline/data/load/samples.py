@@ -22,7 +22,7 @@ from pipeline.common.errors import UserError
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.fill_in_the_middle import Infill
-from pipeline.data.load.sample_order import permute
+from pipeline.data.load.permutation import permute
 from pipeline.data.load.token_stream import TokenStream
 
 

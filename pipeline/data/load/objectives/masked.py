@@ -12,8 +12,8 @@ from pipeline.config.data import MaskingConfig
 from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives import sentence_pairs
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
+from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
-from pipeline.data.load.sample_order import random_words
 from pipeline.data.load.samples import Samples
 from pipeline.models.config import MaskedModelConfig
 

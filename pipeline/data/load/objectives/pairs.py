@@ -13,8 +13,8 @@ from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, Objective, special_tokens
 from pipeline.data.load.pair_files import PairFiles
+from pipeline.data.load.permutation import permute
 from pipeline.data.load.sample_config import SampleConfig
-from pipeline.data.load.sample_order import permute
 from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize.tokenizer import TextEncoder
 

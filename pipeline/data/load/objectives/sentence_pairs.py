@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.data.load.sample_order import random_words
+from pipeline.data.load.permutation import random_words
 
 #: The counter of a sample's own random words; masking uses the position, which is smaller.
 _SAMPLE_COUNTER = 1 << 40

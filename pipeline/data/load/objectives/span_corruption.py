@@ -17,8 +17,8 @@ import numpy as np
 from pipeline.config.data import SpansConfig
 from pipeline.data.load.objectives import encoder_decoder
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
+from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
-from pipeline.data.load.sample_order import random_words
 from pipeline.data.load.samples import Samples
 
 
