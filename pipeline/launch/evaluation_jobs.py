@@ -24,8 +24,17 @@ from pipeline.config.rules import check
 from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
 from pipeline.evaluation import record
 from pipeline.launch import job
+from pipeline.training.checkpoint_hooks import CheckpointHooks
 
 log = logging.getLogger("pipeline")
+
+
+def checkpoint_hooks(config: RunConfig, overrides: Sequence[str]) -> CheckpointHooks:
+    """Return what the evaluation jobs of a run want of its checkpoints; arguments and errors as those of Schedule."""
+    if not config.evaluation.every:
+        return CheckpointHooks()
+    schedule = Schedule(config, overrides)
+    return CheckpointHooks(writes=schedule.is_due, keeps=schedule.waits, written=schedule.submit)
 
 
 class Schedule:

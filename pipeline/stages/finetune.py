@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from hydra.core.hydra_config import HydraConfig
-
 from pipeline.common.ranks import Ranks
+from pipeline.config import compose
 from pipeline.config.schema import RunConfig
 from pipeline.launch import evaluation_jobs
 from pipeline.planner.flops import peak_flops
@@ -26,5 +25,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     config = finetuning.complete(config, ranks.world_size)
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
-    evaluations = evaluation_jobs.Schedule(config, HydraConfig.get().overrides.task) if config.evaluation.every else None
-    training_run.run(config, ranks, evaluations, peak_flops)
+    training_run.run(config, ranks, evaluation_jobs.checkpoint_hooks(config, compose.task_arguments()), peak_flops)

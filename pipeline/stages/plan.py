@@ -7,10 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-
 from pipeline.common.files import atomic_file
 from pipeline.common.ranks import Ranks
+from pipeline.config import compose
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
@@ -102,7 +101,7 @@ def _sbatch_line(config: RunConfig, world_size: int, layout: Sequence[str] = ())
         world_size: ranks.
         layout: overrides of a searched layout, which replace those of the command line.
     """
-    words = [word for word in HydraConfig.get().overrides.task if not word.startswith("stage")]
+    words = [word for word in compose.task_arguments() if not word.startswith("stage")]
     if layout:
         words = [word for word in words if word.lstrip("+").partition("=")[0] not in CHOSEN]
     return job.sbatch_line(config.cluster, "pretrain", world_size, [*words, *layout])

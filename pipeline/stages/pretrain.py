@@ -19,5 +19,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Train up to training.steps, starting from the newest checkpoint of the run directory; raises as training/run.py."""
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
-    evaluations = evaluation_jobs.Schedule(config, compose.task_arguments()) if config.evaluation.every else None
-    training_run.run(config, ranks, evaluations, peak_flops)
+    training_run.run(config, ranks, evaluation_jobs.checkpoint_hooks(config, compose.task_arguments()), peak_flops)

@@ -6,8 +6,6 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.training.batch_loader import BatchLoader
+from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics, memory_used
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
@@ -27,21 +26,6 @@ from pipeline.training.validation import validate
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
-
-
-@dataclass(frozen=True)
-class CheckpointHooks:
-    """What somebody else wants of a run's checkpoints.
-
-    Attributes:
-        writes: whether the checkpoint of a step is written besides those that the run writes anyway; the same on all ranks.
-        keeps: whether an older checkpoint is not removed yet; called on rank 0.
-        written: called on rank 0 after a checkpoint of `writes` was written.
-    """
-
-    writes: Callable[[int], bool] = lambda _: False
-    keeps: Callable[[Path], bool] = lambda _: False
-    written: Callable[[], None] = lambda: None
 
 
 def train(

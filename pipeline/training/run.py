@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.training import loop, resume, run_directory, shard_verification
-from pipeline.training.loop import CheckpointHooks
+from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics
 from pipeline.training.starting_checkpoint import initial_checkpoint
 from pipeline.training.step_control import StepControl
@@ -37,28 +36,13 @@ from pipeline.training.watchdog import Watchdog
 log = logging.getLogger("pipeline")
 
 
-class EvaluationJobs(Protocol):
-    """The jobs that evaluate checkpoints while the run trains on (launch/evaluation_jobs.py)."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether the checkpoint of a step is written and evaluated."""
-
-    def waits(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint waits for its evaluation, and must be kept."""
-
-    def submit(self) -> None:
-        """Submit the jobs of the checkpoints that wait."""
-
-
-def run(
-    config: RunConfig, ranks: Ranks, evaluations: EvaluationJobs | None, peak_flops: Callable[[ClusterConfig, torch.device], float | None]
-) -> None:
+def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Callable[[ClusterConfig, torch.device], float | None]) -> None:
     """Train up to training.steps, starting from the newest checkpoint of the run directory.
 
     Args:
         config: configuration of the run.
         ranks: of the job.
-        evaluations: jobs that evaluate checkpoints; None for none.
+        hooks: further checkpoints, and what follows them.
         peak_flops: cluster settings and device -> peak in FLOP/s, for the model FLOPs utilization; None if it is unknown.
 
     Raises:
@@ -77,9 +61,8 @@ def run(
         check_device(config, device)
         with ExitStack() as claims, Watchdog(minutes) as watchdog:
             begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint.resume, claims))
-            if evaluations is not None and ranks.rank == 0:
-                evaluations.submit()  # of checkpoints whose evaluation failed, or was not submitted
-            hooks = CheckpointHooks(evaluations.is_due, evaluations.waits, evaluations.submit) if evaluations else CheckpointHooks()
+            if ranks.rank == 0:
+                hooks.written()  # for checkpoints of an earlier job
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)

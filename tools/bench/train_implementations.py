@@ -42,6 +42,7 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
 from pipeline.training import gradient_clipping, loop
+from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import adamw
 from pipeline.training.step_control import StepControl
@@ -216,7 +217,7 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
         Metrics(Path(config.run_dir), config.tracking, {}, 0, TrainState(), **numbers) as metrics,
         Watchdog(training.timeout_minutes) as watchdog,
     ):
-        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, loop.CheckpointHooks())
+        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, CheckpointHooks())
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
