@@ -119,6 +119,13 @@ def test_process_groups_are_made_in_parallel_alone() -> None:
     assert {package(module) for module in found} == {"parallel"}
 
 
+def test_launch_and_config_load_no_torch() -> None:
+    light = [module for module in SOURCES if package(module) in ("launch", "config", "common")]
+    program = f"import sys\nfor name in {light}: __import__(name)\nprint(*{{'torch', 'deepspeed', 'transformers'}} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == ""
+
+
 @pytest.mark.parametrize(
     "arguments, code",
     [

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pipeline.models.tensor_parallel_roles import SPLITS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
