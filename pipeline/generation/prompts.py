@@ -75,17 +75,6 @@ class PromptFile:
                     yield number, line
 
 
-def open_prompts(path: str | None) -> PromptFile:
-    """Open the file of stage.prompts.
-
-    Raises:
-        UserError: it is not set, missing or empty.
-    """
-    if path is None:
-        raise UserError.of("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
-    return PromptFile(Path(path))
-
-
 class PromptReader:
     """Parses and encodes lines.
 

@@ -25,7 +25,7 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import translation
 from pipeline.generation import decoding, draft, weights
 from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptParts, missing, publish, wait_for_parts
-from pipeline.generation.prompts import PromptReader, open_prompts
+from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.generation.template import open_template
 from pipeline.models.shared_sizes import EncoderDecoderSizes
@@ -44,7 +44,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     assert isinstance(stage, Generate)
     folder = Path(stage.output or run_dir / "generated")
     prompts, _, template, tokenizer, path, draft_path = collect_errors(
-        lambda: open_prompts(stage.prompts),
+        lambda: PromptFile(Path(stage.prompts or "")),
         lambda: translation.check(stage),
         lambda: open_template(stage),
         lambda: open_tokenizer(config.tokenizer, run_dir),

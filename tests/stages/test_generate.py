@@ -147,9 +147,11 @@ def test_refusals(run, tmp_path):
     printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2"), expect=2)
     assert "stage.stop" in printed
     assert "parallel.context=2" in printed
-    printed = pipeline("stage=generate", f"run_dir={tmp_path}", f"tokenizer.path={tmp_path}", expect=2)
+    missing = ("stage=generate", f"run_dir={tmp_path}", f"tokenizer.path={tmp_path}")
+    assert "stage.prompts=None: is required" in pipeline(*missing, expect=2)
+    printed = pipeline(*missing, f"stage.prompts={tmp_path}/none.jsonl", expect=2)
     assert "3 problems" in printed
-    assert "stage.prompts=None" in printed
+    assert "none.jsonl: cannot be read" in printed
     assert list(tmp_path.iterdir()) == []
 
 
