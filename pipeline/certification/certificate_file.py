@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.certification.certificate import Certificate
 from pipeline.certification.comparison import Difference
-from pipeline.common.commit import commit
+from pipeline.common.git_commit import commit
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 

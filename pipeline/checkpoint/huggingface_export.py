@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE, read_config, read_generation_config
+from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import apply_umask
 from pipeline.common.progress import Progress
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig

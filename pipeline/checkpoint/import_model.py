@@ -10,8 +10,8 @@ from pipeline.checkpoint import huggingface_import, native, save
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.checkpoint.imported import FOLDER, copy_originals
 from pipeline.common import artifact
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.common.files import digest
 from pipeline.config import model_option
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_json, registry

@@ -10,8 +10,8 @@ from typing import Any
 from pipeline.checkpoint.huggingface_export import TOKENIZER_FILES, VOCABULARIES, Original, read_original
 from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG
 from pipeline.common import artifact
+from pipeline.common.atomic_files import atomic_folder
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_folder
 from pipeline.data.tokenize import tokenizer_import
 from pipeline.data.tokenize.tokenizer import load
 

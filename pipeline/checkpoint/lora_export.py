@@ -11,8 +11,8 @@ from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, lor
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common import artifact
+from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.common.files import atomic_folder, digest
 from pipeline.models import config_classes, registry
 
 log = logging.getLogger("pipeline")

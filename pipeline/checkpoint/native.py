@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import DamagedCheckpointError, UserError
-from pipeline.common.files import atomic_file
 from pipeline.config import renamed
 from pipeline.parallel.pieces import Piece, Slice
 

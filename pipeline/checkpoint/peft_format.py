@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.lora_adapter import Adapter, Factors
+from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import apply_umask
 from pipeline.config.lora import LoraConfig
 from pipeline.layers.lora import linear_layers
 from pipeline.models import registry

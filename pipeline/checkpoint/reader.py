@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeline.checkpoint.fragments import consolidate_fragments
 from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
+from pipeline.common.atomic_files import verify
 from pipeline.common.errors import UserError
-from pipeline.common.files import verify
 
 __all__ = ["Checkpoint", "find"]
 

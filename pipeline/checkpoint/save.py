@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from pipeline.checkpoint import native
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import Index
+from pipeline.common.atomic_files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 from pipeline.common.errors import UserError
-from pipeline.common.files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:

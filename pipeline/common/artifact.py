@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import xxhash
 
+from pipeline.common.atomic_files import atomic_file, digest, verified_reader, verify
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import atomic_file, digest, verified_reader, verify
 
 MANIFEST = "manifest.json"
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import UserError
-from pipeline.common.files import make_folder
 
 log = logging.getLogger("pipeline")
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import UserError
-from pipeline.common.files import report_disk_full
 from pipeline.common.ranks import Ranks
 
 MESSAGE_BYTES = 64 << 20

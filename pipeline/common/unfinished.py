@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import artifact
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_file
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
 

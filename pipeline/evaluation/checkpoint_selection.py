@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.peft_format import WEIGHTS
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
-from pipeline.common.files import digest
 from pipeline.common.ranks import array_task
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import record

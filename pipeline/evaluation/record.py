@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import page
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 
 #: Folder of the records in the run directory.
 FOLDER = "evaluations"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.json_lines import BadLine
 from pipeline.common.unfinished import Unfinished
 from pipeline.generation.generator import Completion, Stopping

@@ -27,8 +27,8 @@ from omegaconf import DictConfig, open_dict
 
 from pipeline.common import ranks
 from pipeline.common.artifact import MANIFEST
+from pipeline.common.atomic_files import atomic_file, atomic_folder
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import atomic_file, atomic_folder
 from pipeline.config import compose, layout
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import CONF_DIR

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import apply_umask
 from pipeline.common.progress import Progress
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig

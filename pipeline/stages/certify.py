@@ -12,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from pipeline.certification.certificate import certify, table
 from pipeline.certification.certificate_file import content
+from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
-from pipeline.common.files import atomic_file, make_folder, report_disk_full
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig

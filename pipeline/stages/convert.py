@@ -13,8 +13,8 @@ from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.common import artifact
+from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import collect_errors
-from pipeline.common.files import atomic_folder, digest
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert

@@ -12,8 +12,8 @@ from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.common.files import digest
 from pipeline.common.progress import Progress
 from pipeline.common.ranks import Ranks
 from pipeline.common.unfinished import Unfinished, work

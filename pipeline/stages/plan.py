@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.layout import job_size

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
+from pipeline.common.atomic_files import atomic_folder, digest, make_folder, report_disk_full
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.common.files import atomic_folder, digest, make_folder, report_disk_full
 from pipeline.common.ranks import Ranks
 from pipeline.config.data import TokenizerConfig
 from pipeline.config.schema import RunConfig

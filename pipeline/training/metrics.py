@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import ToBeContinued, UserError
-from pipeline.common.files import atomic_file
 from pipeline.config.schema import TrackingConfig
 from pipeline.training.engine import StepResult
 from pipeline.training.step_control import HostCopy

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import native
 from pipeline.common import signals
+from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import ToBeContinued, UserError
-from pipeline.common.files import report_disk_full
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.config.schema import ClusterConfig, RunConfig

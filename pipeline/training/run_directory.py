@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact
-from pipeline.common.commit import commit
-from pipeline.common.files import atomic_file, remove_leftovers
+from pipeline.common.atomic_files import atomic_file, remove_leftovers
+from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
 from pipeline.config.schema import RunConfig
 from pipeline.training.metrics import last_loss

@@ -6,8 +6,8 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_file
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.operations import Collective, Operation, TracedPart
 from pipeline.planner.plan import hidden_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from pipeline.config.cleaning import CleanConfig
-from pipeline.data.clean import language, origin, pii_masking, quality, repetition, text_repair
+from pipeline.data.clean import language_filter, origin, pii_masking, quality, repetition, text_repair
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict
 from pipeline.data.read.documents import Document, utf8_length
 
@@ -21,7 +21,7 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "boilerplate": text_repair.boilerplate,
     "personal": pii_masking.personal,
     "length": quality.length,
-    "language": language.language,
+    "language": language_filter.language,
     "gopher": quality.gopher,
     "c4": quality.c4,
     "fineweb": quality.fineweb,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.data import language
+from pipeline.data import language_detection
 from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
@@ -79,7 +79,7 @@ class DocumentBatch:
     def languages(self) -> list[tuple[str, float]]:
         """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
         return [
-            language.identify(code_detection.prose(text)) if alive else language.UNKNOWN
+            language_detection.identify(code_detection.prose(text)) if alive else language_detection.UNKNOWN
             for text, alive in zip(self.texts, self.alive, strict=True)
         ]
 

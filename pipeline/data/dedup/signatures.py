@@ -13,8 +13,8 @@ from safetensors.numpy import save
 
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_file
 from pipeline.common.mpi import Comm
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import minhash

@@ -8,8 +8,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from pipeline.common.atomic_files import verify
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import verify
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.files import digest
 
 
 class SpecialTokens:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import files
+from pipeline.common import atomic_files
 from pipeline.data.read.streams import is_remote
 
 #: Numbers in WebDataset's notation.
@@ -96,7 +96,7 @@ def _local(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
             raise InputPathError("cannot be read", "fix its permissions")
         yield _file(path, path.parent)
     elif path.exists() and not path.is_dir():
-        raise InputPathError(f"is {files.kind(path.stat())}, not a file", "write its content to a file, and name that file")
+        raise InputPathError(f"is {atomic_files.kind(path.stat())}, not a file", "write its content to a file, and name that file")
     elif path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
             raise InputPathError("cannot be read", "fix its permissions")
@@ -141,7 +141,7 @@ def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
     except OSError as error:
         return Entry(location, name, real, problem=f"is a broken link: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
-        return Entry(location, name, real, problem=f"is {files.kind(info)}, not a file")
+        return Entry(location, name, real, problem=f"is {atomic_files.kind(info)}, not a file")
     problem = "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it"
     seconds, nanoseconds = divmod(info.st_mtime_ns, 10**9)
     version = f"modified {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d} UTC"

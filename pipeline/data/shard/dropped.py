@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 import zstandard
 
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import Comm, exchange
 from pipeline.data.dedup.clusters import ORIGIN, Clusters, Kind
 from pipeline.data.shard.spilled_documents import Pool

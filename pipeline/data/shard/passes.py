@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_file
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
 from pipeline.common.shared_progress import SharedProgress

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import artifact, knobs
-from pipeline.common.files import digest
+from pipeline.common.atomic_files import digest
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.read import input_files

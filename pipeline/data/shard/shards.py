@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from pipeline.common import artifact
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters

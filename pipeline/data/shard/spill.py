@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 
 RUN_BYTES = 128 << 20
 """Bytes of documents that are collected in memory before a sorted run is written. Usually a part has one run."""

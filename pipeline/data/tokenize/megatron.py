@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.common import artifact
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_file
 from pipeline.data.tokenize import token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
 

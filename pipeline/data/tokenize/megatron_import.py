@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.common.files import digest
 from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize.megatron import IndexedDataset
 from pipeline.data.tokenize.token_shards import SPLITS

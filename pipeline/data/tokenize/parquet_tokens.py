@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.files import atomic_file
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import token_shards
 

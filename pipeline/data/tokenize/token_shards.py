@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from pipeline.common import artifact
-from pipeline.common.files import atomic_file
+from pipeline.common.atomic_files import atomic_file
 from pipeline.data import tar
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize.encoders import EXCERPT, BatchEncoder

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
-from pipeline.common.files import digest
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids of several texts: the concatenated ids, uint32 (tokens,), and the number of ids of each text, int64 (texts,)."""
