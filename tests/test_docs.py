@@ -97,6 +97,7 @@ def test_every_stage_is_shown() -> None:
     assert SWEEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides, ranks", [pytest.param(o, r, id=" ".join(o)) for o, r in STARTS if "-m" not in o])
 def test_commands_are_legal(overrides: list[str], ranks: int) -> None:
     checked(tuple(overrides), ranks)
@@ -110,6 +111,7 @@ def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pyt
     assert "#SBATCH" in pipeline(*kept, f"run_dir={tmp_path}", "dry_run=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:

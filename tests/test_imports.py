@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import subprocess
 import sys
@@ -44,9 +43,11 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path for path in sorted((ROOT / "pipeline").rglob("*.py"))}
 
 
-@functools.cache
-def tree(module: str) -> ast.Module:
+def parse(module: str) -> ast.Module:
     return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+tree = functools.cache(parse)
 
 
 class ForTypesAlone(ast.NodeTransformer):
@@ -64,7 +65,7 @@ def imports(module: str, *, run: bool = False) -> list[str]:
         run: leave out what only the type checker sees.
     """
     names: list[str] = []
-    for node in ast.walk(ForTypesAlone().visit(copy.deepcopy(tree(module))) if run else tree(module)):
+    for node in ast.walk(ForTypesAlone().visit(parse(module)) if run else tree(module)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -180,6 +180,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides, said", REFUSED, ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_refused_before_work(corpora, overrides, said):
     def start():

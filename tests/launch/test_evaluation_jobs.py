@@ -90,6 +90,7 @@ def test_a_checkpoint_is_submitted_and_kept_until_it_is_evaluated(tmp_path, monk
     assert [jobs.waits(paths[step]) for step in (10, 20)] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong, message",
     [

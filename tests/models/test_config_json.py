@@ -181,6 +181,7 @@ def test_an_unsupported_class_is_reported(content):
         registry.find_mapping(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIG_CLASSES)
 def test_the_overrides_for_pretrain_compose_the_model(family):
     """The overrides are the nearest shipped model and the fields that differ from it."""

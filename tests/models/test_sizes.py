@@ -170,7 +170,7 @@ def test_every_shipped_model_is_counted():
     assert set(NAMES) == RELEASED.keys() | ROUNDED.keys() | SMALL
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
 def test_parameter_count(name, model_config):
     config = model_config(name)
     assert config.violations() == []

@@ -25,6 +25,7 @@ def sums(parts: list[Any]) -> tuple[float, int, Counter[tuple[str, str, float]]]
     return sum(part.flops for part in parts), sum(part.saved for part in parts), collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_block_of_a_kind_composes_to_the_whole_model(family):
     config = configured(f"model={family}", *ONE)

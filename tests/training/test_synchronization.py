@@ -28,6 +28,7 @@ class Synchronizations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero, allowed", [(0, 0), (1, 1), (3, 1)])
 @pytest.mark.parametrize("model, dtype", [("llama-tiny", "bf16"), ("gpt-tiny", "fp32")])
 def test_the_step_does_not_synchronize(model, dtype, zero, allowed):
