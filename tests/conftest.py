@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shlex
 import subprocess
@@ -61,6 +62,16 @@ def same_start() -> Iterator[None]:
     yield
     if hydra := sys.modules.get("hydra.core.global_hydra"):
         hydra.GlobalHydra.instance().clear()
+
+
+@pytest.fixture(autouse=True)
+def root_logging() -> Iterator[None]:
+    """A test that runs the command line in this process leaves no handler behind, whose stream pytest closes after the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
@@ -62,12 +61,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         assert "Traceback" not in said.err + said.out
         return Ended(code, said.err + said.out, list(runs))
 
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
     yield run
     GlobalHydra.instance().clear()
-    root.handlers[:] = handlers  # --info adds one
-    root.setLevel(level)
 
 
 @pytest.fixture
