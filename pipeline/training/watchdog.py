@@ -48,7 +48,7 @@ class Watchdog:
         self._interval = min(self._timeout / 20, 10.0)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._state: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "reports": 0, "ticks": 0, "phase": "start"}
-        self._waited, self._patience = 0.0, INPUT_OUTPUT
+        self._waited, self._patience = 0.0, INPUT_OUTPUT  # seconds since a report, which the watching thread alone counts
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._requests = ThreadPoolExecutor(1, "watchdog-store")
@@ -62,7 +62,7 @@ class Watchdog:
         """
         self._state["phase"] = phase
         self._state["reports"] += 1
-        self._patience, self._waited = patience, 0.0
+        self._patience = patience
 
     def __enter__(self) -> Watchdog:
         if self._size > 1:
@@ -79,17 +79,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Publish this rank's state regularly, until its progress ends."""
+        reports = 0
         while not self._ended.wait(self._interval):
             # Counted in intervals: the clock goes on while the process is suspended.
-            self._waited += self._interval
+            self._waited = self._waited + self._interval if self._state["reports"] == reports else 0.0
+            reports = self._state["reports"]
             if not self._answered(self._publish):
                 self._end_without_store()
-            if self._is_late():
+            if self._waited > self._timeout * self._patience:
                 self._compare()
-
-    def _is_late(self) -> bool:
-        """Whether this rank has not reported for the set time."""
-        return self._waited > self._timeout * self._patience
 
     def _compare(self) -> None:
         """Find the rank that the others wait for, and end the run, unless it goes on in the meantime."""
@@ -98,7 +96,7 @@ class Watchdog:
             self._ended.wait(self._interval)
             self._answered(self._publish)
         after = self._states()
-        if not self._is_late() or any(state["reports"] != before[rank]["reports"] for rank, state in after.items()):
+        if any(state["reports"] != before[rank]["reports"] for rank, state in after.items()):
             return
         if silent := {rank: state for rank, state in after.items() if state["ticks"] == before[rank]["ticks"]}:
             self._end(silent, "its process does not respond: suspended or dead")
