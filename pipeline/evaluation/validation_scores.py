@@ -69,6 +69,7 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
         rule = "has a validation split shorter than training.sequence_length"
         raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
     registry.check_vocabulary(config, whole)
+    registry.warn_of_few_documents(whole)
     corpora = corpora if len(corpora) > 1 else {}
     pseudo: dict[str, PseudoLikelihood | None] = {}
     if stage.pseudo_perplexity:
@@ -81,6 +82,7 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
     """Return what the scores of a checkpoint on the validation split depend on."""
     return {
         "stage.batches": stage.batches,
+        **({"sample": "of all corpora"} if stage.batches else {}),  # earlier versions read the first batches
         **({} if stage.stride is None else {"stage.stride": stage.stride}),
         **({"stage.pseudo_perplexity": True} if stage.pseudo_perplexity else {}),
         "training.global_batch_size": config.training.global_batch_size if stage.batches else None,
@@ -112,6 +114,8 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
             result = validate(trainer, samples, config.training, batches=stage.batches, prefetch=config.data.prefetch)
             perplexity = math.exp(result.loss) if result.loss < 700 else None
             scores[name] = {"validation_loss": result.loss, "perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
+            if stage.batches is not None:
+                scores[name]["validation_loss_stderr"] = result.standard_error
     batches = None if stage.batches is None else stage.batches * config.training.sequence_length
     for name, masked in data.pseudo.items():
         if masked is not None:
@@ -142,7 +146,8 @@ def write(run_dir: Path, checkpoint: Path, step: int, scores: dict[str, Scores],
 def _text(scores: Scores) -> str:
     """Format scores for the log."""
     bits, perplexity = scores["bits_per_byte"], scores["perplexity"]
-    parts = [f"validation loss {scores['validation_loss']:.4f} nats per target"]
+    error = scores.get("validation_loss_stderr")
+    parts = [f"validation loss {scores['validation_loss']:.4f}{'' if error is None else f' +- {error:.4f}'} nats per target"]
     parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
     parts += [] if perplexity is None else [f"perplexity {perplexity:.4g}"]
     parts += [f"pseudo-perplexity {scores['pseudo_perplexity']:.4g}"] if "pseudo_perplexity" in scores else []

@@ -98,9 +98,9 @@ def train(layout: str) -> tuple[list[tuple[float, float]], float]:
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not step:
-            measured, count = mine.evaluate(tokens, {**batch, "accuracy": torch.ones(len(tokens))})
-            accuracy = float(measured)
-            assert int(count) == config.training.global_batch_size - 1
+            right, counts = mine.evaluate(tokens, {**batch, "accuracy": torch.ones(len(tokens))})
+            accuracy = float(right.sum() / counts.sum())
+            assert int(counts.sum()) == config.training.global_batch_size - 1
         loss, result = mine.train(tokens, batch)
         numbers.append((float(loss), float(result.gradient_norm)))
     return numbers, accuracy

@@ -13,6 +13,11 @@ class Preferences(Supervised):
 
     reader: type[ExampleReader] = PairReader
 
+    @property
+    def documents(self) -> int:
+        """See Objective: pairs."""
+        return int(self.samples.counts[0])
+
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Supervised, and the choices."""
         arrays = super().arrays(indices)
