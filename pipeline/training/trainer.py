@@ -15,6 +15,7 @@ from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
+from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -61,7 +62,7 @@ class Trainer:
         with self.engine.accumulate(pipeline.micro_batches):
             loss = pipeline.train(tokens, batch, factor)
         result = self.engine.step()
-        mean, counted, rewards = self._global_mean(loss, requests, self._rewards() if "choices" in batch else None)
+        mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
         more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
         if "choices" in batch:
             chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
@@ -74,9 +75,10 @@ class Trainer:
 
         Returns:
             For each sequence of the global batch, in the order of its samples, the sum of the loss over its targets other than IGNORE,
-            fp64 (sequences,), and their number, int64 (sequences,); of preferences the loss of its pair, and whether it has one. Both are
+            fp64 (sequences,), and their number, fp64 (sequences,); of preferences the loss of its pair, and whether it has one. Both are
             the same on every rank.
         """
+        self._forget_measured()
         batch = batch.copy()
         batch.pop("next_sentence", None)
         targets = self._is_counted(batch)
@@ -90,6 +92,14 @@ class Trainer:
         if self._config.lora.dropout:
             self.model.train()
         return self._gather_sequences(losses, counts)
+
+    def measured(self, size: int) -> Tensor:
+        """Return the sums over the sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective.
+
+        Args:
+            size: Objective.sums.
+        """
+        return self._global_mean(torch.zeros((), device=self.mesh.device), sums=self._measured(size))[2]
 
     def _seed_dropout(self, step: int) -> None:
         """Seed the random numbers of a step: ranks with the same samples drop the same elements, others draw their own."""
@@ -112,14 +122,18 @@ class Trainer:
         with without_adapters(self.model):
             answers = self._reference.evaluate(tokens, batch).float()
         beta = torch.full_like(answers[:, :1], self._config.training.dpo_beta)
-        for stage in self.model.stage_modules():
-            stage.rewards.clear()
+        self._forget_measured()
         return {**batch, "reference": torch.cat([beta, answers], dim=1)}
 
-    def _rewards(self) -> Tensor:
-        """Return the sums of preference_loss over the micro-batches of a step, (4,); zeros on ranks without the last stage."""
-        found = [rewards for stage in self.model.stage_modules() for rewards in stage.rewards]
-        return torch.stack(found).sum(dim=0) if found else torch.zeros(4, device=self.mesh.device)
+    def _measured(self, size: int) -> Tensor:
+        """Return the sums of Stack.measured over the micro-batches of a step, fp32 (size,); zeros on ranks without the last stage."""
+        found = [sums for stage in self.model.stage_modules() for sums in stage.measured]
+        return torch.stack(found).sum(dim=0) if found else torch.zeros(size, device=self.mesh.device)
+
+    def _forget_measured(self) -> None:
+        """Clear Stack.measured."""
+        for stage in self.model.stage_modules():
+            stage.measured.clear()
 
     @staticmethod
     def _is_counted(batch: Batch) -> Tensor:
@@ -148,7 +162,7 @@ class Trainer:
         for group in self.mesh.all_ranks if layout.world_size > 1 else ():
             if group.size() > 1:
                 dist.all_reduce(gathered, group=group)
-        return gathered[0], gathered[1].long()
+        return gathered[0], gathered[1]
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
         """Return the pipeline for batches of this shape and their result; a warm-up has several shapes."""
