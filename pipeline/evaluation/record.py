@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,14 @@ def is_recorded(run_dir: Path, step: int, kind: str, settings: dict[str, Any]) -
     return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("settings") == json.loads(json.dumps(settings))
 
 
-def write(run_dir: Path, step: int, kind: str, scores: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+def write(
+    run_dir: Path,
+    step: int,
+    kind: str,
+    scores: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Record the scores of a checkpoint, and write the table and the plots of all records.
 
     Args:
@@ -45,10 +52,11 @@ def write(run_dir: Path, step: int, kind: str, scores: dict[str, dict[str, Any]]
         kind: as in path_of.
         scores: corpus or task -> metric -> value, None for one that does not exist; "" is the full validation split.
         settings: what the scores depend on.
+        more: what else the record has: "read" and "confusion" of validation_scores.py Evaluation.
     """
     (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     with atomic_file(path_of(run_dir, step, kind), "w") as handle:
-        json.dump({"step": step, "scores": scores, "settings": settings}, handle, indent=1)
+        json.dump({"step": step, "scores": scores, **(more or {}), "settings": settings}, handle, indent=1)
         handle.write("\n")
     written: dict[int, dict[str, float]] = {}
     while (recorded := read(run_dir)) != written:  # another job of the same array may have added a record
