@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
@@ -50,7 +52,7 @@ class Evaluation:
 
     Attributes:
         scores: corpus -> scores; "" is the full validation split.
-        read: how much of the split they are computed on: "batches", "sequences", "tokens".
+        read: "sequences" of the split that were read, those "available", and their "targets".
         confusion: of a classifier.
     """
 
@@ -99,6 +101,7 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     if whole is None:
         raise _no_sample(config)
     registry.check_vocabulary(config, whole)
+    registry.warn_of_few_documents(whole)
     corpora = corpora if len(corpora) > 1 else {}
     pseudo: dict[str, PseudoLikelihood | None] = {}
     if stage.pseudo_perplexity:
@@ -120,6 +123,7 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
     """Return what the scores of a checkpoint on the validation split depend on."""
     return {
         "stage.batches": stage.batches,
+        **({"sample": "of all corpora"} if stage.batches else {}),  # earlier versions read the first batches
         **({} if stage.stride is None else {"stage.stride": stage.stride}),
         **({"stage.pseudo_perplexity": True} if stage.pseudo_perplexity else {}),
         "training.global_batch_size": config.training.global_batch_size if stage.batches else None,
@@ -146,31 +150,27 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
         mean negative log-probability of each token given all others, of the sequences of stage.batches.
     """
     scores: dict[str, Scores] = {}
-    confusion = None
+    confusion, read = None, dict[str, int]()
     for name, samples in data.corpora.items():
         scores[name] = {}
         if samples is not None:
             result = validate(trainer, samples, config.training, batches=stage.batches, prefetch=config.data.prefetch)
             scores[name] = {"validation_loss": result.loss, **result.measures}
+            if stage.batches is not None:
+                scores[name]["validation_loss_stderr"] = result.standard_error
             if not samples.sums:  # the loss of a classifier, or of pairs, is not that of text
                 perplexity = math.exp(result.loss) if result.loss < 700 else None
                 scores[name] |= {"perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
             if isinstance(samples, Classification):
-                confusion = Confusion(getattr(config.model, "labels", []), samples.confusion(result.sums).tolist())
+                confusion = Confusion(getattr(config.model, "labels", []), samples.confusion(np.array(result.sums)).tolist())
+            if not name:
+                read = {"sequences": result.samples, "available": result.available, "targets": result.targets}
     batches = None if stage.batches is None else stage.batches * config.training.sequence_length
     for name, masked in data.pseudo.items():
         if masked is not None:
             loss = validate(trainer, masked, config.training, batches=batches, prefetch=config.data.prefetch).loss
             scores[name]["pseudo_perplexity"] = math.exp(min(loss, 700))
-    return Evaluation(scores, _read(config, stage, data.whole), confusion)
-
-
-def _read(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, int]:
-    """Return how much of the validation split is read: global batches, sequences, and positions of the sequences."""
-    samples, size = int(data.samples.counts[0]), config.training.global_batch_size
-    batches = math.ceil(samples / size) if stage.batches is None else min(stage.batches, math.ceil(samples / size))
-    sequences = min(samples, batches * size)
-    return {"batches": batches, "sequences": sequences, "tokens": sequences * config.training.sequence_length}
+    return Evaluation(scores, read, confusion)
 
 
 def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, settings: dict[str, Any]) -> None:
@@ -200,8 +200,9 @@ def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, se
 def _text(scores: Scores) -> str:
     """Format scores for the log."""
     values = {name: value for name, value in scores.items() if value is not None}
-    loss = values.pop("validation_loss")
-    parts = [f"validation loss {loss:.4f} nats per {'target' if 'perplexity' in scores else 'sequence'}"]
+    loss, error = values.pop("validation_loss"), values.pop("validation_loss_stderr", None)
+    unit = "target" if "perplexity" in scores else "sequence"
+    parts = [f"validation loss {loss:.4f}{'' if error is None else f' +- {error:.4f}'} nats per {unit}"]
     parts += [f"{values.pop('bits_per_byte'):.4f} bits per byte"] if "bits_per_byte" in values else []
     named = {name.removeprefix("validation_").replace("_", " "): value for name, value in values.items()}
     parts += [f"{name} {value:.4g}" for name, value in named.items()]

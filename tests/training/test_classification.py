@@ -102,9 +102,9 @@ def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not step:
-            _, count = mine.evaluate(tokens, batch)
+            _, counts = mine.evaluate(tokens, batch)
             confusion = mine.measured(9).view(3, 3)
-            assert int(count) == config.training.global_batch_size - 1
+            assert int(counts.sum()) == config.training.global_batch_size - 1
         loss, result = mine.train(tokens, batch)
         numbers.append((float(loss), float(result.gradient_norm)))
     return numbers, confusion
