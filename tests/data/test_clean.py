@@ -253,7 +253,7 @@ def test_prose_passes_every_step():
         ("fr", "Le vieil homme se promenait chaque soir au bord de la mer et pensait aux bateaux qui étaient passés."),
         ("pl", "Stary latarnik spacerował co wieczór brzegiem morza i myślał o statkach, które przepłynęły obok wyspy."),
         ("el", "Ο γέρος φαροφύλακας περπατούσε κάθε βράδυ στην ακτή και σκεφτόταν τα πλοία που είχαν περάσει."),
-        ("un", "0x1f 0x2e 93 17 ...."),
+        ("und", "0x1f 0x2e 93 17 ...."),
     ],
 )
 def test_languages_are_identified(code, text):
@@ -381,7 +381,9 @@ def test_batches_contain_every_document_once():
 def test_unknown_steps_are_refused_with_the_list_of_known_ones():
     own = "clean.gopher.by_language={ko: {least_word_length: -1, words: 2}}"
     printed = pipeline(
-        "stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", own, expect=2
+        *("stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", own),
+        *("clean.language.keep=[he,english,sr-Latn]", "clean.length.by_language={jp: {least: 10}}"),
+        expect=2,
     )
     assert "spelling" in printed
     assert "choose allow, repair" in printed
@@ -389,3 +391,10 @@ def test_unknown_steps_are_refused_with_the_list_of_known_ones():
     assert "clean.gopher.by_language.ko.least_word_length" in printed
     assert "clean.gopher.by_language.ko.words" in printed
     assert "twice" in printed
+    assert "clean.language.keep=english: is no code of a language that the detector knows\n    fix: the nearest is en (English)" in printed
+    assert (
+        "clean.language.keep=sr-Latn: names a part of sr that the detector does not distinguish\n    fix: the nearest is sr (Serb"
+        in printed
+    )
+    assert "clean.length.by_language.jp=jp: is no code of a language that the detector knows\n    fix: the nearest is ja (Japan" in printed
+    assert "keep=he:" not in printed

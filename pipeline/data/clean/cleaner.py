@@ -29,8 +29,11 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "contamination": origin.contamination,
 }
 
-Dropped = Callable[[Document, str, str, str], None]
-"""Receives a dropped document: (document, step, reason, its text before that step)."""
+Dropped = Callable[[Document, str, str, str, str], None]
+"""Receives a dropped document: (document, step, reason, its text before that step, its language)."""
+
+_IDENTIFYING = frozenset({"language", "gopher", "c4", "fineweb"})
+"""Steps that identify languages. With one of them, the language of what earlier steps drop is identified as well, for the counts."""
 
 EXAMPLES = 5
 """Examples per reason: the documents whose identity has the lowest hash, independent of the number of ranks."""
@@ -103,7 +106,7 @@ class Cleaner:
 
     def __init__(self, config: CleanConfig) -> None:
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
-        self._tag = config.mode == "tag"
+        self._tag, self._identify = config.mode == "tag", not _IDENTIFYING.isdisjoint(config.steps)
         kinds = config.personal.kinds if "personal" in config.steps else []
         self._shown_as = partial(pii_masking.mask, kinds=kinds)
 
@@ -120,7 +123,8 @@ class Cleaner:
                 step_counts.example(verdict, document.id, batch.texts[verdict.document], self._shown_as)
                 if verdict.text is None:
                     if not self._tag:
-                        dropped(document, name, verdict.reason, batch.texts[verdict.document])
+                        label = batch.label(verdict.document, identify=self._identify)
+                        dropped(document, name, verdict.reason, batch.texts[verdict.document], label)
                     total = step_counts.tagged if self._tag else step_counts.dropped
                     documents, size = total.get(verdict.reason, (0, 0))
                     total[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
