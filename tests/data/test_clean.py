@@ -129,6 +129,7 @@ DROPS = {
     "placeholder": ("c4", PROSE + " Lorem ipsum dolor.", "lorem ipsum"),
     "menu": ("fineweb", "Home\nContact\nAbout us\nShop now", "few lines end in punctuation"),
     "list": ("fineweb", "Home.\nContact.\nAbout us.\nShop.", "mostly short lines"),
+    "a repeated line": ("fineweb", PROSE.replace(". ", ".\n") + "\n" + PROSE.split(". ")[1] + ".", "characters in duplicate lines"),
     "lines": ("repetition", PROSE + "\nAgain and again." * 4, "repeated lines"),
     "paragraphs": ("repetition", "\n\n".join([PROSE.replace(". ", ".\n"), *["A\nb"] * 4]), "repeated lines"),
     "a bigram": ("repetition", "well yes " * 30 + PROSE, "one frequent 2-gram"),
@@ -391,10 +392,8 @@ def test_unknown_steps_are_refused_with_the_list_of_known_ones():
     assert "clean.gopher.by_language.ko.least_word_length" in printed
     assert "clean.gopher.by_language.ko.words" in printed
     assert "twice" in printed
-    assert "clean.language.keep=english: is no code of a language that the detector knows\n    fix: the nearest is en (English)" in printed
-    assert (
-        "clean.language.keep=sr-Latn: names a part of sr that the detector does not distinguish\n    fix: the nearest is sr (Serb"
-        in printed
-    )
-    assert "clean.length.by_language.jp=jp: is no code of a language that the detector knows\n    fix: the nearest is ja (Japan" in printed
+    unknown, nearest = "is no code of a language that the detector knows", "\n    fix: the nearest is"
+    assert f"clean.language.keep=english: {unknown}{nearest} en (English)" in printed
+    assert f"clean.language.keep=sr-Latn: names a part of sr that the detector does not distinguish{nearest} sr (Serbian)" in printed
+    assert f"clean.length.by_language.jp=jp: {unknown}{nearest} ja (Japanese)" in printed
     assert "keep=he:" not in printed
