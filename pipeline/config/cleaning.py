@@ -173,6 +173,12 @@ class ContaminationStep:
 
     files: list[str] = knob([], "files with the texts of the benchmarks, in any format of data.input")
     words: int = knob(13, "length of a shared n-gram that counts as contamination", unit="words", at_least=3)
+    least_words: int = knob(
+        8,
+        "shorter texts of a benchmark are matched as a whole if they have as many; the report counts the others",
+        unit="words",
+        at_least=3,
+    )
 
 
 @dataclass(frozen=True)

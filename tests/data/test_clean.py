@@ -71,6 +71,26 @@ CHANGES = {
         "# Logo\nA\n\n`<b>x</b>`\n```\n<b>y</b>\n```",
     ),
     "cells": ("boilerplate", "<table><tr><td>a</td><td>b</td></tr><tr><td>c</td></tr></table>", "a\tb\t\nc\t\n"),
+    "subscripts": ("boilerplate", "The value x[i](y) is called; List<String> holds it. the <b> tag begins bold text, </b> ends it.", None),
+    "calls": ("boilerplate", "Call f[0](x) twice. Use <b>, <i> and </b>, </i> for fonts.", None),
+    "types": ("boilerplate", "# Types\n\nA List<String>, a Map<Label>, a Box<Source>, a Vec<Link>; see Option<Input>.", None),
+    "tags that a sentence names": (
+        "boilerplate",
+        "# Tags\n\nThe <b> tag is closed by the </b> tag. The tag <em> begins, the tag </em> ends emphasis. Das <i>-Element, </i>.",
+        None,
+    ),
+    "tags in a list": (
+        "boilerplate",
+        "# Tags\n\nDie Tags <b> und </b>, <i> und </i> heben hervor. "
+        'Use <u>...</u>, "<br>", (<hr>) or \\<s>this\\</s>. <br> or <hr> elements.',
+        None,
+    ),
+    "paragraphs as the subject": ("boilerplate", "<p> starts a paragraph, and the </p> tag ends it: these are tags.", None),
+    "tags beside links": (
+        "boilerplate",
+        "See [a](b.md), [b](https://x.org).\n\nThis is <b>bold</b> tag soup,<br>next, \"<i>Title</i>\" and <img src='x.png'> <b>tags</b>.",
+        'See [a](b.md), [b](https://x.org).\n\nThis is bold tag soup, next, "Title" and  tags.',
+    ),
     "a page": ("boilerplate", "<html><style>p {}</style><script>a<b</script><!-- x --><p>One<p>Two</html>", "One\nTwo"),
     "drawings": ("boilerplate", '<html><p>One</p><svg width="2">\n<path d="M1 2"></path></svg><p>Two</html>', "One\nTwo"),
     "tags as the subject": ("boilerplate", "Das <b>-Element macht Text fett: <b>so</b>. Ende.\n<table>\nZeilen und Zellen", None),
@@ -277,9 +297,34 @@ def test_an_ngram_of_a_benchmark_is_found_regardless_of_case_and_punctuation(tmp
     caught = "Something else: " + " ".join(words[3:16]).upper() + " and more"
     missed = "Something else: " + " ".join(words[3:15]) + " and more"
     assert clean([caught, missed], wanted)[0] == [None, missed]
-    for files, rule in (([], "contain no text of 13 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
+    assert Cleaner(wanted).notes["contamination"] == {"items": 1, "items matched as a whole": 0, "items of fewer than 8 words, ignored": 0}
+    for files, rule in (([], "contain no text of 8 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
         with pytest.raises(UserError, match=rule):
             Cleaner(config("contamination", contamination={"files": files}))
+
+
+def test_short_items_of_a_benchmark_are_matched_as_a_whole(tmp_path):
+    short, other = "What is the tallest mountain of the Northern Alps?", "Which of these rivers flows through the capital of Hungary today?"
+    chinese = "那位年老的灯塔看守人每天傍晚都沿着海岸散步想着船只"
+    items = [short, other, "Too short an item.", chinese, PROSE[:220]]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps({"text": item}) + "\n" for item in items))
+    wanted = config("contamination", contamination={"files": [str(tmp_path / "bench.jsonl")]})
+    caught = [
+        f"Question: {short} Answer: the Zugspitze.",
+        f"He asked:\n{other.upper()}",
+        f"从前，{chinese}的故事。",
+        f"听说{chinese}的故事",
+        " ".join(PROSE.split()[3:16]),
+    ]
+    missed = [
+        "What is the tallest mountain of the Northern Andes?",
+        "Too short an item.",
+        " ".join(other.split()[:9]),
+        " ".join(PROSE.split()[3:15]),
+    ]
+    split = [short[:20], short[20:]]  # in two documents
+    assert clean([*caught, *missed, *split], wanted)[0] == [None] * 5 + missed + split
+    assert Cleaner(wanted).notes["contamination"] == {"items": 5, "items matched as a whole": 3, "items of fewer than 8 words, ignored": 1}
 
 
 PIECES = st.sampled_from(

@@ -23,6 +23,11 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
         yield from _language("clean.language.keep", code)
     for name in ("length", "gopher", "c4", "fineweb", "repetition"):
         yield from _by_language(getattr(clean, name), name)
+    least, most = clean.contamination.least_words, clean.contamination.words
+    if least > most:
+        yield Violation(
+            "clean.contamination.least_words", least, f"is above clean.contamination.words={most}", "lower it, or raise the other"
+        )
     for key, values, count in (("top_ngrams", clean.repetition.top_ngrams, 3), ("long_ngrams", clean.repetition.long_ngrams, 6)):
         if len(values) != count:
             yield Violation(

@@ -26,7 +26,7 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "c4": quality.c4,
     "fineweb": quality.fineweb,
     "repetition": repetition.repetition,
-    "contamination": origin.contamination,
+    "contamination": origin.Contamination,
 }
 
 Dropped = Callable[[Document, str, str, str, str], None]
@@ -100,6 +100,9 @@ class Cleaner:
 
     If personal data is masked in the text, it is also masked in the examples of all steps.
 
+    Attributes:
+        notes: step -> what the report tells of its inputs -> number.
+
     Raises:
         UserError: a file that a step requires is missing.
     """
@@ -107,6 +110,7 @@ class Cleaner:
     def __init__(self, config: CleanConfig) -> None:
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
         self._tag, self._identify = config.mode == "tag", not _IDENTIFYING.isdisjoint(config.steps)
+        self.notes: dict[str, dict[str, int]] = {name: step.notes for name, step in self._steps if hasattr(step, "notes")}
         kinds = config.personal.kinds if "personal" in config.steps else []
         self._shown_as = partial(pii_masking.mask, kinds=kinds)
 

@@ -38,6 +38,7 @@ class PartCounts:
         steps: cleaning step -> counts.
         lost: corpus -> step and reason -> [documents, bytes] that cleaning dropped.
         languages: language -> "kept", or step and reason -> [documents, bytes] that cleaning kept or dropped.
+        notes: step -> what the report tells of its inputs -> number; the same for every part.
         runs: bounds of the sorted runs in the spill.
     """
 
@@ -49,6 +50,7 @@ class PartCounts:
     steps: dict[str, StepCounts] = field(default_factory=dict)
     lost: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     languages: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    notes: dict[str, dict[str, int]] = field(default_factory=dict)
     runs: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class PartCounts:
         for language, reasons in other.languages.items():
             for reason, (documents, size) in reasons.items():
                 self.count_language(language, reason, documents, size)
+        self.notes |= other.notes
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
@@ -112,7 +115,7 @@ def process(
         advance: called with the number of input bytes that have been processed.
         save_dropped: write the dropped documents next to the spill.
     """
-    counts, rows = PartCounts(), row_type(dedup.permutations if dedup.near else 0)
+    counts, rows = PartCounts(notes=cleaner.notes), row_type(dedup.permutations if dedup.near else 0)
     spill = Spill(stem, rows)
     try:
         with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:

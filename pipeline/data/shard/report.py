@@ -54,7 +54,7 @@ def build(counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, 
             "corpora": counts.read,
         },
         "bad": [dict(zip(_BAD, bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
-        "steps": [{"step": name, **_step(step)} for name, step in counts.steps.items()],
+        "steps": [{"step": name, "notes": counts.notes.get(name, {}), **_step(step)} for name, step in counts.steps.items()],
         "duplicates": {
             "exact": clusters.exact,
             "near": clusters.near,
@@ -123,7 +123,7 @@ def html(report: dict[str, Any]) -> str:
         lost_rows=[row for corpus in corpora for row in _lost_rows(corpus)],
         flow_rows=_flow_rows(report),
         cleaned_languages=cleaned_languages(report["languages"]),
-        steps=[{"name": step["step"], "reasons": _reasons(step)} for step in report["steps"]],
+        steps=[{"name": step["step"], "notes": step["notes"], "reasons": _reasons(step)} for step in report["steps"]],
         cluster_sizes=[[int(size), number] for size, number in report["duplicates"]["cluster_sizes"].items()],
         clusters=_shown_clusters(report["duplicates"]["clusters"]),
         corpus_rows=[
