@@ -16,9 +16,9 @@ from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import collect_errors
 from pipeline.common.ranks import Ranks
+from pipeline.config.data import DECODER_STARTS
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
 from pipeline.models.config import ModelConfig
@@ -117,16 +117,21 @@ def _write_huggingface(
     if quantized:
         export.measure(folder, stage, checkpoint, quantized, model, parameters)
     named = checkpoint.config.get("data", {}).get("decoder_start")
+    source = imported.folder_of(checkpoint.path)
+    original = imported.original_of(source, tokenizer_folder)
+    if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
+        original = original.with_end(tokenizer.end_of_document)
     huggingface_export.write_configs(
         folder,
         model,
         dtype=dtype,
         end_of_document_id=tokenizer.end_of_document,
         padding_id=tokenizer.first_of([named] if named else DECODER_STARTS),
-        original=imported.original_of(Path(config.run_dir) / imported.FOLDER, tokenizer_folder),
+        original=original,
         quantization=entry,
     )
     huggingface_export.copy_tokenizer(
         tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )
+    imported.copy_terms(source, folder)
     return parameters
