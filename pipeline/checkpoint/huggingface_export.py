@@ -87,6 +87,31 @@ class Original:
         return kept | changed | {"architectures": exported["architectures"]}
 
 
+@dataclass(frozen=True)
+class TokenIds:
+    """The tokens with which texts begin and end.
+
+    Attributes:
+        bos: precedes a text, None without one.
+        ends: any of them ends a text.
+        pad: fills a batch, None without one.
+    """
+
+    bos: int | None
+    ends: list[int]
+    pad: int | None
+
+
+def token_ids(original: Original | None, end_of_document: int) -> TokenIds:
+    """Return the tokens that an export of a decoder names: those of the imported model, or the end-of-document token for all."""
+    if original is None:
+        return TokenIds(end_of_document, [end_of_document], end_of_document)
+    pad = original.token_id("pad_token_id")
+    return TokenIds(
+        original.token_id("bos_token_id"), original.ends or [end_of_document], pad if isinstance(pad, int) and pad >= 0 else None
+    )
+
+
 def read_original(folder: Path) -> Original:
     """Read an imported model, from the folder with its config.json."""
     content = read_config(folder)

@@ -115,7 +115,11 @@ def overrides(folder: Path) -> list[str]:
     """Return the settings of a tokenizer folder for a command line, quoted for the shell; empty if it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return []
-    values = {"tokenizer.path": str(folder), "tokenizer.end_of_document": end_of_document(folder), "data.decoder_start": decoder_start(folder)}
+    values = {
+        "tokenizer.path": str(folder),
+        "tokenizer.end_of_document": end_of_document(folder),
+        "data.decoder_start": decoder_start(folder),
+    }
     return [_override(key, value) for key, value in values.items() if value is not None]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
+from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
@@ -61,6 +62,7 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
 
     checkpoint = open_merged(path, stage.adapter)
     model = config_classes.from_dict(checkpoint.config["model"])
+    original = _original(checkpoint, model, tokenizer)
     checks = [
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
         lambda: check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
@@ -68,16 +70,16 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
         lambda: registry.mapping_of(model),
     ]
     if stage.format == "gguf":
-        checks.append(lambda: gguf_export.check(stage, config.data, checkpoint, model, tokenizer))
+        checks.append(lambda: gguf_export.check(stage, config.data, checkpoint, model, tokenizer, original))
     collect_errors(*checks)
     quantized = None
     if stage.format == "huggingface" and stage.quantize != "none":
         quantized = export.prepare(stage, config.data, checkpoint, model, tokenizer)
     with atomic_folder(output) as folder:
         if stage.format == "gguf":
-            parameters = gguf_export.write(folder, run_dir.name, stage, config.data, checkpoint, model, tokenizer)
+            parameters = gguf_export.write(folder, run_dir.name, stage, config.data, checkpoint, model, tokenizer, original)
         else:
-            parameters = _write_huggingface(folder, config, stage, checkpoint, model, tokenizer, quantized)
+            parameters = _write_huggingface(folder, config, stage, checkpoint, model, tokenizer, original, quantized)
         totals = {"step": checkpoint.step, "parameters": parameters}
         artifact.write(folder, artifact.Manifest("convert", settings, artifact.entries(folder), totals))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
@@ -107,6 +109,7 @@ def _write_huggingface(
     checkpoint: MergedWeights,
     model: ModelConfig,
     tokenizer: TextEncoder,
+    original: Original | None,
     quantized: export.Quantization | None,
 ) -> int:
     """Write the files of a Hugging Face folder, with quantized weights if there are some. Returns the number of parameters."""
@@ -117,10 +120,6 @@ def _write_huggingface(
     if quantized:
         export.measure(folder, stage, checkpoint, quantized, model, parameters)
     named = checkpoint.config.get("data", {}).get("decoder_start")
-    source = imported.folder_of(checkpoint.path)
-    original = imported.original_of(source, tokenizer_folder)
-    if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
-        original = original.with_end(tokenizer.end_of_document)
     huggingface_export.write_configs(
         folder,
         model,
@@ -133,5 +132,13 @@ def _write_huggingface(
     huggingface_export.copy_tokenizer(
         tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )
-    imported.copy_terms(source, folder)
+    imported.copy_terms(imported.folder_of(checkpoint.path), folder)
     return parameters
+
+
+def _original(checkpoint: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Original | None:
+    """Return the imported model that the run started from, with the end-of-document token of its training; None without one."""
+    original = imported.original_of(imported.folder_of(checkpoint.path), tokenizer.path.parent)
+    if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
+        return original.with_end(tokenizer.end_of_document)
+    return original
