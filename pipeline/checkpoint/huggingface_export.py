@@ -48,13 +48,15 @@ class Original:
     Attributes:
         content: its config.json.
         generation: its generation_config.json, None without one.
-        mapped: what the export writes to config.json for a model with the configuration of the import.
+        mapped: what the export writes to config.json for a model with this config.json.
+        groups: keys that only have a meaning together.
         aliases: further name of a key of config.json -> the key.
     """
 
     content: dict[str, Any]
     generation: dict[str, Any] | None
     mapped: dict[str, Any]
+    groups: tuple[tuple[str, ...], ...]
     aliases: dict[str, str]
 
     def token_id(self, name: str) -> Any:
@@ -81,10 +83,11 @@ class Original:
         Args:
             exported: what the export writes for the model.
         """
-        changed = {key: value for key, value in exported.items() if key not in self.mapped or self.mapped[key] != value}
+        changed = {key for key, value in exported.items() if key not in self.mapped or self.mapped[key] != value}
+        changed |= {key for group in self.groups if not changed.isdisjoint(group) for key in group}
         stale = {alias for alias, key in self.aliases.items() if key in changed}
-        kept = {key: value for key, value in self.content.items() if key not in _OF_THE_FILES | stale}
-        return kept | changed | {"architectures": exported["architectures"]}
+        kept = {key: value for key, value in self.content.items() if key not in _OF_THE_FILES | changed | stale}
+        return kept | {key: value for key, value in exported.items() if key in changed or key == "architectures"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def read_original(folder: Path) -> Original:
     family, mapping = registry.find_mapping(content)
     mapped = mapping.config_json(config_json.read(mapping, family.config, content))
     stock = stock_keys.keys_of(mapping.architecture)
-    return Original(content, read_generation_config(folder), mapped, {} if stock is None else stock.aliases)
+    groups = tuple(group.keys for group in mapping.nested)
+    return Original(content, read_generation_config(folder), mapped, groups, {} if stock is None else stock.aliases)
 
 
 class Weights(Protocol):
