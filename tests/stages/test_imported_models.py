@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import logging
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,12 +155,18 @@ LONG = {"llama-2-7b", "llama qwen2.5", "bert masked", "roberta xlm-r", "roberta 
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CONTENTS])
-def test_what_a_model_came_with(name, tokens, tokenizer_folder, tmp_path):
+def test_what_a_model_came_with(name, tokens, tokenizer_folder, tmp_path, caplog):
     """One step with a learning rate of nearly zero: the export is the imported folder."""
     content, (stock, base, new) = CONTENTS[name], (tmp_path / part for part in ("stock", "base", "new"))
     save(content, tokenizer_folder, stock)
-    run("convert", run_dir=base, stage__input=stock)
+    with caplog.at_level(logging.INFO, "pipeline"):
+        run("convert", run_dir=base, stage__input=stock)
+    printed = shlex.split(caplog.text.partition("continue with ")[2].partition("\n")[0])
+    assert printed[1:4] == [f"run_dir={base}", f"tokenizer.path={base / 'imported'}", 'tokenizer.end_of_document="<|eot|>"']
+    assert ('data.decoder_start="<start>"' in printed) == content.get("is_encoder_decoder", False)
     model = config_classes.from_dict(native.read_index(native.find(base, "latest")).config["model"])
+    if "router_aux_loss_coef" in content:
+        assert model.balance_loss == 0.03
     data = {"data__tokens": tokens / "tokens", "data__pairs__train": [str(tokens / "pairs.tsv")], "training__document_mask": False}
     config = run("pretrain", model, run_dir=new, checkpoint__initialize_from=base, optimizer__lr=1e-12, **data)
     assert config.tokenizer.path == str(base / "imported")
