@@ -17,6 +17,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Convert
 
 log = logging.getLogger("pipeline")
 
@@ -35,7 +36,7 @@ def resolved(config: RunConfig) -> RunConfig:
     from. The end-of-document token is the one that belongs to the tokenizer, and so is data.decoder_start.
     """
     tokenizer, defaults = config.tokenizer, TokenizerConfig()
-    needed = config.stage.name not in _WITHOUT
+    needed = config.stage.name not in _WITHOUT and not (isinstance(config.stage, Convert) and config.stage.input)
     folder, end = None if tokenizer.path == AUTO else tokenizer.path, None
     if needed and AUTO in (tokenizer.path, tokenizer.end_of_document) and (found := next(_recorded(config), None)):
         if folder is None:

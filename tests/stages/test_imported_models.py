@@ -117,7 +117,7 @@ def save(content: dict[str, Any], tokenizer: Path, folder: Path) -> None:
 
 
 BATCH = ("training.sequence_length=32", "training.global_batch_size=2", "training.micro_batch_size=1", "training.steps=1")
-COMMON = (*BATCH, "precision=fp32", "tracking=disabled", "optimizer.warmup_steps=0", "training.validation_batches=0", "data.verify=off")
+COMMON = (*BATCH, "precision=fp32", "tracking=disabled", "optimizer.warmup_steps=0", "training.validation_batches=1", "data.verify=off")
 
 
 def run(stage: str, model: Any = None, **settings: Any) -> Any:
