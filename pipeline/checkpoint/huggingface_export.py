@@ -86,6 +86,7 @@ class Original:
         changed = {key for key, value in exported.items() if key not in self.mapped or self.mapped[key] != value}
         changed |= {key for group in self.groups if not changed.isdisjoint(group) for key in group}
         stale = {alias for alias, key in self.aliases.items() if key in changed}
+        stale |= {"num_labels", "problem_type"} if "id2label" in changed else set()  # of the labels before
         kept = {key: value for key, value in self.content.items() if key not in _OF_THE_FILES | changed | stale}
         return kept | {key: value for key, value in exported.items() if key in changed or key == "architectures"}
 

@@ -16,7 +16,7 @@ import transformers
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import stages
 from pipeline.checkpoint import native
@@ -184,6 +184,31 @@ def test_what_a_model_came_with(name, tokens, tokenizer_folder, tmp_path, caplog
         assert (new / "hf" / file).read_bytes() == (stock / file).read_bytes(), file
     if model.family != "deepseek_v3":  # the bias of its router changes by a fixed amount in each step
         torch.testing.assert_close(logits(new / "hf", content), logits(stock, content), rtol=1e-5, atol=1e-5)
+
+
+def test_what_training_changes_is_exported(tokenizer_folder, tmp_path):
+    """A longer context, and the labels of a classifier; nothing that contradicts them is kept."""
+    lines = {"prompt": "a", "completion": "b", "text": "a"}
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({**lines, "label": label}) + "\n" for label in "xyxyxyzz"))
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 10000.0}
+    rope["rope_parameters"] = {**rope["rope_scaling"], "rope_theta": 10000.0}
+    labels = {"id2label": {"0": "x", "1": "y", "2": "z"}, "label2id": {"x": 0, "y": 1, "z": 2}}
+    for name, more, settings, changed in (
+        ("llama-2-7b", {}, {"training__context_factor": 2}, {"max_position_embeddings": 128, **rope}),
+        ("bert-base-uncased", {"num_labels": 2}, {"training__objective": "classification"}, {**labels}),
+    ):
+        stock, base, new = (tmp_path / f"{name} {part}" for part in ("stock", "base", "new"))
+        save({**CONTENTS[name], **more}, tokenizer_folder, stock)
+        run("convert", run_dir=base, stage__input=stock)
+        data = {"data__instructions__train": [str(tmp_path / "lines.jsonl")]}
+        run("finetune", run_dir=new, checkpoint__initialize_from=base, **data, **settings)
+        run("convert", run_dir=new)
+        exported = read(new / "hf" / "config.json")
+        expected = {**CONTENTS[name], **changed}
+        assert {key: exported.get(key) for key in exported | expected if key not in OF_THE_FILE} == {
+            key: expected.get(key) for key in exported | expected if key not in OF_THE_FILE
+        }
+        assert AutoConfig.from_pretrained(new / "hf").num_labels == (3 if "id2label" in changed else 2)
 
 
 def save_ending(folder: Path, tokenizer: Path, end: int) -> dict[str, Any]:
