@@ -82,7 +82,12 @@ class TrainingConfig:
         "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
     )
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
-    validation_batches: int = knob(8, "global batches per validation", at_least=1)
+    validation_batches: int | None = knob(
+        8,
+        "global batches per validation: a sample of the validation split, of all corpora in proportion to their tokens, always the same; "
+        "null, or more than there are, reads all of it",
+        at_least=1,
+    )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,

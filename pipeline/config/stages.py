@@ -26,7 +26,11 @@ class Evaluate(CheckpointReader):
     every: int = knob(
         1, "with stage.checkpoint=all: evaluate steps that are multiples of this, and training.steps", unit="steps", at_least=1
     )
-    batches: int | None = knob(None, "number of global batches; default: the full validation split", at_least=1)
+    batches: int | None = knob(
+        None,
+        "number of global batches: a sample, from all corpora in proportion to their tokens; default: the full validation split",
+        at_least=1,
+    )
     stride: int | None = knob(
         None,
         "tokens between the begins of overlapping windows, of which only the last ones count, so that each has a context of "

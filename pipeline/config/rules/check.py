@@ -22,7 +22,7 @@ from pipeline.config.rules import (
     training,
 )
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Evaluate, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, plans_other_layouts
 
 #: Groups whose keys occur in rules between keys, which assume that every value is in its range.
 _RELATED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
@@ -55,9 +55,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
     if name == "train_tokenizer":
         found += tokenizer.violations(config.tokenizer)
-    if name in PARALLEL_STAGES:
-        has_tasks = isinstance(config.stage, Evaluate) and bool(config.stage.tasks)
-        if not plans_other_layouts(config.stage) and not has_tasks:
+    if name in PARALLEL_STAGES and name != "evaluate":  # its model is that of the checkpoint: evaluation_violations
+        if not plans_other_layouts(config.stage):
             found += _training_violations(config, world_size)
         found += [*training.warmup_violations(config.training), *objectives.violations(config)]
     return found
@@ -66,6 +65,11 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
 def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Return the rules of training that a configuration violates whose model is read from a checkpoint."""
     return [*_training_violations(config, world_size), *objectives.violations(config)]
+
+
+def evaluation_violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Return the rules of an evaluation of the validation split that a configuration violates whose model is read from a checkpoint."""
+    return [*training_violations(config, world_size), *stage.evaluated_model_violations(config)]
 
 
 def layout_violations(config: RunConfig) -> list[Violation]:

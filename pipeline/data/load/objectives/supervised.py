@@ -50,6 +50,11 @@ class Supervised(Objective):
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
         return cls(samples, length)
 
+    @property
+    def documents(self) -> int:
+        """See Objective: examples, of which a sequence may have several."""
+        return self.samples.examples
+
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, its chat template, and packing."""
         corpus = self.samples.corpora[0]
