@@ -22,7 +22,6 @@ MAPPING = HuggingFaceMapping(
         "intermediate_size": "ffn_hidden",
         "num_local_experts": "experts",
         "num_experts_per_tok": "top_k",
-        "router_aux_loss_coef": "balance_loss",  # the class averages over layers, and does not divide by top_k (layers/router.py)
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
@@ -39,13 +38,13 @@ MAPPING = HuggingFaceMapping(
         "intermediate_size": 14336,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
     },
     nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})), window(default=None)),
-    ignored_keys=("router_jitter_noise", "output_router_logits"),  # training settings
+    # training settings; balance_loss has a different formula (layers/router.py)
+    ignored_keys=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
     table=(
         *tensors("model.embed_tokens", "embed.tokens"),
         BlockTensors(
