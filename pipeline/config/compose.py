@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.config import run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
@@ -51,7 +52,9 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeEr
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """Convert a composed configuration to dataclasses and resolve interpolations. Values are validated by rules.check.
+    """Convert a composed configuration to dataclasses, resolve interpolations, and take from the run directory what is left to it.
+
+    Values are validated by rules.check.
 
     Raises:
         UserError: a value is missing or cannot be resolved, or a key was added (+key=value) that no stage reads.
@@ -68,7 +71,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
-    return run
+    return run_tokenizer.resolved(run)
 
 
 def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:

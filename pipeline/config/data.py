@@ -10,6 +10,8 @@ from pipeline.common.knobs import knob
 
 #: Tokenizer models that train_tokenizer can train.
 TOKENIZER_KINDS = ("bpe", "unigram", "wordpiece")
+#: The default of data.decoder_start: the first of these that the tokenizer has.
+DECODER_STARTS = ("<pad>", "[PAD]")
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,11 @@ class DedupConfig:
 class TokenizerConfig:
     """The tokenizer: trained by train_tokenizer, or an existing one."""
 
-    path: str = knob("work/tokenizer", "Hugging Face tokenizer folder (output of stage=train_tokenizer)")
+    path: str = knob(
+        "work/tokenizer",
+        "Hugging Face tokenizer folder (output of stage=train_tokenizer); unset (auto): that of the run in run_dir, or of the imported "
+        "model that it started from, if there is one",
+    )
     source: str | None = knob(
         None,
         "file to import instead of training: NAME.tiktoken (pre-tokenized by tokenizer.split and digits) or NAME.model (SentencePiece)",
@@ -217,7 +223,9 @@ class TokenizerConfig:
         "runs of spaces, tabs and newlines: learned, or one vocabulary entry for each run of 2 to 16 characters",
         choices=("learned", "runs"),
     )
-    end_of_document: str = knob("<|endoftext|>", "special token appended to every document")
+    end_of_document: str = knob(
+        "<|endoftext|>", "special token appended to every document; unset (auto): that of the run, or eos_token of the tokenizer's folder"
+    )
     special_tokens: list[str] = knob([], "additional special tokens")
     report: bool = knob(True, "measure the tokenizer on the validation split; writes report.json and report.html to its folder")
     compare: list[str] = knob([], "Hugging Face tokenizer folders to include in the report for comparison")

@@ -65,7 +65,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             encoder=isinstance(model, EncoderDecoderSizes),
             template=template,
         )
-        stops = decoding.stopping(stage, run_dir, tokenizer.end_of_document, reader.decode)
+        stops = decoding.stopping(stage, path, tokenizer.path.parent, tokenizer.end_of_document, reader.decode)
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
         check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)

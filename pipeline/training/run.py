@@ -78,6 +78,7 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Pea
                     log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
                 return
             if ranks.rank == 0:
+                run_directory.carry_original(config, begin)
                 run_directory.write_config(config)
             length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
