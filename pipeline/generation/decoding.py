@@ -52,20 +52,20 @@ def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int
         raise UserError.of("stage.prompt_lookup", True, rule, "set it to false")
 
 
-def stopping(stage: Generate, run_dir: Path, end_of_document: int, decode: Callable[[Sequence[int]], str]) -> Stopping:
-    """Return when a completion ends: after stage.max_tokens, at stage.stop, at the end of a document, and at the ends of an imported model.
+def stopping(stage: Generate, run_dir: Path, ends: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Stopping:
+    """Return when a completion ends: after stage.max_tokens, at stage.stop, at the end of a text, and at the ends of an imported model.
 
     Args:
         stage: the settings of the stage.
         run_dir: the run directory.
-        end_of_document: token that ends a text.
+        ends: tokens that end a text.
         decode: tokens -> text.
     """
-    ends: list[int] = []
+    found: list[int] = []
     if not stage.ignore_eos:
         named = (read_generation_config(run_dir / imported.FOLDER) or {}).get("eos_token_id") or []
-        ends = [end_of_document, *(named if isinstance(named, list) else [named])]
-    return Stopping(stage.max_tokens, frozenset(ends), tuple(stage.stop), decode)
+        found = [*ends, *(named if isinstance(named, list) else [named])]
+    return Stopping(stage.max_tokens, frozenset(found), tuple(stage.stop), decode)
 
 
 def first_decoder_token(named: str | None, model: ModelConfig, tokenizer: TextEncoder) -> int:
