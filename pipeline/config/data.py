@@ -84,13 +84,18 @@ class InstructionsConfig:
 
     train: list[str] = knob(
         [],
-        'training files: JSON lines {"messages": [...]} for the tokenizer\'s chat template, or {"prompt": TEXT, "completion": TEXT}; '
-        'classification: {"text": TEXT, "label": TEXT}',
+        'training files: JSON lines {"messages": [...]} for the chat template, ShareGPT, Alpaca, or {"prompt": TEXT, "completion": TEXT}; '
+        'dpo: {"prompt": ..., "chosen": ..., "rejected": ...}; classification: {"text": TEXT, "label": TEXT}',
     )
     validation: list[str] = knob([], "validation files: JSON lines")
     pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
     labels: list[str] = knob([], "classification: the labels; default: those of the checkpoint, or of the training files")
-    truncate: bool = knob(False, "classification: cut texts that are longer than training.sequence_length instead of skipping their lines")
+    too_long: str = knob(
+        "truncate",
+        "examples that are longer than training.sequence_length: cut at the end (truncate), left out (drop), or unusable lines (refuse); "
+        "the log counts them",
+        choices=("truncate", "drop", "refuse"),
+    )
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,9 @@ class TokenizerConfig:
         "<|endoftext|>", "special token appended to every document; unset (auto): that of the run, or eos_token of the tokenizer's folder"
     )
     special_tokens: list[str] = knob([], "additional special tokens")
+    chat_template: str | None = knob(
+        None, "template of chats: chatml, llama3, plain (without special tokens), or a Jinja file; default: that of the tokenizer"
+    )
     report: bool = knob(True, "measure the tokenizer on the validation split; writes report.json and report.html to its folder")
     compare: list[str] = knob([], "Hugging Face tokenizer folders to include in the report for comparison")
     engine: str = knob(
