@@ -55,16 +55,30 @@ def run() -> None:
     signals.record(signal.SIGUSR1)  # it may arrive during start-up, and would end the process
     gc.disable()  # start-up allocates long-lived objects; garbage collection would take a tenth of its time
     arguments = sys.argv[1:]
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        from pipeline.config.usage import print_usage
+    if not arguments or any(argument in ("-h", "--help", "--version") for argument in arguments):
+        print_information(arguments)
+    else:
+        run_hydra(arguments)
 
-        try:
-            print_usage()
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader (`| head`) closed the pipe; redirect the final flush of Python to /dev/null
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    run_hydra(arguments)
+
+def print_information(arguments: list[str]) -> None:
+    """Print the version, or a help text."""
+    from pipeline.common.errors import UserError
+
+    try:
+        if "--version" in arguments:
+            from pipeline.common.git_commit import version
+
+            print(f"tannschen {version()}")
+        else:
+            from pipeline.config.usage import print_help
+
+            print_help(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        report(error)
+    except BrokenPipeError:  # the reader (`| head`) closed the pipe; redirect the final flush of Python to /dev/null
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_hydra(arguments: list[str]) -> None:

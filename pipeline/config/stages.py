@@ -204,3 +204,19 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }
+
+_TRAINING = ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "evaluation", "tracking", "lora", "cluster", "dry_run")
+#: stage name -> the groups that it reads, besides its own keys
+READS: dict[str, tuple[str, ...]] = {
+    "shard": ("data", "clean", "dedup"),
+    "train_tokenizer": ("tokenizer", "data"),
+    "tokenize": ("data", "tokenizer"),
+    "convert_tokens": ("data", "tokenizer"),
+    "pretrain": _TRAINING,
+    "finetune": (*_TRAINING, "tokenizer"),
+    "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
+    "plan": ("model", "training", "parallel", "precision", "cluster"),
+    "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
+    "generate": ("tokenizer", "parallel", "precision", "cluster"),
+    "convert": ("model", "tokenizer"),
+}
