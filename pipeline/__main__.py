@@ -6,6 +6,7 @@ The same command runs as a single process, as one rank of torchrun, srun or mpir
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from pipeline.common import process_exit, signals
 if TYPE_CHECKING:
     from pipeline.common.errors import UserError
     from pipeline.config.command_line import Command
+
+log = logging.getLogger("pipeline")
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C, as that of a shell."""
@@ -153,7 +156,7 @@ def run_one(composed: object) -> None:
     """Validate a composed configuration and run its stage."""
     from omegaconf import DictConfig
 
-    from pipeline.common import ranks
+    from pipeline.common import git_commit, ranks
     from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
@@ -166,6 +169,9 @@ def run_one(composed: object) -> None:
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
         check.check(config, layout.job_size(config, here.world_size))
+        if here.rank == 0:  # stages load PyTorch, which takes seconds on a busy file system
+            kind = "dry run of " * config.dry_run.enabled
+            log.info("%s%s: run_dir=%s, tannschen %s", kind, config.stage.name, config.run_dir, git_commit.version())
         job.warn_of_other_size(config.cluster, config.stage.name, here)
         from pipeline import stages
 

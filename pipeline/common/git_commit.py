@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import tomllib
 from pathlib import Path
@@ -30,6 +29,8 @@ def version() -> str:
     """Return the version and the commit, such as "0.1.0 (1a2b3c4d5e6f)"; that of pyproject.toml in a checkout."""
     project = PACKAGE.parent / "pyproject.toml"
     if (PACKAGE / "COMMIT").is_file() or not project.is_file():
+        import importlib.metadata
+
         number = importlib.metadata.version("tannschen")
     else:
         number = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
