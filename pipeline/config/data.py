@@ -125,12 +125,12 @@ class DataConfig:
     main_content: bool = knob(True, "extract the main content of web pages, without navigation, headers and footers")
     shards: str = knob("work/shards", "folder of the text shards (output of stage=shard)")
     tokens: str = knob("work/tokens", "folder of the token shards (output of stage=tokenize)")
-    seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0)
+    seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0, at_most=10**18)
     part_megabytes: float | None = knob(
         None,
         "size of an input part, the unit of work and of resumption; default: 1/1000 of the input, between 4 and 256",
         unit="MB",
-        above=0,
+        at_least=0.001,
     )
     shard_megabytes: float = knob(
         128.0, "approximate text size of a shard; a rank holds one shard in memory", unit="MB", above=0, at_most=2000
@@ -211,8 +211,8 @@ class TokenizerConfig:
     kind: str = knob(
         "bpe", "tokenizer model to train: byte-level BPE, Unigram (SentencePiece) or WordPiece (BERT)", choices=TOKENIZER_KINDS
     )
-    vocab_size: int = knob(8192, "vocabulary size, including special tokens", unit="tokens", at_least=257)
-    vocab_sizes: list[int] = knob([], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens")
+    vocab_size: int = knob(8192, "vocabulary size, including special tokens", unit="tokens", at_least=257, at_most=10**7)
+    vocab_sizes: list[int] = knob([], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens", at_most=10**7)
     train_megabytes: float = knob(100.0, "size of the training sample, drawn evenly from the training shards", unit="MB", above=0)
     balance: float = knob(
         1.0, "exponent of the language fractions in the sample: 1 keeps the distribution, 0 makes it uniform", at_least=0, at_most=1
