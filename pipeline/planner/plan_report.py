@@ -8,25 +8,28 @@ from dataclasses import asdict
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import beyond_saved, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow
+from pipeline.planner.run_cost import cost_lines
 
 GB = 1e9
 #: Lines of the table of operations, and of the largest activations.
 LINES, TENANTS = 28, 4
 
 
-def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> Iterator[str]:
+def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float], *, starts: bool) -> Iterator[str]:
     """Yield everything that is printed.
 
     Args:
         result: the plan.
         rows: its operations, as plan.table returns them.
-        costs: as `cost` returns it.
+        costs: as run_cost.cost returns it.
+        starts: whether the job may start; one that does not fit takes no time and costs nothing.
     """
     yield from head_lines(result)
     yield from table_lines(rows)
     yield from memory_lines(result)
-    yield from time_lines(result)
-    yield from cost_lines(costs)
+    if starts:
+        yield from time_lines(result)
+        yield from cost_lines(costs)
 
 
 def head_lines(result: JobPlan) -> Iterator[str]:
@@ -74,9 +77,6 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
                 yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
-    if not result.estimate.fits:
-        yield "  reduce it by parallel.zero_stage=2 or 3, training.activation_checkpointing=full, a smaller training.micro_batch_size,"
-        yield "  or more tensor or pipeline ranks"
 
 
 def time_lines(result: JobPlan) -> Iterator[str]:
@@ -90,34 +90,6 @@ def time_lines(result: JobPlan) -> Iterator[str]:
     rate = estimate.flops / estimate.step_time / result.layout.world_size / 1e12
     speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
     yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
-
-
-def cost(result: JobPlan, run_tokens: float | None) -> dict[str, float]:
-    """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run.
-
-    Args:
-        result: the plan.
-        run_tokens: tokens of the run; None for those of training.steps.
-    """
-    training, layout, hardware = result.config.training, result.layout, result.hardware
-    batch = training.global_batch_size * training.sequence_length
-    tokens = run_tokens or float(training.steps * batch)
-    hours = tokens / batch * result.estimate.step_time / 3600
-    return {
-        "tokens": tokens,
-        "steps": tokens / batch,
-        "days": hours / 24,
-        "node_hours": hours * layout.world_size / hardware.gpus_per_node,
-        "gpu_hours": hours * layout.world_size,
-        "mwh": hours * layout.world_size * (hardware.watts + hardware.node_watts) / 1e6,
-    }
-
-
-def cost_lines(costs: dict[str, float]) -> Iterator[str]:
-    """Yield the cost of the run, as `cost` returns it."""
-    yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
-    yield f"  {costs['days']:,.2f} days, {costs['node_hours']:,.0f} node-hours, {costs['gpu_hours']:,.0f} GPU-hours"
-    yield f"  {costs['mwh']:,.2f} MWh at the stated power of GPUs and nodes"
 
 
 def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:
