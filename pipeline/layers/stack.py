@@ -94,7 +94,7 @@ class Stack(nn.Module):
         tie_embeddings: whether head and embedding share one weight.
 
     Attributes:
-        rewards: what preference_loss has returned for the batches since the caller cleared it.
+        measured: what the loss of preferences or of a classifier measures besides, for each batch since the caller cleared it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = norm
         self.head: nn.Module | None = head
-        self.rewards: list[Tensor] = []
+        self.measured: list[Tensor] = []
         if tie_embeddings:
             output = head if isinstance(head, OutputHead) else head.output
             output.weight = embed.tokens.weight  # type: ignore[union-attr] # a head's own output, a Parameter
@@ -166,7 +166,7 @@ class Stack(nn.Module):
         if "reference" not in batch:
             return answers
         loss, rewards = preference_loss(answers, batch)
-        self.rewards.append(rewards)
+        self.measured.append(rewards)
         return loss
 
     def reset_buffers(self) -> None:

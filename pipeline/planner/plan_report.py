@@ -89,7 +89,8 @@ def time_lines(result: JobPlan) -> Iterator[str]:
             yield f"  {cause:<22}{seconds:10.4f} s {seconds / estimate.step_time:7.1%}"
     rate = estimate.flops / estimate.step_time / result.layout.world_size / 1e12
     speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
-    yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
+    peak = result.hardware.peak(result.config.precision)
+    yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / peak.tflops:.1%} of the {peak.number_format} peak)"
 
 
 def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:

@@ -15,6 +15,7 @@ from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
+from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -61,7 +62,7 @@ class Trainer:
         with self.engine.accumulate(pipeline.micro_batches):
             loss = pipeline.train(tokens, batch, factor)
         result = self.engine.step()
-        mean, counted, rewards = self._global_mean(loss, requests, self._rewards() if "choices" in batch else None)
+        mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
         more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
         if "choices" in batch:
             chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
@@ -75,6 +76,7 @@ class Trainer:
         Returns:
             The mean loss over the targets of the global batch other than IGNORE, and their number; both 0-dim, the same on every rank.
         """
+        self._forget_measured()
         batch = batch.copy()
         batch.pop("next_sentence", None)
         counts = self._counts(batch)
@@ -86,6 +88,14 @@ class Trainer:
         if self._config.lora.dropout:
             self.model.train()
         return self._global_mean(loss)[0], counts[1]
+
+    def measured(self, size: int) -> Tensor:
+        """Return the sums over the sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective.
+
+        Args:
+            size: Objective.sums.
+        """
+        return self._global_mean(torch.zeros((), device=self.mesh.device), sums=self._measured(size))[2]
 
     def _seed_dropout(self, step: int) -> None:
         """Seed the random numbers of a step: ranks with the same samples drop the same elements, others draw their own."""
@@ -108,14 +118,18 @@ class Trainer:
         with without_adapters(self.model):
             answers = self._reference.evaluate_each(tokens, batch).float()
         beta = torch.full_like(answers[:, :1], self._config.training.dpo_beta)
-        for stage in self.model.stage_modules():
-            stage.rewards.clear()
+        self._forget_measured()
         return {**batch, "reference": torch.cat([beta, answers], dim=1)}
 
-    def _rewards(self) -> Tensor:
-        """Return the sums of preference_loss over the micro-batches of a step, (4,); zeros on ranks without the last stage."""
-        found = [rewards for stage in self.model.stage_modules() for rewards in stage.rewards]
-        return torch.stack(found).sum(dim=0) if found else torch.zeros(4, device=self.mesh.device)
+    def _measured(self, size: int) -> Tensor:
+        """Return the sums of Stack.measured over the micro-batches of a step, fp32 (size,); zeros on ranks without the last stage."""
+        found = [sums for stage in self.model.stage_modules() for sums in stage.measured]
+        return torch.stack(found).sum(dim=0) if found else torch.zeros(size, device=self.mesh.device)
+
+    def _forget_measured(self) -> None:
+        """Clear Stack.measured."""
+        for stage in self.model.stage_modules():
+            stage.measured.clear()
 
     def _counts(self, batch: Batch) -> Tensor:
         """The number of positions and of targets other than IGNORE in the global batch, int64 (2,); of pairs in a batch of preferences."""

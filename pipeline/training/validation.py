@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
+import numpy as np
 import torch
 
 from pipeline.common.progress import Progress
 from pipeline.config.schema import TrainingConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.layers.batch import Batch
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.trainer import Trainer
 
@@ -24,12 +23,14 @@ class Validation:
     Attributes:
         loss: nats per target.
         bits_per_byte: None if the objective does not predict every token.
-        measures: the means of Objective.measures.
+        measures: those of Objective.measures.
+        sums: what they were computed from, fp64 (Objective.sums,).
     """
 
     loss: float
     bits_per_byte: float | None
     measures: dict[str, float]
+    sums: np.ndarray
 
 
 def validate(
@@ -57,17 +58,16 @@ def validate(
     available = math.ceil(samples / training.global_batch_size)
     count = available if batches is None else min(batches, available)
     loader = BatchLoader(data, training, trainer.mesh, prefetch)
-    measured = dict.fromkeys(data.measures, 0.0)
+    measured = torch.zeros(data.sums, dtype=torch.float64, device=trainer.mesh.device)
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)  # of the losses, and the number of targets
     with Progress(count, "validate", "batch", trainer.mesh.rank) as bar:
         for tokens, batch in loader.validation(count, samples):
             mean, targets = trainer.evaluate(tokens, batch)
             sums += torch.stack([mean.double() * targets, targets.double()])
-            for name in measured:
-                value, _ = trainer.evaluate(tokens, cast(Batch, {**batch, name: torch.ones(len(tokens), device=tokens.device)}))
-                measured[name] += float(value.double() * targets.double())
+            if data.sums:
+                measured += trainer.measured(data.sums).double()
             bar.advance(1)
             on_batch()
-    loss, targets_seen = float(sums[0] / sums[1]), float(sums[1])
+    loss, found = float(sums[0] / sums[1]), measured.cpu().numpy()
     bits = loss / math.log(2) / data.bytes_per_token if data.bytes_per_token else None
-    return Validation(loss, bits, {name: value / targets_seen for name, value in measured.items()})
+    return Validation(loss, bits, data.measures(found), found)

@@ -78,40 +78,43 @@ class Plain(nn.Module):
 
 
 @functools.cache
-def reference() -> tuple[list[tuple[float, ...]], float]:
-    """Loss and gradient norm of every step, and the accuracy of the first batch before training."""
+def reference() -> tuple[list[tuple[float, ...]], torch.Tensor]:
+    """Loss and gradient norm of every step, and the confusion matrix of the first batch before training."""
     config = configured(*tiny(*SETTINGS))
     model = registry.build(config.model)
     initialize(model, config.model, config.training.seed)
     batches = [texts(config, step) for step in range(STEPS)]
     tokens, batch = batches[0]
     with torch.no_grad():
-        right = (model(tokens, documents=batch["documents"]).argmax(1) == batch["targets"][:, 0])[:-1]
-    return train_plain(config, batches, model=Plain(model), own_loss=True).numbers, float(right.float().mean())
+        predicted = model(tokens, documents=batch["documents"]).argmax(1)[:-1]
+    confusion = torch.zeros(3, 3)
+    for label, guess in zip(batch["targets"][:-1, 0].tolist(), predicted.tolist(), strict=True):
+        confusion[label, guess] += 1
+    return train_plain(config, batches, model=Plain(model), own_loss=True).numbers, confusion
 
 
-def train(layout: str) -> tuple[list[tuple[float, float]], float]:
+def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
     config, mine = trainer(*tiny(*SETTINGS, *(f"parallel.{word}" for word in layout.split())))
-    numbers, accuracy = [], 0.0
+    numbers, confusion = [], torch.zeros(3, 3)
     for step in range(STEPS):
         tokens, batch = texts(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not step:
-            measured, count = mine.evaluate(tokens, {**batch, "accuracy": torch.ones(len(tokens))})
-            accuracy = float(measured)
+            _, count = mine.evaluate(tokens, batch)
+            confusion = mine.measured(9).view(3, 3)
             assert int(count) == config.training.global_batch_size - 1
         loss, result = mine.train(tokens, batch)
         numbers.append((float(loss), float(result.gradient_norm)))
-    return numbers, accuracy
+    return numbers, confusion
 
 
 @pytest.mark.parametrize("layout", ["zero_stage=1 tensor=2", "zero_stage=3", "zero_stage=0 pipeline=2"])
 def test_two_ranks_equal_a_plain_loop(worlds, layout):
-    expected, right = reference()
-    for found, accuracy in worlds(2).run(train, layout):
+    expected, confusion = reference()
+    for found, counted in worlds(2).run(train, layout):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-        assert accuracy == pytest.approx(right, abs=1e-6)
+        assert torch.equal(counted, confusion)
 
 
 WORDS = ["film", "boring", "superb", "plot", "is", "was", "the", "a", "end", "song"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,7 +23,6 @@ class Classification(Supervised):
     """One text, or pair of texts, in each sequence. The first position has the target: the number of the label in model.labels."""
 
     settings: ClassVar[tuple[str, ...]] = ("data.instructions.truncate", "tokenizer.path", "tokenizer.end_of_document")
-    measures: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     _between: int
     _segments: int
@@ -50,6 +50,7 @@ class Classification(Supervised):
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, log_it=log_it)
         objective = cls(samples, length)
         objective._between, objective._segments = between, model.segments
+        objective.sums = len(model.labels) ** 2
         return objective
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
@@ -69,3 +70,14 @@ class Classification(Supervised):
             segments[row, text.index(self._between) + 1 : len(text)] = 1
         arrays: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
         return arrays | ({"segments": segments} if self._segments > 1 else {})
+
+    def measures(self, sums: np.ndarray) -> dict[str, float]:
+        """See Objective: the share of correct labels, and the mean of the labels' F1 (labels that occur nowhere do not count)."""
+        confusion = self.confusion(sums)
+        occurrences = confusion.sum(axis=0) + confusion.sum(axis=1)
+        f1 = 2 * confusion.diagonal()[occurrences > 0] / occurrences[occurrences > 0]
+        return {"accuracy": float(confusion.trace() / confusion.sum()), "macro_f1": float(f1.mean())}
+
+    def confusion(self, sums: np.ndarray) -> np.ndarray:
+        """The number of texts by label (row) and by predicted label (column), in the order of model.labels; int64 (labels, labels)."""
+        return sums.astype(np.int64).reshape(2 * (math.isqrt(self.sums),))

@@ -31,7 +31,7 @@ class Objective(ABC):
         settings: configuration keys that determine a sample besides the training group's seed and sequence_length; a resumed run that
             differs is refused with the names of those that differ.
         data_key: the configuration key that names the data.
-        measures: keys of Batch with which the model returns a mean over the targets other than the loss; a validation reports them.
+        sums: number of the sums over sequences that the model measures besides the loss (Stack.measured); 0 for none.
         samples: the data.
         decoder_length: tokens of the decoder's input, 0 without a decoder.
         bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None if the loss does not cover all of the text.
@@ -39,9 +39,9 @@ class Objective(ABC):
 
     settings: ClassVar[tuple[str, ...]] = ()
     data_key: ClassVar[str] = "data.tokens"
-    measures: ClassVar[tuple[str, ...]] = ()
 
     samples: Dataset
+    sums: int = 0
     decoder_length: int = 0
     bytes_per_token: float | None = None
 
@@ -87,6 +87,14 @@ class Objective(ABC):
         Returns:
             "tokens" and the other entries of a Batch (layers/batch.py) that this objective has, n rows each, in any integer type.
         """
+
+    def measures(self, sums: np.ndarray) -> dict[str, float]:  # noqa: ARG002
+        """What a validation reports besides the loss, by name.
+
+        Args:
+            sums: fp64 (self.sums,), over all sequences of the validation.
+        """
+        return {}
 
 
 class TokenShardObjective(Objective):
