@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from pipeline.config.schema import RunConfig
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import beyond_saved, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow
@@ -38,8 +39,21 @@ def head_lines(result: JobPlan) -> Iterator[str]:
     yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "context", "expert", "data", "pipeline"))
     yield f"  {'layout':<14}{axes}, ZeRO {result.config.parallel.zero_stage}, {layout.schedule}"
+    if tuned := "; ".join(_tuning(result.config)):
+        yield f"  {'trains':<14}{tuned}"
     batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"
     yield f"  {'a rank':<14}{batch}, activation checkpointing {training.activation_checkpointing}"
+
+
+def _tuning(config: RunConfig) -> Iterator[str]:
+    """Yield what is trained, if it is not all weights to predict the next token."""
+    if config.training.objective != "auto":
+        yield config.training.objective
+    if config.lora.rank:
+        kept = config.precision.dtype if config.lora.quantize == "none" else f"{config.lora.quantize} in the blocks"
+        yield f"adapters of rank {config.lora.rank}, the weights are frozen ({kept})"
+    if config.training.frozen:
+        yield f"without {', '.join(config.training.frozen)}"
 
 
 def table_lines(rows: list[OperationRow]) -> Iterator[str]:
@@ -48,15 +62,16 @@ def table_lines(rows: list[OperationRow]) -> Iterator[str]:
     yield "operations of a step on the ranks of one pipeline; shapes per rank"
     titles = f"{'operation':<34}{'phase':<10}{'shape (m x n x k)':<30}{'count':>9}{'GFLOP':>9}{'MB':>8}{'FLOP/B':>8}"
     yield f"  {titles}{'bound':>9}{'us':>9}{'share':>8}"
-    for row in rows[:LINES]:
+    shown = [row for index, row in enumerate(rows) if index < LINES or row.bound == "network"]
+    for row in shown:
         intensity = f"{row.flops / row.bytes:.0f}" if row.flops and row.bytes else "-"
         gflop = f"{row.flops / 1e9:.1f}" if row.flops else "-"
         sizes = f"{row.count:>9,}{gflop:>9}{row.bytes / 1e6:>8.1f}{intensity:>8}"
         share = row.time * row.count / total
         yield f"  {row.name[-33:]:<34}{row.phase:<10}{row.shape:<30}{sizes}{row.bound:>9}{row.time * 1e6:>9.0f}{share:>8.1%}"
-    if len(rows) > LINES:
-        rest = sum(row.time * row.count for row in rows[LINES:]) / total
-        yield f"  {f'{len(rows) - LINES} more':<34}{rest:>91.1%}"
+    if len(rows) > len(shown):
+        rest = 1 - sum(row.time * row.count for row in shown) / total
+        yield f"  {f'{len(rows) - len(shown)} more':<34}{rest:>91.1%}"
     products = sum(row.time * row.count for row in rows if row.shape) / total
     yield f"  matrix products and attention take {products:.1%} of the time of all operations"
 
@@ -71,6 +86,8 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
     yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
     for name, value in asdict(memory).items():
+        if name == "frozen" and not value:
+            continue
         yield f"  {name:<14}{value / GB:9.2f} GB"
         if name == "activations":
             for producer, size in largest_activations(stages, value)[:TENANTS]:

@@ -112,7 +112,7 @@ def test_the_printed_command_starts_the_planned_job(printed, words, tokens):
     if tokens is not None:
         changed.pop("training.steps", None)
         changed.pop("tracking.name", None)  # shows the number of steps
-        assert 0 <= found.training.steps * batch - tokens or "batch_rampup" in str(words)
+        assert found.training.steps * batch >= tokens or "batch_rampup" in str(words)
     assert not changed
 
 
@@ -139,11 +139,11 @@ def test_other_words_of_the_stage_do_not_reach_the_job(printed):
 
 def test_tokens_decide_the_warm_up_rules_and_contradict_other_steps(printed):
     assert submitted(printed(*TINY, "stage.tokens=1e9", "optimizer.warmup_steps=2000")).optimizer.warmup_steps == 2000
-    with pytest.raises(UserError, match="optimizer.warmup_steps=100: .*training.steps=7"):
+    with pytest.raises(UserError, match=r"optimizer.warmup_steps=100: .*training.steps=7"):
         printed(*TINY, "stage.tokens=1e5")
-    with pytest.raises(UserError, match="stage.tokens=.*training.steps=61036, and the command line has training.steps=500"):
+    with pytest.raises(UserError, match=r"stage.tokens=.*training.steps=61036, and the command line has training.steps=500"):
         printed(*TINY, "stage.tokens=1e9", "training.steps=500")
-    with pytest.raises(UserError, match="stage.tokens=1e\\+18: takes training.steps="):
+    with pytest.raises(UserError, match=r"stage.tokens=1e\+18: takes training.steps="):
         printed(*TINY, "stage.tokens=1e18")
     assert submitted(printed(*TINY, "stage.tokens=8192000", "training.steps=500")).training.steps == 500
 
