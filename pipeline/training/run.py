@@ -109,7 +109,7 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Pea
 
 
 def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
-    """Return the first line of a run: ranks, layout, model and where it starts.
+    """Return the first line of the stage: ranks, layout, model and where it starts.
 
     Args:
         config: configuration of the run.

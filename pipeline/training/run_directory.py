@@ -20,8 +20,12 @@ from pipeline.common.atomic_files import atomic_file, remove_leftovers
 from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
 from pipeline.config.schema import RunConfig
+from pipeline.data.tokenize import chat_template
 from pipeline.training.metrics import last_loss
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
+
+#: Folder of the tokenizer with the chat template of the run, in its run directory.
+TOKENIZER = "tokenizer"
 
 
 def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
@@ -46,7 +50,15 @@ def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write the resolved configuration to run_dir/config.yaml."""
+    """Write the resolved configuration to run_dir/config.yaml.
+
+    With tokenizer.chat_template, the tokenizer is written with this template to run_dir/tokenizer, and config.yaml names that folder.
+    """
+    if config.tokenizer.chat_template is not None and (template := chat_template.of(config.tokenizer)) is not None:
+        folder = Path(config.run_dir) / TOKENIZER
+        if folder.resolve() != Path(config.tokenizer.path).resolve():
+            chat_template.store(template, Path(config.tokenizer.path), folder)
+        config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(folder)))
     with atomic_file(Path(config.run_dir) / "config.yaml", "w") as handle:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
 
