@@ -47,7 +47,8 @@ class TrainingConfig:
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
     balance_loss: float | None = knob(
         None,
-        "weight of the load-balancing loss of each MoE layer; default: that of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
+        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
         at_least=0,
     )
     balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
