@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pipeline.config import hardware
+from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import ClusterConfig, RunConfig
 from pipeline.launch import job
 
@@ -22,7 +24,7 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
     if cluster.tasks_per_node == 1 and world_size != cluster.nodes:
         yield f"choose cluster=NAME, or set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}, for the sbatch line"
         return
-    yield job.sbatch_line(cluster, config.stage.name, world_size, arguments)
+    yield job.sbatch_line(cluster, config.stage.name, world_size, arguments, batch_scripts(Path.cwd()))
     for key in job.missing(cluster):
         yield f"  cluster.{key} is not set, and cluster={cluster.name} requires it: add cluster.{key}=NAME, or --{key}=NAME to this line"
     if config.stage.name == "finetune" and not has_weights:
