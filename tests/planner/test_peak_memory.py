@@ -37,8 +37,12 @@ def real(*settings: str) -> float:
     mesh = Mesh(Layout.of(config, 1), 0, torch.device("cpu"), *[single] * 6, tied_embedding=None)
     model = parallelize(config, mesh)
     for parameter in model.pieces:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop)
+        parameter.register_post_accumulate_grad_hook(_drop)
+    for module in [*model.modules()]:  # the tracker supports no parameters without a gradient
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
     rows, length = config.training.micro_batch_size, config.training.sequence_length
     tokens, batch = causal(torch.randint(512, (rows, length + 1)))
     if config.objective == "dpo":
@@ -50,7 +54,7 @@ def real(*settings: str) -> float:
     with tracker:
         next(model.stage_modules())(tokens, **batch).backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return float(peak["Total"] - peak["Parameter"] - sum(weight.nbytes for weight in model.quantized))
+    return float(peak["Total"] - peak["Parameter"] - sum(weight.nbytes for weight in (*model.fixed, *model.quantized)))
 
 
 def _drop(parameter: torch.nn.Parameter) -> None:
