@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import shlex
 import sys
 import sysconfig
 import time
@@ -22,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, sweep_values
+from pipeline.config import run_tokenizer
+from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, quoted, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
@@ -51,7 +53,9 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeEr
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """Convert a composed configuration to dataclasses and resolve interpolations. Values are validated by rules.check.
+    """Convert a composed configuration to dataclasses, resolve interpolations, and take from the run directory what is left to it.
+
+    Values are validated by rules.check.
 
     Raises:
         UserError: a value is missing or cannot be resolved, or a key was added (+key=value) that no stage reads.
@@ -68,7 +72,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
-    return run
+    return run_tokenizer.resolved(run)
 
 
 def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -169,9 +173,8 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
         return Violation(key, value, "is not a key", nearest("", key, keys))
     if re.match(r"hydra[./]", key):
         return Violation(key, value, f"is refused by Hydra: {reason}", "remove it; --cfg=hydra prints Hydra's own keys")
-    if "no viable alternative" in reason or "NoViableAlt" in reason:
-        fix = f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'"
-        return Violation(key, value, "contains characters with a special meaning in Hydra", fix)
+    if re.search("no viable alternative|NoViableAlt|mismatched input|token recognition|extraneous input|Error parsing override", reason):
+        return Violation(key, value, "contains characters with a special meaning in Hydra", _quotes(key, value))
     if "Ambiguous value" in reason:
         return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
     if key not in keys and (error is None or not override.startswith("++")):
@@ -184,6 +187,21 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
     if "ListConfig" in reason:
         return Violation(key, value, "must be a list", f"write {key}=[{value}]")
     return Violation(key, value, reason, f"set {key} to a value of its type")
+
+
+def _quotes(key: str, value: str) -> str:
+    """Advice for a value that Hydra's grammar does not accept as it is."""
+    if re.search(r"\s[+~]*\w[\w./]*=", value):
+        return f"write separate arguments: {key}={value}"
+    if value.startswith("~/"):
+        return f"write {key}=$HOME{value[1:]}"
+    if value.startswith(("[", "{")):
+        example = '["a, b","c"]' if value.startswith("[") else '{name:"a, b"}'
+        return f"close all brackets, quote the items for Hydra and the argument for the shell, such as '{key}={example}'"
+    if value.startswith("="):
+        return f"write {key}={value[1:]}"
+    argument = f"{key}={quoted(value)}"
+    return "quote the value for Hydra and for the shell: " + (shlex.quote(argument) if re.search(r'["$`\\!]', value) else f'"{argument}"')
 
 
 def _file_violation(group: str, option: str, error: Exception | None, keys: list[str]) -> Violation:

@@ -36,7 +36,7 @@ class TrainingConfig:
         "quantization-aware training: linear layers of the blocks compute with weights rounded to 8 bits, as by stage.quantize=int8",
         choices=("none", "int8"),
     )
-    global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
+    global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1, at_most=10**7)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)
     sequence_warmup: list[WarmupConfig] = knob(
@@ -45,7 +45,7 @@ class TrainingConfig:
         item=WarmupConfig,
     )
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
-    seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0)
+    seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0, at_most=10**18)
     document_mask: bool = knob(False, "restrict attention to tokens of the same document")
     activation_checkpointing: str = knob(
         "none",
@@ -172,7 +172,7 @@ class PrecisionConfig:
     )
     fp8_exclude_layers: int = knob(1, "fp8: number of first and of last layers whose products stay bf16", unit="layers", at_least=0)
     initial_loss_scale: float = knob(
-        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1
+        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1, at_most=1e30
     )
     loss_scale_window: int = knob(
         1000,

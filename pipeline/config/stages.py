@@ -65,9 +65,11 @@ class Generate(CheckpointReader):
     top_p: float = knob(1.0, "sample from the smallest set of most probable tokens with at least this probability", above=0, at_most=1)
     min_p: float = knob(0.0, "sample from tokens with at least this fraction of the largest probability", at_least=0, at_most=1)
     repetition_penalty: float = knob(1.0, "divides positive and multiplies negative logits of tokens that occurred; 1 for none", above=0)
-    seed: int = knob(0, "seed of sampling; a completion depends on it and on the line of its prompt", at_least=0)
+    seed: int = knob(0, "seed of sampling; a completion depends on it and on the line of its prompt", at_least=0, at_most=10**18)
     beams: int = knob(1, "beams of beam search, which requires temperature 0; 1 for greedy or sampled completions", at_least=1)
-    length_penalty: float = knob(1.0, "beam search divides the log-probability of a completion by its length to this power")
+    length_penalty: float = knob(
+        1.0, "beam search divides the log-probability of a completion by its length to this power", at_least=-10, at_most=10
+    )
     draft: str | None = knob(None, "run directory or checkpoint of a smaller model, which proposes tokens (speculative decoding)")
     draft_tokenizer: str | None = knob(None, "tokenizer folder of the draft model, to verify that it is the same; default: that of its run")
     prompt_lookup: bool = knob(False, "speculative decoding with tokens that followed the same text in the prompt; requires no draft model")
@@ -205,4 +207,20 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
+}
+
+_TRAINING = ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "evaluation", "tracking", "lora", "cluster", "dry_run")
+#: stage name -> the groups that it reads, besides its own keys
+READS: dict[str, tuple[str, ...]] = {
+    "shard": ("data", "clean", "dedup"),
+    "train_tokenizer": ("tokenizer", "data"),
+    "tokenize": ("data", "tokenizer"),
+    "convert_tokens": ("data", "tokenizer"),
+    "pretrain": _TRAINING,
+    "finetune": (*_TRAINING, "tokenizer"),
+    "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
+    "plan": ("model", "training", "parallel", "precision", "cluster"),
+    "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
+    "generate": ("tokenizer", "parallel", "precision", "cluster"),
+    "convert": ("model", "tokenizer"),
 }

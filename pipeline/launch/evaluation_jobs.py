@@ -20,6 +20,7 @@ from pipeline.checkpoint import native
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import command_line, compose
 from pipeline.config.command_line import quoted
+from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
 from pipeline.config.stages import Evaluate
@@ -134,6 +135,7 @@ def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[
         directory=Path.cwd(),
         output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
         conf=Path(conf) if conf else None,
+        scripts=batch_scripts(Path.cwd()),
     )
 
 

@@ -32,7 +32,7 @@ from pipeline.common.atomic_files import atomic_file, atomic_folder
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose, layout
 from pipeline.config.command_line import quoted
-from pipeline.config.paths import CONF_DIR
+from pipeline.config.paths import CONF_DIR, batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
@@ -325,6 +325,7 @@ def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
         directory=Path.cwd(),
         output=_log(run, "%j"),
         conf=conf,
+        scripts=batch_scripts(Path.cwd()),
     )
 
 

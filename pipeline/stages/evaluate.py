@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import compatibility
+from pipeline.checkpoint import compatibility, imported
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.tokenizer import open_tokenizer
@@ -68,7 +68,8 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the metrics of every task of lm-eval for a checkpoint, or for all of them. Neither model= nor an export is required."""
     run_dir, minutes, steps = Path(config.run_dir), config.training.timeout_minutes, config.training.steps
     encoder = open_tokenizer(config.tokenizer, run_dir)
-    text = harness.Text(encoder)
+    original = imported.original_of(run_dir / imported.FOLDER, encoder.path.parent)
+    text = harness.Text(encoder, original.ends if original else ())
     settings = tasks.settings_of(stage, encoder, config.precision.dtype)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:

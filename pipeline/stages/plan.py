@@ -11,6 +11,7 @@ from pipeline.common.atomic_files import atomic_file
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.layout import job_size
+from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.launch import job
@@ -104,7 +105,7 @@ def _sbatch_line(config: RunConfig, world_size: int, layout: Sequence[str] = ())
     words = [word for word in compose.task_arguments() if not word.startswith("stage")]
     if layout:
         words = [word for word in words if word.lstrip("+").partition("=")[0] not in CHOSEN]
-    return job.sbatch_line(config.cluster, "pretrain", world_size, [*words, *layout])
+    return job.sbatch_line(config.cluster, "pretrain", world_size, [*words, *layout], batch_scripts(Path.cwd()))
 
 
 def _write_json(path: str, content: object) -> None:

@@ -75,7 +75,7 @@ class Trainer:
 
         Returns:
             For each sequence of the global batch, in the order of its samples, the sum of the loss over its targets other than IGNORE,
-            fp64 (sequences,), and their number, int64 (sequences,); of preferences the loss of its pair, and whether it has one. Both are
+            fp64 (sequences,), and their number, fp64 (sequences,); of preferences the loss of its pair, and whether it has one. Both are
             the same on every rank.
         """
         self._forget_measured()
@@ -162,7 +162,7 @@ class Trainer:
         for group in self.mesh.all_ranks if layout.world_size > 1 else ():
             if group.size() > 1:
                 dist.all_reduce(gathered, group=group)
-        return gathered[0], gathered[1].long()
+        return gathered[0], gathered[1]
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
         """Return the pipeline for batches of this shape and their result; a warm-up has several shapes."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Validation(MeanLoss):
         available: number of samples of the split.
         measures: those of Objective.measures.
         corpora: by name, those of which samples were read; empty if the split is not divided into corpora.
-        sums: what the measures were computed from.
+        sums: what the measures were computed from, fp64 (Objective.sums,).
     """
 
     standard_error: float | None
@@ -49,7 +50,7 @@ class Validation(MeanLoss):
     available: int
     measures: dict[str, float]
     corpora: dict[str, MeanLoss]
-    sums: list[float] = field(default_factory=list)
+    sums: np.ndarray = field(compare=False)
 
 
 def validate(
@@ -76,40 +77,48 @@ def validate(
     """
     samples = data.validation_sample(None if batches is None else batches * training.global_batch_size)
     loader = BatchLoader(data, training, trainer.mesh, prefetch)
-    found: dict[str, list[Tensor]] = {"loss": [], "targets": []}
+    found: list[Tensor] = []  # of each batch, by sequence: the sum of the loss, and the number of targets
     measured = torch.zeros(data.sums, dtype=torch.float64, device=trainer.mesh.device)
     with Progress(math.ceil(len(samples) / training.global_batch_size), "validate", "batch", trainer.mesh.rank) as bar:
         for tokens, batch in loader.validation(samples):
-            losses, targets = trainer.evaluate(tokens, batch)
-            found["loss"].append(losses)
-            found["targets"].append(targets)
+            found.append(torch.stack(trainer.evaluate(tokens, batch)))
             if data.sums:
                 measured += trainer.measured(data.sums).double()
             bar.advance(1)
             on_batch()
-    sums = {name: torch.cat(values).cpu()[: len(samples)] for name, values in found.items()}
+    losses, targets = torch.cat(found, dim=1).cpu()[:, : len(samples)]
     bytes_per_target = data.bytes_per_target(samples)
-    text = None if bytes_per_target is None else sums["targets"] * torch.from_numpy(bytes_per_target)
-    ends = torch.tensor([count for _, count in data.parts]).cumsum(0)
-    parts = torch.searchsorted(ends, torch.from_numpy(samples), right=True)
-    corpora: dict[str, MeanLoss] = {}
-    for corpus in dict.fromkeys(name for name, _ in data.parts):
-        numbers = torch.tensor([number for number, (name, _) in enumerate(data.parts) if name == corpus])
-        mine = torch.isin(parts, numbers)
-        if sums["targets"][mine].sum():
-            corpora[corpus] = _mean(sums["loss"][mine], sums["targets"][mine], None if text is None else text[mine])
-    whole, available = _mean(sums["loss"], sums["targets"], text), int(ends[-1])
+    text = None if bytes_per_target is None else targets * torch.from_numpy(bytes_per_target)
+    sums = measured.cpu().numpy()
+    whole, available = _mean(losses, targets, text), sum(count for _, count in data.parts)
     return Validation(
         whole.loss,
         whole.bits_per_byte,
         whole.targets,
-        standard_error=_standard_error(sums["loss"], sums["targets"], available),
+        standard_error=_standard_error(losses, targets, available),
         samples=len(samples),
         available=available,
-        measures=data.measures(measured.cpu().numpy()),
-        corpora=corpora if len({name for name, _ in data.parts}) > 1 else {},
-        sums=measured.tolist(),
+        measures=data.measures(sums),
+        corpora=_by_corpus(data.parts, samples, losses, targets, text),
+        sums=sums,
     )
+
+
+def _by_corpus(
+    parts: Sequence[tuple[str, int]], samples: np.ndarray, losses: Tensor, targets: Tensor, text: Tensor | None
+) -> dict[str, MeanLoss]:
+    """The loss of each corpus that has targets; empty for a split with one corpus. `parts` are those of the objective."""
+    names = np.array([name for name, _ in parts])
+    if len(set(names)) < 2:
+        return {}
+    ends = np.cumsum([count for _, count in parts])
+    corpora = names[np.searchsorted(ends, samples, side="right")]
+    members = {str(name): torch.from_numpy(corpora == name) for name in dict.fromkeys(corpora.tolist())}
+    return {
+        name: _mean(losses[mine], targets[mine], None if text is None else text[mine])
+        for name, mine in members.items()
+        if targets[mine].sum() > 0
+    }
 
 
 def _mean(losses: Tensor, targets: Tensor, text: Tensor | None) -> MeanLoss:

@@ -213,7 +213,7 @@ def test_lines(tmp_path):
     assert labels_of([str(tmp_path / "dashes.jsonl")], "key") == ["--1", "10", "9"]
     write_tokenizer(tmp_path / "tokenizer")
     special = (2, (3, 3), 3)
-    reader = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, truncate=True)
+    reader = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, too_long="truncate")
     lines = [{"text": "film plot end song was", "text_pair": "is a", "label": "yes"}, {"text": "film [SEP]", "label": "no"}]
     cut, plain = reader.read([json.dumps(line).encode() for line in lines])
     film, plot, end, is_, a = (6 + WORDS.index(word) for word in ("film", "plot", "end", "is", "a"))
@@ -229,7 +229,7 @@ def test_lines(tmp_path):
         b'{"text": "a", "text_pair": 1, "label": "no"}': '"text_pair" must be a text',
         b'{"text": "a a a a a a a a", "label": "no"}': "has 8 tokens of text; training.sequence_length=9 has room for 7",
     }
-    strict = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, truncate=False)
+    strict = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, too_long="refuse")
     for found, reason in zip(strict.read(list(bad)), bad.values(), strict=True):
         assert isinstance(found, BadLine)
         assert reason in str(found)

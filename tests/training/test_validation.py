@@ -117,7 +117,9 @@ def test_a_validation_is_written_with_its_size_and_by_corpus(tmp_path, caplog):
     caplog.set_level("INFO", "pipeline")
     corpora = {f"c{number}": MeanLoss(float(number), None, 100 - number) for number in range(12)}
     corpora["c11"] = MeanLoss(math.inf, None, 1)
-    result = Validation(2.5, 0.9, 4096, standard_error=0.03125, samples=64, available=400, measures={"accuracy": 0.75}, corpora=corpora)
+    result = Validation(
+        2.5, 0.9, 4096, standard_error=0.03125, samples=64, available=400, measures={"accuracy": 0.75}, corpora=corpora, sums=np.zeros(0)
+    )
     state = TrainState(step=7, samples=0, updates=7)
     options = {"steps": 9, "tokens_per_sample": 8, "flops_per_token": 1.0, "peak_flops": None}
     with Metrics(tmp_path, TrackingConfig(wandb="disabled"), {}, 0, state, **options) as metrics:

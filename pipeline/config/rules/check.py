@@ -7,16 +7,18 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config.rules import (
     checkpoint,
     clean,
+    cluster,
     data,
     dedup,
     dry_run,
     evaluation,
     lora,
+    model,
     objectives,
     optimizer,
     parallel,
+    paths,
     precision,
-    run,
     stage,
     tokenizer,
     training,
@@ -25,7 +27,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES, plans_other_layouts
 
 #: Groups whose keys occur in rules between keys, which assume that every value is in its range.
-_RELATED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
+_RELATED = ("clean", "cluster", "data", "dedup", "dry_run", "model", "tokenizer", "parallel", "training")
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -47,7 +49,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found = knobs.range_violations(config)
     if any(violation.key.partition(".")[0] in _RELATED for violation in found):
         return found
-    found += [*config.model.violations(), *run.violations(config), *dry_run.violations(config, world_size)]
+    found += [*model.violations(config.model), *cluster.violations(config.cluster), *paths.violations(config), *dry_run.violations(config, world_size)]
     found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
     found += [*lora.stage_violations(config.lora, config.stage.name), *training.stage_violations(config)]
     name = config.stage.name

@@ -9,6 +9,8 @@ from pipeline.config.rules import quantization
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
 
+#: Logits divided by less would exceed the range of fp32.
+LEAST_TEMPERATURE = 1e-6
 #: What is planned instead of the configured job.
 PLANS = ("search", "scaling", "run")
 
@@ -44,6 +46,9 @@ def _generate(stage: Generate) -> Iterator[Violation]:
     """Prompts are given, and each way of decoding has its own settings."""
     if stage.prompts is None:
         yield Violation("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
+    if 0 < stage.temperature < LEAST_TEMPERATURE:
+        rule = f"divides the logits, and must be 0 or at least {LEAST_TEMPERATURE:g}"
+        yield Violation("stage.temperature", stage.temperature, rule, "set it to 0, which chooses the most probable token")
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:

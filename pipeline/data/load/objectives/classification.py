@@ -22,7 +22,7 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 class Classification(Supervised):
     """One text, or pair of texts, in each sequence. The first position has the target: the number of the label in model.labels."""
 
-    settings: ClassVar[tuple[str, ...]] = ("data.instructions.truncate", "tokenizer.path", "tokenizer.end_of_document")
+    settings: ClassVar[tuple[str, ...]] = ("data.instructions.too_long", "tokenizer.path", "tokenizer.end_of_document")
 
     _between: int
     _segments: int
@@ -44,10 +44,10 @@ class Classification(Supervised):
             raise UserError.of("tokenizer.path", folder, rule, "use the tokenizer of the pretraining")
         # Between the texts of a pair RoBERTa has two separators (Liu et al. 2019), and BERT another segment.
         separators = (between,) * (2 if model.family == "roberta" else 1)
-        truncate, limit = config.data.instructions.truncate, config.data.quarantine_limit
-        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), truncate=truncate)
-        log_it = share[0] == 0
-        samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, log_it=log_it)
+        too_long, limit = config.data.instructions.too_long, config.data.quarantine_limit
+        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), too_long=too_long)
+        report = Path(config.run_dir) if share[0] == 0 else None
+        samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, report=report)
         objective = cls(samples, length)
         objective._between, objective._segments = between, model.segments
         objective.sums = len(model.labels) ** 2
@@ -56,7 +56,7 @@ class Classification(Supervised):
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, and truncation; the labels are those of the model."""
         corpus = self.samples.corpora[0]
-        content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.truncate)
+        content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.too_long == "truncate")
         return xxhash.xxh3_64_hexdigest(repr(content).encode())
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
