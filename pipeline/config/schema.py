@@ -236,12 +236,15 @@ class ClusterConfig:
     hardware: str | None = knob(
         None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
     )
-    check_memory: bool = knob(True, "refuse a pretrain job that does not fit in the memory of cluster.hardware (dry run, Slurm launcher)")
+    check_memory: bool = knob(
+        True, "refuse a training job that does not fit in the memory of cluster.hardware (plan, dry run, Slurm launcher)"
+    )
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format")
     host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")
     sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
+    required: list[str] = knob([], "options of this group without which the cluster refuses jobs, such as account")
 
 
 @dataclass(frozen=True)

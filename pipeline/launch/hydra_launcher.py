@@ -224,11 +224,14 @@ class SlurmLauncher(ValidatingLauncher):
                 fix = "choose another run_dir, or append new values at the end of a list"
                 refuse("run_dir", folder, rule, fix)
         for run in runs:
-            if run.config.stage.name == "pretrain" and run.config.cluster.hardware and run.config.cluster.check_memory:
+            if run.config.stage.name in TRAINING_STAGES and run.config.cluster.hardware and run.config.cluster.check_memory:
                 from pipeline.planner import memory_check  # loads torch
+                from pipeline.training import finetuning
 
-                size = self.world_size(run.config)
-                if too_large := memory_check.violation(run.config, size, memory_check.planned(run.config, size)):
+                config, size = run.config, self.world_size(run.config)
+                if config.stage.name == "finetune":
+                    config = finetuning.complete(config, size)
+                if too_large := memory_check.violation(config, size, memory_check.planned(config, size)):
                     violations[str(too_large)] = too_large
         if violations:
             raise UserError(list(violations.values()))

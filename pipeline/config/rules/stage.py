@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.common import knobs
 from pipeline.common.errors import Violation
+from pipeline.config.planned import planned_job
 from pipeline.config.rules import quantization
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
@@ -28,7 +30,7 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
         if stage.tasks:
             yield from _replicas(config, world_size)
     if isinstance(stage, Plan):
-        yield from _plan(stage)
+        yield from _plan(config, stage)
     if isinstance(stage, Certify):
         yield from _certify(config)
     if isinstance(stage, Convert):
@@ -118,8 +120,13 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
 
 
-def _plan(stage: Plan) -> Iterator[Violation]:
-    """One kind of plan at a time, and pictures of those that have one."""
+def _plan(config: RunConfig, stage: Plan) -> Iterator[Violation]:
+    """One kind of plan at a time, pictures of those that have one, and a run that is not too long."""
+    training = planned_job(config).training
+    if training != config.training and knobs.range_violations(training):
+        batch = f"{training.global_batch_size:,} x {training.sequence_length:,}"
+        rule = f"takes training.steps={training.steps} of {batch} tokens, which is not a legal number"
+        yield Violation("stage.tokens", stage.tokens, rule, "reduce it, or increase training.global_batch_size")
     kinds = [kind for kind in PLANS if getattr(stage, kind)]
     for other in kinds[1:]:
         rule = f"plans something else than stage.{kinds[0]}={getattr(stage, kinds[0])}"

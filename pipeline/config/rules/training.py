@@ -39,8 +39,8 @@ def _order(key: str, entries: Sequence[WarmupConfig]) -> Iterator[Violation]:
         before = entry.until_step
 
 
-def stage_violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation for every setting that the stage does not read."""
+def stage_violations(config: RunConfig, job: str) -> Iterator[Violation]:
+    """Yield a violation for every setting that the stage, or the job that it plans, does not read."""
     training, stage = config.training, config.stage.name
     for key, value, default, job in (
         ("fake_quantize", training.fake_quantize, "none", "the job without rounding"),
@@ -48,8 +48,8 @@ def stage_violations(config: RunConfig) -> Iterator[Violation]:
     ):
         if value != default and stage in ("certify", "plan"):
             yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {job}")
-    if training.context_factor != 1 and stage != "finetune":
-        rule = f"is read by stage=finetune only, not by {stage}"
+    if training.context_factor != 1 and job != "finetune":
+        rule = f"is read by stage=finetune only, not by {job}"
         fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"
         yield Violation("training.context_factor", training.context_factor, rule, fix)
     if stage == "pretrain":
