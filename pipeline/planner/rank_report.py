@@ -100,7 +100,10 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     yield f"  {'a rank':<16}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
     yield "the run"
     samples = warmup.samples(training, training.steps)
-    yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+    if training.steps:
+        yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+    else:
+        yield f"  {'epochs':<16}{training.epochs or warmup.DEFAULT_EPOCHS:g}; the number of steps is logged once the data is packed"
     if training.token_budget:
         steps = warmup.steps_for_tokens(training, training.token_budget)
         yield f"  {'token budget':<16}{training.token_budget:,} tokens = training.steps={steps}"

@@ -48,6 +48,15 @@ def stage_violations(config: RunConfig) -> Iterator[Violation]:
     ):
         if value != default and stage in ("certify", "plan"):
             yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {job}")
+    if stage != "finetune":
+        if training.epochs is not None:
+            fix = "remove it, and set training.steps; data.blend.CORPUS.max_epochs limits the epochs of a corpus"
+            yield Violation("training.epochs", training.epochs, f"is read by stage=finetune only, not by {stage}", fix)
+        if training.steps == 0:
+            yield Violation("training.steps", 0, "must be at least 1", "set it to a number of steps")
+    elif training.steps and training.epochs is not None:
+        rule = f"and training.steps={training.steps} both set the length of the run"
+        yield Violation("training.epochs", training.epochs, rule, "remove one of them")
     if training.context_factor != 1 and stage != "finetune":
         rule = f"is read by stage=finetune only, not by {stage}"
         fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"
