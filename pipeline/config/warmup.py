@@ -53,6 +53,15 @@ def lr_steps(optimizer: OptimizerConfig, training: TrainingConfig) -> int:
     return optimizer.warmup_steps or math.ceil(optimizer.warmup_ratio * training.steps)
 
 
+def phases(training: TrainingConfig) -> Iterator[tuple[int, int, int]]:
+    """Yield (steps, global batch size, sequence length) for every run of equal steps, in order."""
+    ends = {entry.until_step for entry in (*training.batch_rampup, *training.sequence_warmup)}
+    first = 0
+    for end in sorted({min(end, training.steps) for end in ends} | {training.steps}):
+        yield end - first, batch_size(training, first), sequence_length(training, first)
+        first = end
+
+
 def keyed_values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
     """Yield (key, value) for every value of training.`name` during the run: those of the warm-up, then the final one."""
     warmup = {"global_batch_size": "batch_rampup", "sequence_length": "sequence_warmup"}[name]

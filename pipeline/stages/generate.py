@@ -70,7 +70,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             template=template,
             chats=chats,
         )
-        stops = decoding.stopping(stage, run_dir, reader.ends, reader.decode)
+        stops = decoding.stopping(stage, path, tokenizer.path.parent, reader.ends, reader.decode)
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
         check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)

@@ -82,6 +82,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                     log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
                 return
             if ranks.rank == 0:
+                run_directory.carry_original(config, begin)
                 run_directory.write_config(config)
             length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
@@ -112,7 +113,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
 
 
 def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
-    """Return the first line of a run: ranks, layout, model and where it starts.
+    """Return the first line of the stage: ranks, layout, model and where it starts.
 
     Args:
         config: configuration of the run.

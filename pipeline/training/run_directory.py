@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint import imported
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file, remove_leftovers
@@ -21,7 +22,7 @@ from pipeline.common.locks import claimed
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenize import chat_template
 from pipeline.training.metrics import last_loss
-from pipeline.training.starting_checkpoint import starting_checkpoint
+from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
 
 #: Folder of the tokenizer with the chat template of the run, in its run directory.
 TOKENIZER = "tokenizer"
@@ -60,6 +61,19 @@ def write_config(config: RunConfig) -> None:
         config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(folder)))
     with atomic_file(Path(config.run_dir) / "config.yaml", "w") as handle:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def carry_original(config: RunConfig, begin: Path | None) -> None:
+    """Copy what a run keeps of an imported model, if it starts with a checkpoint of another run.
+
+    Args:
+        config: configuration of the run.
+        begin: the checkpoint that it resumes from; None for checkpoint.initialize_from, or the beginning.
+    """
+    if begin is None and config.checkpoint.initialize_from is not None:
+        begin = initial_checkpoint(config.checkpoint.initialize_from)
+    if begin is not None:
+        imported.carry(begin, Path(config.run_dir))
 
 
 def gather_hosts() -> list[str]:

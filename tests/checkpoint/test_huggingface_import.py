@@ -1,6 +1,7 @@
 """Import (stage=convert with stage.input): a run that starts from a Hugging Face folder."""
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ def run(tmp_path_factory, tokenizer) -> tuple[Path, Path, LlamaForCausalLM, list
     edit_config(source, **KEPT)
     (source / "generation_config.json").write_text(json.dumps(GENERATION))
     output = pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}", "stage.shard_gigabytes=0.00003")
-    overrides = output.partition("continue with stage=pretrain ")[2].split("\n")[0].split()
+    overrides = shlex.split(output.partition("continue with stage=pretrain ")[2].split("\n")[0])
     return source, run_dir, stock, overrides[1:]
 
 

@@ -204,7 +204,7 @@ def corpus_of_languages(folder: Path, **counts: int) -> Path:
 
 
 def test_the_sample_is_balanced_by_language(tmp_path):
-    shards = corpus_of_languages(tmp_path / "c", de=400, en=100, la=20)
+    shards = corpus_of_languages(tmp_path / "c", de=300, deu=60, de_AT=40, en=100, la=20)  # three spellings of one language
     text = artifact.read(shards, key="data.shards", stage="shard")
     shares = {}
     for balance in (1.0, 0.5, 0.0):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import confusion_matrix, f1_score
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -101,9 +102,9 @@ def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not step:
-            _, count = mine.evaluate(tokens, batch)
+            _, counts = mine.evaluate(tokens, batch)
             confusion = mine.measured(9).view(3, 3)
-            assert int(count) == config.training.global_batch_size - 1
+            assert int(counts.sum()) == config.training.global_batch_size - 1
         loss, result = mine.train(tokens, batch)
         numbers.append((float(loss), float(result.gradient_norm)))
     return numbers, confusion
@@ -180,15 +181,27 @@ def test_a_run_learns_and_its_export_classifies_texts_alike(tmp_path):
         AutoTokenizer.from_pretrained(tmp_path / "run/hf"),
     )
     assert stock.config.id2label == {0: "-1", 1: "0", 2: "1"}
-    total, right = 0.0, 0
+    total, right, predicted = 0.0, 0, []
     for each in lines["validation"]:
         inputs = text(each["text"], each["text_pair"], return_tensors="pt", return_token_type_ids=True)
         with torch.no_grad():
             logits = stock(**inputs).logits
         total += float(F.cross_entropy(logits, torch.tensor([each["label"] + 1]))) / 40
-        right += int(logits.argmax()) == each["label"] + 1
+        predicted.append(int(logits.argmax()))
+        right += predicted[-1] == each["label"] + 1
     assert total == pytest.approx(found[-1]["validation_loss"], abs=1e-5)
     assert right / 40 == pytest.approx(found[-1]["accuracy"])
+
+    printed = pipeline("stage=evaluate", *common, files[1], "training.sequence_length=16", "precision=fp32", "data.quarantine_limit=0.1")
+    scores, labels = json.loads((tmp_path / "run/evaluation.json").read_text()), [each["label"] + 1 for each in lines["validation"]]
+    assert scores["validation_loss"] == pytest.approx(total, abs=1e-5)
+    assert scores["accuracy"] == pytest.approx(right / 40)
+    assert scores["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    assert scores["confusion"] == {"labels": ["-1", "0", "1"], "counts": confusion_matrix(labels, predicted).tolist()}
+    assert "texts by label (row) and predicted label (column)" in printed
+    assert "stage.stride=8: requires a causal" in pipeline(
+        "stage=evaluate", *common, files[1], "training.sequence_length=16", "stage.stride=8", expect=2
+    )
 
 
 def test_lines(tmp_path):

@@ -17,6 +17,7 @@ from pipeline.data.load import blend
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples
 from pipeline.data.load.special_tokens import SpecialTokens
+from pipeline.data.load.validation_split import ValidationSamples, choose
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
 IGNORE = -100
@@ -34,7 +35,6 @@ class Objective(ABC):
         sums: number of the sums over sequences that the model measures besides the loss (Stack.measured); 0 for none.
         samples: the data.
         decoder_length: tokens of the decoder's input, 0 without a decoder.
-        bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None if the loss does not cover all of the text.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
@@ -43,7 +43,6 @@ class Objective(ABC):
     samples: Dataset
     sums: int = 0
     decoder_length: int = 0
-    bytes_per_token: float | None = None
 
     @staticmethod
     def every_position_counts(config: SampleConfig) -> bool:  # noqa: ARG004
@@ -76,6 +75,24 @@ class Objective(ABC):
     @abstractmethod
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:
         """A short text that is equal for two runs if their first `consumed` samples are equal."""
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Corpus and number of samples of each part of a validation split, in the order of its samples; "" without corpora."""
+        return [("", int(self.samples.counts[0]))]
+
+    @property
+    def documents(self) -> int:
+        """Number of documents or examples of a validation split."""
+        return int(self.samples.counts[0])
+
+    def validation_sample(self, size: int | None) -> np.ndarray:
+        """The samples of a validation split that a validation reads; arguments and result as in validation_split.choose."""
+        return choose([count for _, count in self.parts], size)
+
+    def bytes_per_target(self, indices: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
+        """UTF-8 bytes of text per target of samples of a validation split, (n,); None if the loss does not cover all of the text."""
+        return None
 
     @abstractmethod
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -135,6 +152,16 @@ class TokenShardObjective(Objective):
         """See Objective."""
         corpora = blend.open_validation_corpora(config, share, cls.text_length(config))
         return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """See Objective."""
+        return self.samples.parts if isinstance(self.samples, ValidationSamples) else super().parts
+
+    @property
+    def documents(self) -> int:
+        """See Objective."""
+        return sum(corpus.total("documents") for corpus in self.samples.corpora)
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:
         """See Objective."""

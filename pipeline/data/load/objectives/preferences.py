@@ -16,6 +16,11 @@ class Preferences(Supervised):
     #: Those of layers/preference.py preference_loss, which loads torch.
     sums: int = 4
 
+    @property
+    def documents(self) -> int:
+        """See Objective: pairs."""
+        return int(self.samples.counts[0])
+
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Supervised, and the choices."""
         arrays = super().arrays(indices)

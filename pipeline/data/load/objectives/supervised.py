@@ -61,6 +61,11 @@ class Supervised(Objective):
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, report=report)
         return cls(samples, length)
 
+    @property
+    def documents(self) -> int:
+        """See Objective: examples, of which a sequence may have several."""
+        return self.samples.examples
+
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, its chat template, and packing."""
         corpus = self.samples.corpora[0]
