@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pipeline.common.errors import UserError
 from pipeline.common.progress import Progress
 from pipeline.config.data import TokenizerConfig
+from pipeline.data.tokenize.training_progress import Waiting
 from pipeline.data.tokenize.training_text import TrainingText
 
 log = logging.getLogger("pipeline")
@@ -64,17 +65,24 @@ def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]
         UserError: as train.
     """
 
-    def texts() -> Iterator[str]:
-        with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
-            for text in sample:
-                yield text
-                progress.advance(len(text.encode("utf-8")))
-        log.info("train_tokenizer: training on %.1f MB", sum(sample.languages.values()) / 1e6)
+    def trained(size: int) -> Tokenizer:
+        with Waiting(f"train_tokenizer: training {size:,} entries") as waiting:
+
+            def texts() -> Iterator[str]:
+                with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
+                    for text in sample:
+                        yield text
+                        progress.advance(len(text.encode("utf-8")))
+                log.info("train_tokenizer: training %s entries on %.1f MB", f"{size:,}", sum(sample.languages.values()) / 1e6)
+                if options.kind != "unigram":  # which reports its own progress
+                    waiting.begin()
+
+            return train(texts, options, size)
 
     if options.kind == "bpe":
-        largest = train(texts, options, sizes[-1])
+        largest = trained(sizes[-1])
         return {size: truncate_vocab(largest, size) if size < sizes[-1] else largest for size in sizes}
-    return {size: train(texts, options, size) for size in sizes}
+    return {size: trained(size) for size in sizes}
 
 
 def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:
@@ -86,7 +94,7 @@ def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:
         vocab_size: maximum number of entries, special tokens included; a small text yields fewer.
 
     Raises:
-        UserError: a special token is also a word of the text.
+        UserError: a special token is also a word of the text, or the vocabulary is too small for the text.
     """
     runs = WHITESPACE_RUNS if config.whitespace == "runs" else []
     train_kind = {"bpe": _train_bpe, "unigram": _train_unigram, "wordpiece": _train_wordpiece}[config.kind]
