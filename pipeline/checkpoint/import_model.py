@@ -12,7 +12,7 @@ from pipeline.checkpoint.imported import FOLDER, copy_originals
 from pipeline.common import artifact
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.config import model_option
+from pipeline.config import model_option, run_tokenizer
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_json, registry
 
@@ -69,11 +69,11 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
 
 
 def _continue_with(run_dir: Path, overrides: str) -> str:
-    """The settings of the stages that follow, for the log."""
-    tokenizer = f" tokenizer.path={run_dir / FOLDER}" if (run_dir / FOLDER / "tokenizer.json").is_file() else ""
+    """The settings of the stages that follow, for the log. Those of the tokenizer are the defaults in this run directory."""
+    settings = [f"run_dir={run_dir}", *run_tokenizer.overrides(run_dir / FOLDER)]
     if "model.labels=" in overrides:
-        return f"continue with stage=finetune training.objective=classification run_dir={run_dir}{tokenizer}"
-    return f"continue with stage=pretrain run_dir={run_dir}{tokenizer} {overrides}"
+        return " ".join(["continue with stage=finetune training.objective=classification", *settings])
+    return " ".join(["continue with stage=pretrain", *settings, overrides])
 
 
 def _check_run(run_dir: Path) -> None:

@@ -20,7 +20,10 @@ RENAMED = {
 }
 
 #: removed key -> what replaces it
-REMOVED = {"stage.table": "run tools/plan_table ROWS.csv OUT.csv"}
+REMOVED = {
+    "stage.table": "run tools/plan_table ROWS.csv OUT.csv",
+    "data.instructions.truncate": "set data.instructions.too_long to truncate, drop or refuse",
+}
 
 
 def new_name(key: str) -> str | None:

@@ -36,7 +36,7 @@ class TrainingConfig:
         "quantization-aware training: linear layers of the blocks compute with weights rounded to 8 bits, as by stage.quantize=int8",
         choices=("none", "int8"),
     )
-    global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
+    global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1, at_most=10**7)
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)
     sequence_warmup: list[WarmupConfig] = knob(
@@ -45,7 +45,7 @@ class TrainingConfig:
         item=WarmupConfig,
     )
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
-    seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0)
+    seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0, at_most=10**18)
     document_mask: bool = knob(False, "restrict attention to tokens of the same document")
     activation_checkpointing: str = knob(
         "none",
@@ -82,7 +82,12 @@ class TrainingConfig:
         "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
     )
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
-    validation_batches: int = knob(8, "global batches per validation", at_least=1)
+    validation_batches: int | None = knob(
+        8,
+        "global batches per validation: a sample of the validation split, of all corpora in proportion to their tokens, always the same; "
+        "null, or more than there are, reads all of it",
+        at_least=1,
+    )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,
@@ -167,7 +172,7 @@ class PrecisionConfig:
     )
     fp8_exclude_layers: int = knob(1, "fp8: number of first and of last layers whose products stay bf16", unit="layers", at_least=0)
     initial_loss_scale: float = knob(
-        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1
+        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1, at_most=1e30
     )
     loss_scale_window: int = knob(
         1000,
@@ -231,12 +236,15 @@ class ClusterConfig:
     hardware: str | None = knob(
         None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
     )
-    check_memory: bool = knob(True, "refuse a pretrain job that does not fit in the memory of cluster.hardware (dry run, Slurm launcher)")
+    check_memory: bool = knob(
+        True, "refuse a training job that does not fit in the memory of cluster.hardware (plan, dry run, Slurm launcher)"
+    )
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format")
     host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")
     sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
+    required: list[str] = knob([], "options of this group without which the cluster refuses jobs, such as account")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,15 @@ def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
     return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
 
 
+def phases(training: TrainingConfig) -> Iterator[tuple[int, int, int]]:
+    """Yield (steps, global batch size, sequence length) for every run of equal steps, in order."""
+    ends = {entry.until_step for entry in (*training.batch_rampup, *training.sequence_warmup)}
+    first = 0
+    for end in sorted({min(end, training.steps) for end in ends} | {training.steps}):
+        yield end - first, batch_size(training, first), sequence_length(training, first)
+        first = end
+
+
 def keyed_values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:
     """Yield (key, value) for every value of training.`name` during the run: those of the warm-up, then the final one."""
     warmup = {"global_batch_size": "batch_rampup", "sequence_length": "sequence_warmup"}[name]

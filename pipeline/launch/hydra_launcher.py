@@ -31,9 +31,10 @@ from pipeline.common.atomic_files import atomic_file, atomic_folder
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose, layout
 from pipeline.config.command_line import quoted
-from pipeline.config.paths import CONF_DIR
+from pipeline.config.paths import CONF_DIR, batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import job
 
 #: Record of the submitted jobs in the sweep folder, one entry per run.
@@ -203,11 +204,14 @@ class SlurmLauncher(ValidatingLauncher):
                 fix = "choose another run_dir, or append new values at the end of a list"
                 refuse("run_dir", folder, rule, fix)
         for run in runs:
-            if run.config.stage.name == "pretrain" and run.config.cluster.hardware and run.config.cluster.check_memory:
+            if run.config.stage.name in TRAINING_STAGES and run.config.cluster.hardware and run.config.cluster.check_memory:
                 from pipeline.planner import memory_check  # loads torch
+                from pipeline.training import finetuning
 
-                size = self.world_size(run.config)
-                if too_large := memory_check.violation(run.config, size, memory_check.planned(run.config, size)):
+                config, size = run.config, self.world_size(run.config)
+                if config.stage.name == "finetune":
+                    config = finetuning.complete(config, size)
+                if too_large := memory_check.violation(config, size, memory_check.planned(config, size)):
                     violations[str(too_large)] = too_large
         if violations:
             raise UserError(list(violations.values()))
@@ -294,6 +298,7 @@ def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
         directory=Path.cwd(),
         output=_log(run, "%j"),
         conf=conf,
+        scripts=batch_scripts(Path.cwd()),
     )
 
 

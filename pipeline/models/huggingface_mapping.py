@@ -76,7 +76,6 @@ class HuggingFaceMapping:
         ignored_keys: further keys that the class reads and that do not affect the logits.
         legacy_architectures: names of the class in earlier releases.
         copies: Hugging Face weight -> the weight of the table that it always equals; files contain either or both.
-        fallbacks: Hugging Face weight -> the weight to read if files lack it, because equal tensors are saved only once.
         zero_weights: Hugging Face tensors that our model lacks; if files contain them, they must be zero.
         computed_weights: Hugging Face tensors that our model computes -> a function that computes one from our configuration; if files
             contain them, they must equal it.
@@ -98,7 +97,6 @@ class HuggingFaceMapping:
     ignored_keys: tuple[str, ...] = ()
     legacy_architectures: tuple[str, ...] = ()
     copies: dict[str, str] = field(default_factory=dict)
-    fallbacks: dict[str, str] = field(default_factory=dict)
     zero_weights: tuple[str, ...] = ()
     computed_weights: dict[str, Callable[[Any], Tensor]] = field(default_factory=dict)
     from_weights: Callable[[Any, StoredTensors], Any] = lambda config, _: config

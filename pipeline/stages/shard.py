@@ -10,6 +10,7 @@ from pipeline.common import mpi
 from pipeline.common.ranks import ArrayTask, Ranks, array_task
 from pipeline.common.unfinished import work
 from pipeline.config.schema import RunConfig
+from pipeline.data import few_documents
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.read import fingerprint, input_files, inventory
 from pipeline.data.shard import shards
@@ -48,3 +49,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 totals = passes.write(listing)
             if totals:
                 log.info("shard: wrote %s (%s)", folder, summary(totals))
+                few_documents.warn(totals["validation"]["documents"], "set a larger data.validation_fraction")

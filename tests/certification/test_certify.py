@@ -98,6 +98,18 @@ def test_ranks_that_fail(certify) -> None:
     assert written["comparisons"] == []
 
 
+def test_the_command_line_names_the_folder_of_own_files(certify, tmp_path) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RanksFailedError("rank 1: stopped", "")
+
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    (tmp_path / "own/experiment/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.01}\n")
+    words = (f"--config-dir={tmp_path / 'own'}", "experiment=mine", *JOB)
+    _, _, written = certify(*words, ranks=fail)
+    assert written["planned"]["overrides"] == [*words, f"run_dir={tmp_path}"]
+    assert written["planned"]["config"]["optimizer"]["lr"] == 0.01
+
+
 @pytest.mark.parametrize(
     "words, expected",
     [

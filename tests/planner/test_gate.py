@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.planner import memory_check
 from pipeline.planner.plan import hardware_of, plan
+from pipeline.planner.search import search
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -26,8 +27,9 @@ def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     refused = memory_check.violation(config, 4, result)
     assert refused is not None
     assert "nearest layout that fits" in refused.fix
-    nearest = memory_check.nearest_layout(config, 4)
+    nearest = memory_check.nearest_layout(config, search(config, 4, hardware_of(config)).choices)
     assert nearest is not None
+    assert " ".join(nearest.settings) in refused.fix
     again = plan(nearest.plan.config, 4, hardware_of(config))
     assert again.estimate.fits
     anyway = replace(config, cluster=replace(config.cluster, check_memory=False))

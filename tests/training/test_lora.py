@@ -22,7 +22,7 @@ from pipeline.parallel.parallelize import adapter_std, attention_layers, build_m
 from pipeline.parallel.pieces import Piece
 from tests.training.expected import Trained, train_plain
 from tests.training.layouts import MODELS
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import configured, mean_loss, share, tiny, trainer, unsharded
 
 STEPS = 3
 LORA = (
@@ -151,7 +151,7 @@ def dropped(layout: str) -> list[float]:
     for step in (0, 1, 0):
         tokens, batch = MODELS["llama"].batch(config, step)
         loss, result = mine.train(tokens, batch, step=step)
-        numbers += [float(loss), float(result.gradient_norm), float(mine.evaluate(tokens, batch)[0])]
+        numbers += [float(loss), float(result.gradient_norm), float(mean_loss(mine, tokens, batch))]
     return numbers
 
 

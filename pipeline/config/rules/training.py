@@ -39,8 +39,8 @@ def _order(key: str, entries: Sequence[WarmupConfig]) -> Iterator[Violation]:
         before = entry.until_step
 
 
-def stage_violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation for every setting that the stage does not read."""
+def stage_violations(config: RunConfig, job: str) -> Iterator[Violation]:
+    """Yield a violation for every setting that the stage, or the job that it plans, does not read."""
     training, stage = config.training, config.stage.name
     for key, value, default, job in (
         ("fake_quantize", training.fake_quantize, "none", "the job without rounding"),
@@ -48,10 +48,23 @@ def stage_violations(config: RunConfig) -> Iterator[Violation]:
     ):
         if value != default and stage in ("certify", "plan"):
             yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {job}")
-    if training.context_factor != 1 and stage != "finetune":
-        rule = f"is read by stage=finetune only, not by {stage}"
+    if training.context_factor != 1 and job != "finetune":
+        rule = f"is read by stage=finetune only, not by {job}"
         fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"
         yield Violation("training.context_factor", training.context_factor, rule, fix)
+    if stage == "pretrain":
+        yield from _unread_files(config)
+
+
+def _unread_files(config: RunConfig) -> Iterator[Violation]:
+    """Files to train on are those that the objective reads."""
+    instructions, pairs = config.data.instructions.train, config.data.pairs.train
+    if instructions and config.objective not in ("supervised", "dpo", "classification"):
+        rule = f"is not read by stage=pretrain with the objective {config.objective}, which trains on data.tokens"
+        yield Violation("data.instructions.train", ", ".join(instructions), rule, "use stage=finetune, or remove it")
+    if pairs and config.objective != "pairs":
+        rule = f"is not read by model.family={config.model.family} with the objective {config.objective}"
+        yield Violation("data.pairs.train", ", ".join(pairs), rule, "choose a model that is trained on pairs (model=opus-mt), or remove it")
 
 
 def _batches(config: RunConfig, world_size: int) -> Iterator[Violation]:

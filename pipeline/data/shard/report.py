@@ -16,13 +16,15 @@ from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
 from pipeline.data.read import inventory
 from pipeline.data.read.input_files import InputFile
-from pipeline.data.shard.process_part import PartCounts
+from pipeline.data.shard.process_part import KEPT, PartCounts
 from pipeline.data.shard.shuffle import SPLITS
 from pipeline.data.shard.spilled_documents import Pool
 
 EXCERPT = 300
 WARN_SHARE = 0.5
-"""The page warns of a corpus that loses this share of its documents or of its text."""
+"""The page warns of a corpus that loses this share of its documents or of its text, and of a language that loses it to cleaning."""
+WARN_LANGUAGE = 20
+"""The page does not warn of a language with fewer documents: texts of other languages are taken for it."""
 LISTED_BAD = 100
 LISTED_REASONS = 30
 """Suffixes, and reasons for what is not read, of a corpus on the HTML page; report.json lists all of them."""
@@ -50,6 +52,7 @@ def build(
             for name in counts.read
         },
         "lost": counts.lost,
+        "languages": {language: dict(sorted(reasons.items())) for language, reasons in sorted(counts.languages.items())},
         "input": {
             "documents": counts.documents,
             "bytes": counts.bytes,
@@ -61,7 +64,7 @@ def build(
             "same_names": {corpus: {"names": number, "example": names} for corpus, (number, names) in inventory.same_names(files).items()},
         },
         "bad": [dict(zip(_BAD, bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
-        "steps": [{"step": name, **_step(step)} for name, step in counts.steps.items()],
+        "steps": [{"step": name, "notes": counts.notes.get(name, {}), **_step(step)} for name, step in counts.steps.items()],
         "duplicates": {
             "exact": clusters.exact,
             "near": clusters.near,
@@ -129,7 +132,8 @@ def html(report: dict[str, Any]) -> str:
         corpora=corpora,
         lost_rows=[row for corpus in corpora for row in _lost_rows(corpus)],
         flow_rows=_flow_rows(report),
-        steps=[{"name": step["step"], "reasons": _reasons(step)} for step in report["steps"]],
+        cleaned_languages=cleaned_languages(report["languages"]),
+        steps=[{"name": step["step"], "notes": step["notes"], "reasons": _reasons(step)} for step in report["steps"]],
         cluster_sizes=[[int(size), number] for size, number in report["duplicates"]["cluster_sizes"].items()],
         clusters=_shown_clusters(report["duplicates"]["clusters"]),
         corpus_rows=[
@@ -171,6 +175,27 @@ def _lost_rows(corpus: dict[str, Any]) -> Iterator[list[Any]]:
         yield [f"{name}: {reason}", lost, megabytes(size), Bar(lost, read)]
     removed = corpus["read_bytes"] - corpus["kept_bytes"] - sum(size for _, (_, size) in corpus["reasons"])
     yield [f"{name}: removed from kept documents", "", megabytes(removed), ""]
+
+
+def cleaned_languages(languages: dict[str, dict[str, list[int]]]) -> list[dict[str, Any]]:
+    """What cleaning dropped of every language, and why: the language with the most documents first."""
+    rows = []
+    for language, reasons in languages.items():
+        read = sum(documents for documents, _ in reasons.values())
+        lost = sorted(((reason, documents) for reason, (documents, _) in reasons.items() if reason != KEPT), key=lambda row: -row[1])
+        dropped = sum(documents for _, documents in lost)
+        unwanted = reasons.get("language: other language", [0, 0])[0]
+        rows.append(
+            {
+                "name": language or "unknown",
+                "read": read,
+                "row": [language or "unknown", read, dropped, Bar(dropped, read), ", ".join(f"{reason} ({n:,})" for reason, n in lost[:3])],
+                "dropped": dropped,
+                "reasons": lost[:3],
+                "warned": read >= WARN_LANGUAGE and dropped - unwanted >= WARN_SHARE * read,
+            }
+        )
+    return sorted(rows, key=lambda row: (-row["read"], row["name"]))
 
 
 def _flow_rows(report: dict[str, Any]) -> list[list[Any]]:
