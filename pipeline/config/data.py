@@ -107,6 +107,14 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True)
+class ScheduledWeight:
+    """A weight that applies before a given step."""
+
+    until_step: int = knob(MISSING, "first step (counted from 0) that uses the next value", unit="steps", at_least=1)
+    value: float = knob(MISSING, "value for the steps before it", at_least=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Documents, text shards and token shards."""
 
