@@ -13,9 +13,7 @@ SIZES = ("model=llama-tiny", "training.global_batch_size=64", "training.micro_ba
 
 @pytest.mark.parametrize("size", ["hidden=1000000000", "ffn_hidden=100000000", "vocab_size=100000000000", "head_width=1000000000"])
 def test_sizes_that_no_machine_holds(size):
-    with pytest.raises(
-        UserError, match=r"model=llama with [\d,]+ parameters: weights, .* need [\d,.]+ GB at least; [\d,.]+ GB of this mach"
-    ):
+    with pytest.raises(UserError, match=r"model=llama with [\d,]+ parameters: weights, .* need [\d,.]+ GB at least; [\d,.]+ GB of this mach"):
         host_memory.check(configured(*SIZES, f"model.{size}"), Ranks())
 
 

@@ -120,13 +120,9 @@ def _too_long(value: str, room_of_name: int = 0, room_of_path: int = 0) -> str:
     path = os.fsencode(Path(value).absolute())
     longest = max(map(len, path.split(b"/")))
     if longest > NAME - room_of_name:
-        return f"has a name of {longest} bytes; a file system allows {NAME}" + (
-            f", less {room_of_name} for temporary files" * bool(room_of_name)
-        )
+        return f"has a name of {longest} bytes; a file system allows {NAME}" + (f", less {room_of_name} for temporary files" * bool(room_of_name))
     if len(path) > PATH - room_of_path:
-        return f"is a path of {len(path):,} bytes; Linux allows {PATH:,}" + (
-            f", less {room_of_path} for the files in it" * bool(room_of_path)
-        )
+        return f"is a path of {len(path):,} bytes; Linux allows {PATH:,}" + (f", less {room_of_path} for the files in it" * bool(room_of_path))
     return ""
 
 
