@@ -199,7 +199,9 @@ class TokenizerConfig:
         "bpe", "tokenizer model to train: byte-level BPE, Unigram (SentencePiece) or WordPiece (BERT)", choices=TOKENIZER_KINDS
     )
     vocab_size: int = knob(8192, "vocabulary size, including special tokens", unit="tokens", at_least=257, at_most=10**7)
-    vocab_sizes: list[int] = knob([], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens", at_most=10**7)
+    vocab_sizes: list[int] = knob(
+        [], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens", at_most=10**7
+    )
     train_megabytes: float = knob(100.0, "size of the training sample, drawn evenly from the training shards", unit="MB", above=0)
     balance: float = knob(
         1.0, "exponent of the language fractions in the sample: 1 keeps the distribution, 0 makes it uniform", at_least=0, at_most=1

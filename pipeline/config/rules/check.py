@@ -49,7 +49,12 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found = knobs.range_violations(config)
     if any(violation.key.partition(".")[0] in _RELATED for violation in found):
         return found
-    found += [*model.violations(config.model), *cluster.violations(config.cluster), *paths.violations(config), *dry_run.violations(config, world_size)]
+    found += [
+        *model.violations(config.model),
+        *cluster.violations(config.cluster),
+        *paths.violations(config),
+        *dry_run.violations(config, world_size),
+    ]
     found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
     found += [*lora.stage_violations(config.lora, config.stage.name), *training.stage_violations(config)]
     name = config.stage.name
