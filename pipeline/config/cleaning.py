@@ -92,7 +92,11 @@ class LengthStep:
 class LanguageStep:
     """Filter by language."""
 
-    keep: list[str] = knob([], "languages to keep (ISO 639-1: en, de, ...); empty keeps all; the language is recorded in any case")
+    keep: list[str] = knob(
+        [],
+        "languages to keep (ISO 639 or BCP 47: en, deu, zh-Hant, ...; pipeline/common/language_codes.py lists them); empty keeps all; the "
+        "language is recorded in any case",
+    )
     share: float = knob(0.65, "minimum fraction of the text in that language", at_least=0, at_most=1)
 
 
@@ -114,8 +118,8 @@ class GopherStep:
             # Hangul syllables are two to three letters each; Vietnamese writes syllables as words.
             "ko": {"least_word_length": 1.0},
             "vi": {"least_word_length": 2.0},
-            # Dravidian languages: long words, and vowel signs that count as characters.
-            **{code: {"most_word_length": 20.0} for code in ("kn", "ml", "ta", "te")},
+            # Dravidian languages and Sanskrit: long words, and vowel signs that count as characters. Greenlandic: sentences as words.
+            **{code: {"most_word_length": 20.0} for code in ("kl", "kn", "ml", "sa", "ta", "te")},
         },
         "values of other keys of this step for single languages, such as {ko: {least_word_length: 1}}",
     )
@@ -140,6 +144,9 @@ class FineWebStep:
     closed_lines: float = knob(0.12, "minimum fraction of lines that end with punctuation", at_least=0, at_most=1)
     short_line: int = knob(30, "maximum length of a short line", unit="characters", at_least=0)
     short_lines: float = knob(0.67, "maximum fraction of short lines", at_least=0, at_most=1)
+    duplicate_characters: float = knob(
+        0.01, "maximum fraction of characters in duplicate lines (0.01 in FineWeb's code, 0.1 in the paper)", at_least=0, at_most=1
+    )
     newlines: float = knob(0.3, "maximum ratio of lines to words", at_least=0)
     by_language: dict[str, dict[str, Any]] = knob(
         {**{code: {"closed_lines": 0.0} for code in ("lo", "th")}},
@@ -166,6 +173,12 @@ class ContaminationStep:
 
     files: list[str] = knob([], "files with the texts of the benchmarks, in any format of data.input")
     words: int = knob(13, "length of a shared n-gram that counts as contamination", unit="words", at_least=3)
+    least_words: int = knob(
+        8,
+        "shorter texts of a benchmark are matched as a whole if they have as many; the report counts the others",
+        unit="words",
+        at_least=3,
+    )
 
 
 @dataclass(frozen=True)

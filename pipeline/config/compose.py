@@ -9,7 +9,7 @@ import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, quoted, sweep_values
+from pipeline.config import run_tokenizer
+from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, parse, quoted, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
@@ -52,7 +53,9 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeEr
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """Convert a composed configuration to dataclasses and resolve interpolations. Values are validated by rules.check.
+    """Convert a composed configuration to dataclasses, resolve interpolations, and take from the run directory what is left to it.
+
+    Values are validated by rules.check.
 
     Raises:
         UserError: a value is missing or cannot be resolved, or a key was added (+key=value) that no stage reads.
@@ -69,7 +72,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
-    return run
+    return run_tokenizer.resolved(run)
 
 
 def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -113,6 +116,39 @@ def task_arguments() -> list[str]:
     """Return the command line of this run without the overrides of Hydra, for a job that composes the same files."""
     hydra = HydraConfig.get()
     return [*(f"--config-dir={folder}" for folder in own_folders(hydra)), *hydra.overrides.task]
+
+
+def job_arguments(arguments: Sequence[str], job: RunConfig, keys: Iterable[str]) -> list[str]:
+    """Return the command line of another stage that composes the same job, without its stage.
+
+    Args:
+        arguments: of this run, as task_arguments returns them; those of its stage and of the dry run are left out.
+        job: the configuration that the command line must compose.
+        keys: what may differ between the job and the arguments, such as the layout that a search chose.
+    """
+    own = [word for word in arguments if not re.match(r"[+~]*(stage|dry_run)[.=]", word)]
+    values = {key: functools.reduce(getattr, key.split("."), job) for key in keys}
+    composed = recompose([*own, f"stage={job.stage.name}"])
+    changed = {key: value for key, value in values.items() if functools.reduce(getattr, key.split("."), composed) != value}
+    return [*(word for word in own if key_of(word) not in changed), *(f"{key}={_written(value)}" for key, value in changed.items())]
+
+
+def recompose(arguments: Sequence[str]) -> RunConfig:
+    """Compose another command line, beside the configuration of this run."""
+    overrides, running = parse(arguments).overrides, GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return to_run_config(compose("config", overrides))
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def _written(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None:
+        return "null"
+    return quoted(value) if isinstance(value, str) else str(value).replace(" ", "")
 
 
 def diagnose(command: Command) -> tuple[list[Violation], DictConfig]:

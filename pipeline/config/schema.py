@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
-from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig, WarmupConfig
+from pipeline.config.data import DataConfig, DedupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
 from pipeline.config.lora import LoraConfig
 
 if TYPE_CHECKING:
@@ -45,6 +45,25 @@ class TrainingConfig:
         item=WarmupConfig,
     )
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
+    balance_loss: float | None = knob(
+        None,
+        "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
+        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        at_least=0,
+    )
+    balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    z_loss: float | None = knob(None, "Mixtral: weight of the routers' z-loss; default: 0", at_least=0)
+    z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    bias_update_speed: float | None = knob(
+        None,
+        "DeepSeek-V3: change of the routers' correction biases per step, to balance the load; 0 disables it; default: 0.001",
+        at_least=0,
+    )
+    bias_update_speed_schedule: list[ScheduledWeight] = knob([], "other speeds in the first steps", item=ScheduledWeight)
+    mtp_loss: float | None = knob(
+        None, "DeepSeek-V3: weight of the mean loss of the MTP modules (model.mtp_depth) in the training loss; default: 0.3", at_least=0
+    )
+    mtp_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0, at_most=10**18)
     document_mask: bool = knob(False, "restrict attention to tokens of the same document")
     activation_checkpointing: str = knob(
@@ -82,7 +101,12 @@ class TrainingConfig:
         "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
     )
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
-    validation_batches: int = knob(8, "global batches per validation", at_least=1)
+    validation_batches: int | None = knob(
+        8,
+        "global batches per validation: a sample of the validation split, of all corpora in proportion to their tokens, always the same; "
+        "null, or more than there are, reads all of it",
+        at_least=1,
+    )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,
@@ -231,12 +255,15 @@ class ClusterConfig:
     hardware: str | None = knob(
         None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
     )
-    check_memory: bool = knob(True, "refuse a pretrain job that does not fit in the memory of cluster.hardware (dry run, Slurm launcher)")
+    check_memory: bool = knob(
+        True, "refuse a training job that does not fit in the memory of cluster.hardware (plan, dry run, Slurm launcher)"
+    )
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format")
     host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")
     sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
+    required: list[str] = knob([], "options of this group without which the cluster refuses jobs, such as account")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,11 @@ class Evaluate(CheckpointReader):
     every: int = knob(
         1, "with stage.checkpoint=all: evaluate steps that are multiples of this, and training.steps", unit="steps", at_least=1
     )
-    batches: int | None = knob(None, "number of global batches; default: the full validation split", at_least=1)
+    batches: int | None = knob(
+        None,
+        "number of global batches: a sample, from all corpora in proportion to their tokens; default: the full validation split",
+        at_least=1,
+    )
     stride: int | None = knob(
         None,
         "tokens between the begins of overlapping windows, of which only the last ones count, so that each has a context of "
@@ -154,9 +158,9 @@ class Certify(StageConfig):
 
 @dataclass(frozen=True)
 class Plan(StageConfig):
-    """Prediction of matrix products, memory, time and cost of a pretraining job."""
+    """Prediction of matrix products, memory, time and cost of a training job."""
 
-    tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
+    tokens: float | None = knob(None, "tokens of the run, which replace training.steps", unit="tokens", above=0, at_most=1e18)
     search: bool = knob(False, "search the fastest legal layout, micro-batch and recomputation instead of planning the configured ones")
     scaling: bool = knob(False, "search the fastest layout for 1, 2, 4, ... up to cluster.nodes nodes")
     plot: str | None = knob(
@@ -196,7 +200,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         Certify,
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
-    "plan": (Plan, "settings of a planned pretrain job -> its matrix products, memory, time and cost; one process, no GPU"),
+    "plan": (Plan, "settings of a planned pretrain or finetune job -> its matrix products, memory, time and cost; one process, no GPU"),
     "evaluate": (
         Evaluate,
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",

@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from pipeline.config.data import WarmupConfig
 from pipeline.config.schema import TrainingConfig
 
+Value = TypeVar("Value")
+EntryValue = TypeVar("EntryValue", covariant=True)
 
-def value_at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
+
+class Entry(Protocol[EntryValue]):
+    """A value that applies before a given step."""
+
+    @property
+    def until_step(self) -> int:
+        """The first step that uses the next value."""
+
+    @property
+    def value(self) -> EntryValue:
+        """The value for the steps before it."""
+
+
+def value_at(entries: Sequence[Entry[Value]], step: int, final: Value) -> Value:
     """Return the value at a step (counted from 0): that of the first entry with step < until_step, else the final value."""
     return next((entry.value for entry in entries if step < entry.until_step), final)
 
@@ -42,6 +58,15 @@ def samples(training: TrainingConfig, steps: int) -> int:
 def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
     """Return the smallest number of steps that process at least `tokens` tokens."""
     return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
+
+
+def phases(training: TrainingConfig) -> Iterator[tuple[int, int, int]]:
+    """Yield (steps, global batch size, sequence length) for every run of equal steps, in order."""
+    ends = {entry.until_step for entry in (*training.batch_rampup, *training.sequence_warmup)}
+    first = 0
+    for end in sorted({min(end, training.steps) for end in ends} | {training.steps}):
+        yield end - first, batch_size(training, first), sequence_length(training, first)
+        first = end
 
 
 def keyed_values(entries: Sequence[WarmupConfig], name: str, final: int) -> Iterator[tuple[str, int]]:

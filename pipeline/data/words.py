@@ -27,15 +27,22 @@ _CHUNK = 1 << 19
 _TABLE = 0x20000  # code points from here on are treated as ideographs; a few hundred rare ones are not
 _BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64
 _INVERSE = pow(_BASE, -1, 1 << 64)
-# Thai, Lao, Burmese, Khmer, then Kana and Han: scripts that do not separate words.
-_NO_SPACES = (
-    *((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF)),
-    *((0x3005, 0x3007), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9F)),
+# Scripts that do not separate words, in the blocks of line-breaking classes SA, AK, AS and ID (UAX #14). Alphabets: Thai and Lao, Tibetan,
+# Burmese, Khmer, Tai Le and New Tai Lue, Buginese and Tai Tham, Balinese, Batak; Javanese, Cham and Tai Viet, with Burmese among them.
+_TIBETAN, _JAVANESE = (0x0F00, 0x0FFF), (0xA980, 0xAADF)
+_ALPHABETS = (
+    *((0x0E00, 0x0EFF), _TIBETAN, (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x19DF), (0x1A00, 0x1AAF), (0x1B00, 0x1B7F)),
+    *((0x1BC0, 0x1BFF), _JAVANESE),
 )
-# Terminal punctuation: Armenian, Arabic, Syriac, Devanagari, Tibetan, Burmese, Ethiopic, Khmer, full-width forms; closing quotation marks.
-_SENTENCE_ENDS = ".!?…։؟۔܀।॥།༎။።፧។៕。｡！？．" + "\"'”’»“」』"
+# Kana, Bopomofo, Han, Yi.
+_SYLLABARIES = (
+    *((0x3005, 0x3007), (0x3040, 0x312F), (0x31A0, 0x31BF), (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA48C)),
+    *((0xF900, 0xFAFF), (0xFF66, 0xFF9F)),
+)
+# Terminal punctuation of the scripts in use (Unicode's Sentence_Terminal, and Tibetan), with full-width forms; closing quotation marks.
+_SENTENCE_ENDS = ".!?…։؟؝؞۔܀܁܂߹।॥།༎။።፧፨᙮។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᰻᰼᱾᱿‼⁇⁈⁉꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫。｡！？．" + "\"'”’»“」』"
 _HAN = 0x3000
-"""The scripts without spaces below this code point are alphabets, those above it are logographic or syllabic."""
+"""The code points of the syllabaries are above this one."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class Words:
     """The words of a batch of texts.
 
     Scripts without spaces are cut at positions that depend on the two adjacent characters only, into words of two characters on average
-    for Han and Kana, and of five for the others. Counts and n-grams of words then cover about as much text as in other languages, and
-    equal passages are cut equally.
+    for Han, Kana and Yi, and of five for the others. Counts and n-grams of words then cover about as much text as in other languages, and
+    equal passages are cut equally. Tibetan has a mark after each syllable: its words are syllables, as in Vietnamese.
 
     Attributes:
         codes: (characters,) the code points of all texts, with a newline after each text, in the smallest unsigned type that holds them.
@@ -98,8 +105,10 @@ class Words:
     def _continues(self, single: np.ndarray) -> np.ndarray:
         """Whether each of these characters of a script without spaces continues a word: (len(single),) bool."""
         before, code = self.codes[single - 1], self.codes[single]
-        lengths = np.where(code < _HAN, np.uint64(5), np.uint64(2))  # mean length of a word
+        alphabet = (code < _HAN) | ((code >= _JAVANESE[0]) & (code <= _JAVANESE[1]))
+        lengths = np.where(alphabet, np.uint64(5), np.uint64(2))  # mean length of a word
         cut = mix(before.astype(np.uint64) << np.uint64(32) | code) % lengths == 0
+        cut &= (code < _TIBETAN[0]) | (code > _TIBETAN[1])
         return (self.kinds[single - 1] & IDEOGRAPH != 0) & ~cut
 
     @cached_property
@@ -144,6 +153,11 @@ class Words:
         first = np.concatenate([[0], bounds[:-1]])
         filled = bounds > first
         return self._as_spans(tokens.starts[first[filled]], tokens.ends[bounds[filled] - 1])
+
+    @cached_property
+    def line_hashes(self) -> np.ndarray:
+        """(lines,) uint64 case-insensitive hashes of the lines."""
+        return self.hash_spans(self.lines)
 
     def hash_spans(self, spans: Spans) -> np.ndarray:
         """Hash the lower-cased characters of every span: a polynomial in _BASE modulo 2**64, computed from prefix sums, then mixed.
@@ -276,7 +290,7 @@ def _kinds() -> np.ndarray:
             kinds[code] = SPACE
         if category == "Lu":
             kinds[code] |= UPPER
-    for first, last in _NO_SPACES:
+    for first, last in (*_ALPHABETS, *_SYLLABARIES):
         kinds[first : last + 1] |= np.where(kinds[first : last + 1] & WORD, IDEOGRAPH, 0).astype(np.uint8)
     kinds[_TABLE] = LETTER | IDEOGRAPH
     for character in _SENTENCE_ENDS:

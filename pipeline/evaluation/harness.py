@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,10 +28,11 @@ class Text:
 
     Attributes:
         end: the token that ends a text.
+        ends: the tokens that end a completion: `end`, and those of an imported model.
         beginning: the token before a text without context: bos_token of tokenizer_config.json if the tokenizer has it, else `end`.
     """
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    def __init__(self, encoder: TextEncoder, ends: Iterable[int] = ()) -> None:
         self._tokenizer = load(encoder.path.parent)
         self._tokenizer.encode_special_tokens = False
         path = encoder.path.with_name("tokenizer_config.json")
@@ -39,6 +40,7 @@ class Text:
         named = named["content"] if isinstance(named, dict) else named
         beginning = encoder.first_of([named]) if named else None
         self.end = encoder.end_of_document
+        self.ends = frozenset((self.end, *ends))
         self.beginning = self.end if beginning is None else beginning
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]:
@@ -60,8 +62,8 @@ class Text:
 
 
 def stopping(text: Text, *, max_tokens: int, strings: list[str]) -> Stopping:
-    """Return when a completion ends: at one of the strings, at the end of a text, or after max_tokens."""
-    return Stopping(max_tokens, frozenset([text.end]), tuple(strings), text.decode)
+    """Return when a completion ends: at one of the strings, at a token that ends a text, or after max_tokens."""
+    return Stopping(max_tokens, text.ends, tuple(strings), text.decode)
 
 
 def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, complete: Complete) -> dict[str, Any]:

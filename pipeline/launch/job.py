@@ -28,6 +28,8 @@ TIMEOUT = 60
 #: Time before the limit at which Slurm signals a training job to write a checkpoint, as in slurm/pretrain.sbatch. Slurm may signal a
 #: minute earlier.
 SIGNAL_SECONDS = 180
+#: Options that a cluster may require.
+REQUIRABLE = ("account", "partition", "qos", "memory")
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,19 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
         for option in cluster.sbatch
         if not option.startswith("-")
     ]
+    unknown = [key for key in cluster.required if key not in REQUIRABLE]
+    found += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
     # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
     if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED", cluster.time):
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
         found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     return found
+
+
+def missing(cluster: ClusterConfig) -> list[str]:
+    """Return the keys that the cluster requires (cluster.required) and that are not set."""
+    given = [option.lstrip("-").partition("=")[0] for option in cluster.sbatch]
+    return [key for key in cluster.required if getattr(cluster, key, None) is None and key not in given]
 
 
 def warn_of_other_size(cluster: ClusterConfig, stage: str, here: Ranks) -> None:

@@ -71,6 +71,26 @@ CHANGES = {
         "# Logo\nA\n\n`<b>x</b>`\n```\n<b>y</b>\n```",
     ),
     "cells": ("boilerplate", "<table><tr><td>a</td><td>b</td></tr><tr><td>c</td></tr></table>", "a\tb\t\nc\t\n"),
+    "subscripts": ("boilerplate", "The value x[i](y) is called; List<String> holds it. the <b> tag begins bold text, </b> ends it.", None),
+    "calls": ("boilerplate", "Call f[0](x) twice. Use <b>, <i> and </b>, </i> for fonts.", None),
+    "types": ("boilerplate", "# Types\n\nA List<String>, a Map<Label>, a Box<Source>, a Vec<Link>; see Option<Input>.", None),
+    "tags that a sentence names": (
+        "boilerplate",
+        "# Tags\n\nThe <b> tag is closed by the </b> tag. The tag <em> begins, the tag </em> ends emphasis. Das <i>-Element, </i>.",
+        None,
+    ),
+    "tags in a list": (
+        "boilerplate",
+        "# Tags\n\nDie Tags <b> und </b>, <i> und </i> heben hervor. "
+        'Use <u>...</u>, "<br>", (<hr>) or \\<s>this\\</s>. <br> or <hr> elements.',
+        None,
+    ),
+    "paragraphs as the subject": ("boilerplate", "<p> starts a paragraph, and the </p> tag ends it: these are tags.", None),
+    "tags beside links": (
+        "boilerplate",
+        "See [a](b.md), [b](https://x.org).\n\nThis is <b>bold</b> tag soup,<br>next, \"<i>Title</i>\" and <img src='x.png'> <b>tags</b>.",
+        'See [a](b.md), [b](https://x.org).\n\nThis is bold tag soup, next, "Title" and  tags.',
+    ),
     "a page": ("boilerplate", "<html><style>p {}</style><script>a<b</script><!-- x --><p>One<p>Two</html>", "One\nTwo"),
     "drawings": ("boilerplate", '<html><p>One</p><svg width="2">\n<path d="M1 2"></path></svg><p>Two</html>', "One\nTwo"),
     "tags as the subject": ("boilerplate", "Das <b>-Element macht Text fett: <b>so</b>. Ende.\n<table>\nZeilen und Zellen", None),
@@ -129,6 +149,7 @@ DROPS = {
     "placeholder": ("c4", PROSE + " Lorem ipsum dolor.", "lorem ipsum"),
     "menu": ("fineweb", "Home\nContact\nAbout us\nShop now", "few lines end in punctuation"),
     "list": ("fineweb", "Home.\nContact.\nAbout us.\nShop.", "mostly short lines"),
+    "a repeated line": ("fineweb", PROSE.replace(". ", ".\n") + "\n" + PROSE.split(". ")[1] + ".", "characters in duplicate lines"),
     "lines": ("repetition", PROSE + "\nAgain and again." * 4, "repeated lines"),
     "paragraphs": ("repetition", "\n\n".join([PROSE.replace(". ", ".\n"), *["A\nb"] * 4]), "repeated lines"),
     "a bigram": ("repetition", "well yes " * 30 + PROSE, "one frequent 2-gram"),
@@ -253,7 +274,7 @@ def test_prose_passes_every_step():
         ("fr", "Le vieil homme se promenait chaque soir au bord de la mer et pensait aux bateaux qui étaient passés."),
         ("pl", "Stary latarnik spacerował co wieczór brzegiem morza i myślał o statkach, które przepłynęły obok wyspy."),
         ("el", "Ο γέρος φαροφύλακας περπατούσε κάθε βράδυ στην ακτή και σκεφτόταν τα πλοία που είχαν περάσει."),
-        ("un", "0x1f 0x2e 93 17 ...."),
+        ("und", "0x1f 0x2e 93 17 ...."),
     ],
 )
 def test_languages_are_identified(code, text):
@@ -276,9 +297,34 @@ def test_an_ngram_of_a_benchmark_is_found_regardless_of_case_and_punctuation(tmp
     caught = "Something else: " + " ".join(words[3:16]).upper() + " and more"
     missed = "Something else: " + " ".join(words[3:15]) + " and more"
     assert clean([caught, missed], wanted)[0] == [None, missed]
-    for files, rule in (([], "contain no text of 13 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
+    assert Cleaner(wanted).notes["contamination"] == {"items": 1, "items matched as a whole": 0, "items of fewer than 8 words, ignored": 0}
+    for files, rule in (([], "contain no text of 8 words"), ([str(tmp_path / "none.jsonl")], "no such file")):
         with pytest.raises(UserError, match=rule):
             Cleaner(config("contamination", contamination={"files": files}))
+
+
+def test_short_items_of_a_benchmark_are_matched_as_a_whole(tmp_path):
+    short, other = "What is the tallest mountain of the Northern Alps?", "Which of these rivers flows through the capital of Hungary today?"
+    chinese = "那位年老的灯塔看守人每天傍晚都沿着海岸散步想着船只"
+    items = [short, other, "Too short an item.", chinese, PROSE[:220]]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps({"text": item}) + "\n" for item in items))
+    wanted = config("contamination", contamination={"files": [str(tmp_path / "bench.jsonl")]})
+    caught = [
+        f"Question: {short} Answer: the Zugspitze.",
+        f"He asked:\n{other.upper()}",
+        f"从前，{chinese}的故事。",
+        f"听说{chinese}的故事",
+        " ".join(PROSE.split()[3:16]),
+    ]
+    missed = [
+        "What is the tallest mountain of the Northern Andes?",
+        "Too short an item.",
+        " ".join(other.split()[:9]),
+        " ".join(PROSE.split()[3:15]),
+    ]
+    split = [short[:20], short[20:]]  # in two documents
+    assert clean([*caught, *missed, *split], wanted)[0] == [None] * 5 + missed + split
+    assert Cleaner(wanted).notes["contamination"] == {"items": 5, "items matched as a whole": 3, "items of fewer than 8 words, ignored": 1}
 
 
 PIECES = st.sampled_from(
@@ -381,7 +427,9 @@ def test_batches_contain_every_document_once():
 def test_unknown_steps_are_refused_with_the_list_of_known_ones():
     own = "clean.gopher.by_language={ko: {least_word_length: -1, words: 2}}"
     printed = pipeline(
-        "stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", own, expect=2
+        *("stage=shard", "data.input=[x]", "clean.steps=[repair,spelling,repair]", "clean.personal.kinds=[names]", own),
+        *("clean.language.keep=[he,english,sr-Latn]", "clean.length.by_language={jp: {least: 10}}"),
+        expect=2,
     )
     assert "spelling" in printed
     assert "choose allow, repair" in printed
@@ -389,3 +437,8 @@ def test_unknown_steps_are_refused_with_the_list_of_known_ones():
     assert "clean.gopher.by_language.ko.least_word_length" in printed
     assert "clean.gopher.by_language.ko.words" in printed
     assert "twice" in printed
+    unknown, nearest = "is no code of a language that the detector knows", "\n    fix: the nearest is"
+    assert f"clean.language.keep=english: {unknown}{nearest} en (English)" in printed
+    assert f"clean.language.keep=sr-Latn: names a part of sr that the detector does not distinguish{nearest} sr (Serbian)" in printed
+    assert f"clean.length.by_language.jp=jp: {unknown}{nearest} ja (Japanese)" in printed
+    assert "keep=he:" not in printed

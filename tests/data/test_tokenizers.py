@@ -204,7 +204,7 @@ def corpus_of_languages(folder: Path, **counts: int) -> Path:
 
 
 def test_the_sample_is_balanced_by_language(tmp_path):
-    shards = corpus_of_languages(tmp_path / "c", de=400, en=100, la=20)
+    shards = corpus_of_languages(tmp_path / "c", de=300, deu=60, de_AT=40, en=100, la=20)  # three spellings of one language
     text = artifact.read(shards, key="data.shards", stage="shard")
     shares = {}
     for balance in (1.0, 0.5, 0.0):
@@ -252,6 +252,25 @@ def test_the_pieces_of_a_sample_are_its_text(kind):
     assert shown.replace(" ", "") == text.replace(" ", "")
     assert sum(count for _, count in pieces) == len(encode(model, [text])[0])
     assert len(pieces) > 5
+
+
+def test_wordpiece_stays_within_its_vocabulary(caplog):
+    """Of 900 characters, 600 occur once: they are left out, or the vocabulary is refused."""
+    frequent, rare = ["".join(map(chr, range(first, first + count))) for first, count in ((0x4E00, 300), (0x5E00, 600))]
+    rare_words = [rare[n : n + 6] for n in range(0, 600, 6)]
+    texts = [" ".join([frequent, "ein altes Haus am Wald", rare_words[n]]) for n in range(100)]
+    texts += [frequent * 40 + " ein altes Haus am Wald"] * 100
+    model = tokenizer_training.train(lambda: texts, TokenizerConfig(kind="wordpiece"), 520)
+    assert 300 < model.get_vocab_size() <= 520
+    assert "600 of " in caplog.text
+    assert model.encode("Haus am " + frequent[:3], add_special_tokens=False).tokens[-3:] == list(frequent[:3])
+    assert model.encode(rare[0], add_special_tokens=False).tokens == ["[UNK]"]
+    everything = tokenizer_training.train(lambda: texts, TokenizerConfig(kind="wordpiece"), 1000)
+    assert "[UNK]" not in everything.encode(rare, add_special_tokens=False).tokens
+    with pytest.raises(UserError, match=r"vocab_size=512: is below the 1,\d{3} entries that wordpiece needs for the 1,\d{3} characters"):
+        tokenizer_training.train(
+            lambda: [frequent + rare + "".join(map(chr, range(0x6E00, 0x6F80)))], TokenizerConfig(kind="wordpiece"), 512
+        )
 
 
 def test_unknown_tokens_are_counted():

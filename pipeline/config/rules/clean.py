@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pipeline.common import languages
 from pipeline.common.errors import Violation
 from pipeline.config.cleaning import PERSONAL_KINDS, STEPS, CleanConfig
 
@@ -18,8 +19,15 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
                 yield Violation(key, name, "is unknown", "choose " + ", ".join(known))
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield Violation(key, name, "is listed twice", "remove one")
+    for code in clean.language.keep:
+        yield from _language("clean.language.keep", code)
     for name in ("length", "gopher", "c4", "fineweb", "repetition"):
         yield from _by_language(getattr(clean, name), name)
+    least, most = clean.contamination.least_words, clean.contamination.words
+    if least > most:
+        yield Violation(
+            "clean.contamination.least_words", least, f"is above clean.contamination.words={most}", "lower it, or raise the other"
+        )
     for key, values, count in (("top_ngrams", clean.repetition.top_ngrams, 3), ("long_ngrams", clean.repetition.long_ngrams, 6)):
         if len(values) != count:
             yield Violation(
@@ -27,11 +35,21 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
             )
 
 
+def _language(key: str, code: str) -> Iterator[Violation]:
+    """A code that names no language, or only a part of one, for the detector."""
+    if not languages.covered(code):
+        known = languages.label(code)
+        part = f"names a part of {known} that the detector does not distinguish"
+        rule = part if known else "is no code of a language that the detector knows"
+        yield Violation(key, code, rule, f"the nearest is {languages.nearest(code)}; pipeline/common/language_codes.py lists all")
+
+
 def _by_language(step: Any, name: str) -> Iterator[Violation]:
     """The keys and values of `clean.STEP.by_language`, which a knob cannot check."""
     knobs = {field.name: field.metadata["knob"] for field in dataclasses.fields(step) if field.name != "by_language"}
     for language, values in step.by_language.items():
         key = f"clean.{name}.by_language.{language}"
+        yield from _language(key, language)
         if not isinstance(values, Mapping):
             yield Violation(key, values, "is not a mapping of keys to values", f"write {{{language}: {{KEY: VALUE}}}}")
             continue

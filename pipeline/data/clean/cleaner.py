@@ -26,11 +26,14 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "c4": quality.c4,
     "fineweb": quality.fineweb,
     "repetition": repetition.repetition,
-    "contamination": origin.contamination,
+    "contamination": origin.Contamination,
 }
 
-Dropped = Callable[[Document, str, str, str], None]
-"""Receives a dropped document: (document, step, reason, its text before that step)."""
+Dropped = Callable[[Document, str, str, str, str], None]
+"""Receives a dropped document: (document, step, reason, its text before that step, its language)."""
+
+_IDENTIFYING = frozenset({"language", "gopher", "c4", "fineweb"})
+"""Steps that identify languages. With one of them, the language of what earlier steps drop is identified as well, for the counts."""
 
 EXAMPLES = 5
 """Examples per reason: the documents whose identity has the lowest hash, independent of the number of ranks."""
@@ -97,13 +100,17 @@ class Cleaner:
 
     If personal data is masked in the text, it is also masked in the examples of all steps.
 
+    Attributes:
+        notes: step -> what the report tells of its inputs -> number.
+
     Raises:
         UserError: a file that a step requires is missing.
     """
 
     def __init__(self, config: CleanConfig) -> None:
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
-        self._tag = config.mode == "tag"
+        self._tag, self._identify = config.mode == "tag", not _IDENTIFYING.isdisjoint(config.steps)
+        self.notes: dict[str, dict[str, int]] = {name: step.notes for name, step in self._steps if hasattr(step, "notes")}
         kinds = config.personal.kinds if "personal" in config.steps else []
         self._shown_as = partial(pii_masking.mask, kinds=kinds)
 
@@ -120,7 +127,8 @@ class Cleaner:
                 step_counts.example(verdict, document.id, batch.texts[verdict.document], self._shown_as)
                 if verdict.text is None:
                     if not self._tag:
-                        dropped(document, name, verdict.reason, batch.texts[verdict.document])
+                        label = batch.label(verdict.document, identify=self._identify)
+                        dropped(document, name, verdict.reason, batch.texts[verdict.document], label)
                     total = step_counts.tagged if self._tag else step_counts.dropped
                     documents, size = total.get(verdict.reason, (0, 0))
                     total[verdict.reason] = [documents + 1, size + sizes[verdict.document]]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.common import languages
 from pipeline.data import language_detection
 from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
@@ -78,10 +79,20 @@ class DocumentBatch:
     @cached_property
     def languages(self) -> list[tuple[str, float]]:
         """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
-        return [
-            language_detection.identify(code_detection.prose(text)) if alive else language_detection.UNKNOWN
-            for text, alive in zip(self.texts, self.alive, strict=True)
-        ]
+        return [self._identified(index) if alive else language_detection.UNKNOWN for index, alive in enumerate(self.alive)]
+
+    def _identified(self, index: int) -> tuple[str, float]:
+        return language_detection.identify(code_detection.prose(self.texts[index]))
+
+    def label(self, index: int, *, identify: bool = False) -> str:
+        """The language of a document as a step identified it, else as its metadata has it; "" if neither is known.
+
+        Args:
+            identify: identify the language of this document if no step has.
+        """
+        label = self.languages[index][0] if "languages" in vars(self) else self._identified(index)[0] if identify else ""
+        given = self.documents[index].meta.get("lang")
+        return languages.normalized(given) if label in ("", languages.UNKNOWN) and given and isinstance(given, str) else label
 
     def apply(self, verdicts: Iterable[Verdict]) -> DocumentBatch:
         """Apply verdicts: return this batch if documents were only dropped, or a new one if texts changed."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common import languages
 from pipeline.data.clean.document_batch import DocumentBatch
 
 
@@ -22,7 +23,7 @@ class Limits:
     def __getitem__(self, key: str) -> np.ndarray:
         """(texts,) values of a key; (texts, n) of a key that is a list of n numbers."""
         general = getattr(self._knobs, key)
-        own = {code: values[key] for code, values in self._knobs.by_language.items() if key in values}
+        own = languages.by_label({code: values[key] for code, values in self._knobs.by_language.items() if key in values})
         if not own:
             return np.broadcast_to(np.array(general), (len(self._batch.texts), *np.shape(general)))
-        return np.array([own.get(code, own.get(code.split("-")[0], general)) for code, _ in self._batch.languages])
+        return np.array([own.get(label, general) for label, _ in self._batch.languages])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -25,8 +26,23 @@ _TAG = re.compile(
 )
 _UNSEEN = re.compile(r"<!--.*?-->|<!doctype[^<>]*>|<(script|style|svg|template)\b[^<>]*>.*?</\1\s*>", re.IGNORECASE | re.DOTALL)
 _PAGE = re.compile(r"\s*(?:<!doctype\s+html|<html\b|<\?xml[^>]*>\s*<html\b)", re.IGNORECASE)
-# Headings, fences and links. RST also has inline code, code has comments with several # signs, and lines of a root shell begin with one.
-_MARKDOWN = re.compile(r"(?:\A|\n\n)#{1,6} \S.*(?:\Z|\n\n)|^[ \t]*(?:```|~~~)|\]\([^\s()]+\)", re.MULTILINE)
+# Headings and fences. RST also has inline code, code has comments with several # signs, and lines of a root shell begin with one.
+_MARKDOWN = re.compile(r"(?:\A|\n\n)#{1,6} \S.*(?:\Z|\n\n)|^[ \t]*(?:```|~~~)", re.MULTILINE)
+_LINK = re.compile(r"\]\((?P<target>[^\s()]+)\)")
+_TARGET = re.compile(r"[a-z][a-z0-9+.-]*:(?!:)|[/#.]|[^\s]*/|[^\s]*\.[a-z0-9]{2,5}(?:[#?]|$)", re.IGNORECASE)
+_LINK_TEXT = 300
+
+# What shows that a tag is the subject of a sentence: the word tag or element beside it, a pair of quotation marks or parentheses around
+# it, a backslash before it.
+_WORD = r"(?:tags?|elements?|elemente?[ns]?|balises?|éléments?|etiquetas?|elementos?|elementi|тег\w*|элемент\w*)"
+_CJK = r"(?:标签|標籤|元素|タグ|要素|태그|요소)"
+_NOUN_AFTER = re.compile(rf"[ \t\n-]{{1,2}}{_WORD}\b|\s?{_CJK}(?!</)", re.IGNORECASE)
+_NOUN_BEFORE = re.compile(rf"(?:\b{_WORD}\s|{_CJK}\s?)$", re.IGNORECASE)
+_CONJUNCTION = r"(?:\s(?:and|or|to|with|und|oder|sowie|et|ou|y|o|e|и|или)\s)"
+_ENUMERATION = re.compile(rf"\s*[,/&]\s*|,?{_CONJUNCTION}", re.IGNORECASE)
+_PLACEHOLDER = re.compile(rf"\s*(?:\.{{3}}|…)\s*|{_CONJUNCTION}", re.IGNORECASE)
+_ENCLOSED = ('""', "''", "“”", "„“", "‘’", "«»", "»«", "()", "「」")
+_NEEDS_ATTRIBUTES = frozenset({"img", "input", "link", "meta", "source"})
 
 _FRONT_MATTER = re.compile(r"\A---\r?\n(?:[\w-]+:.*\n|[ \t].*\n|- .*\n|\r?\n)+---\r?\n(?!\s*(?:[\w-]+:|-)\s)")
 
@@ -43,25 +59,79 @@ class _Element(NamedTuple):
 def without(text: str) -> str:
     """Remove YAML front matter, and HTML tags if they are markup of this document.
 
-    They are if HTML elements contain more than half of the text, and in Markdown outside code. Other texts are as often about tags as
-    marked up by them.
+    They are if HTML elements contain more than half of the text, and in Markdown outside code, except for those that a sentence is about.
+    Other texts are as often about tags as marked up by them.
     """
     if text.startswith("---"):
         text = _FRONT_MATTER.sub("", text)
     if "<" not in text or not _TAG.search(text):
         return text
     page = _PAGE.match(text) is not None
-    whole = [] if page else _elements(text, [])
+    whole = [] if page else _elements(text, [], _mentions(text))
     if page or (whole and 2 * _covered(whole) > len(text.strip()) and not code_detection.is_source(text)):
         text = _UNSEEN.sub("", text)
-        return _cut(text, _elements(text, [], unclosed=True))
-    if _MARKDOWN.search(text):
-        return _cut(text, _elements(text, code_detection.protected(text)), separators=(" ", " "))
+        return _cut(text, _elements(text, [], frozenset() if page else _mentions(text), unclosed=True))
+    if _MARKDOWN.search(text) or any(_is_link(text, match) for match in _LINK.finditer(text)):
+        return _cut(text, _elements(text, code_detection.protected(text), _mentions(text)), separators=(" ", " "))
     return text
 
 
-def _elements(text: str, spans: list[code_detection.Span], unclosed: bool = False) -> list[_Element]:
-    """The tags outside the spans, in order: of pairs, of elements that have no content and, if wanted, of those without closing tag."""
+def _is_link(text: str, match: re.Match[str]) -> bool:
+    """Whether `](target)` ends a link of Markdown: `x[i](y)` is a call of an entry, and `[i](y)` has no address."""
+    start = text.rfind("[", max(0, match.start() - _LINK_TEXT), match.start())
+    before = text[start - 1 : start]
+    return start >= 0 and not (before.isalnum() or before in tuple("_])")) and _TARGET.match(match["target"]) is not None
+
+
+def _mentions(text: str) -> frozenset[int]:
+    """Where the tags begin that are the subject of a sentence, or no tags at all, such as the parameter of a type in `Box<Link>`."""
+    tags = list(_TAG.finditer(text))
+    mentioned = {tag.start() for tag in tags if _is_mention(text, tag)}
+    pairs = list(itertools.pairwise(tags))
+    for tag, following in pairs:  # <b>...</b>, <b> and </b>
+        if tag["name"] == following["name"] and following["end"] and _PLACEHOLDER.fullmatch(text, tag.end(), following.start()):
+            mentioned |= {tag.start(), following.start()}
+    listed = [(tag, following) for tag, following in pairs if _ENUMERATION.fullmatch(text, tag.end(), following.start())]
+    for tag, following in [*reversed(listed), *listed]:  # the word is after the last one, or before the first one
+        if not mentioned.isdisjoint((tag.start(), following.start())):
+            mentioned |= {one.start() for one in (tag, following) if _stands_alone(text, one)}
+    return frozenset(mentioned)
+
+
+def _is_mention(text: str, tag: re.Match[str]) -> bool:
+    start, end = tag.span()
+    before = text[start - 1 : start]
+    if before == "\\" or (before and before + text[end : end + 1] in _ENCLOSED) or _is_no_tag(tag):
+        return True
+    noun = _NOUN_AFTER.match(text, end) or _NOUN_BEFORE.search(text, max(0, start - 20), start)
+    return noun is not None and _stands_alone(text, tag)
+
+
+def _stands_alone(text: str, tag: re.Match[str]) -> bool:
+    """Whether no text touches the inner side of a tag, as none does where a sentence names it."""
+    if tag["end"]:
+        return not text[max(0, tag.start() - 1) : tag.start()].strip()
+    return not text[tag.end() : tag.end() + 1].isalnum() or re.match(_CJK, text[tag.end() : tag.end() + 2]) is not None
+
+
+def _is_no_tag(tag: re.Match[str]) -> bool:
+    """Whether a tag is written as no tag is, or has no effect without the attributes that it lacks."""
+    name = tag["name"]
+    return not (name.islower() or name.isupper()) or (name.lower() in _NEEDS_ATTRIBUTES and "=" not in tag[0])
+
+
+def _elements(text: str, spans: list[code_detection.Span], mentions: frozenset[int], unclosed: bool = False) -> list[_Element]:
+    """The tags of the markup, in order: of pairs, of elements that have no content and, if wanted, of those without closing tag.
+
+    Args:
+        spans: code, whose tags are left out.
+        mentions: where the tags begin that are left out, with the other one of their pair.
+    """
+    elements = [element for element in _paired(text, spans, mentions, unclosed) if element.start not in mentions]
+    return sorted(elements)
+
+
+def _paired(text: str, spans: list[code_detection.Span], mentions: frozenset[int], unclosed: bool) -> list[_Element]:
     elements: list[_Element] = []
     opened: list[tuple[str, re.Match[str]]] = []
     for tag in _TAG.finditer(text):
@@ -75,7 +145,9 @@ def _elements(text: str, spans: list[code_detection.Span], unclosed: bool = Fals
         else:
             depth = next((index for index in range(len(opened) - 1, max(-1, len(opened) - 50), -1) if opened[index][0] == name), None)
             if depth is not None:
-                elements += [_Element(*opened[depth][1].span(), name, tag.end()), _Element(*tag.span(), name, tag.end())]
+                first = opened[depth][1]
+                if mentions.isdisjoint((first.start(), tag.start())):
+                    elements += [_Element(*first.span(), name, tag.end()), _Element(*tag.span(), name, tag.end())]
                 left, opened[depth:] = opened[depth + 1 :], []
                 elements += [
                     _Element(*other.span(), other_name, other.end())
@@ -84,7 +156,7 @@ def _elements(text: str, spans: list[code_detection.Span], unclosed: bool = Fals
                 ]
     if unclosed:
         elements += [_Element(*tag.span(), name, tag.end()) for name, tag in opened if name in _OPTIONAL_END]
-    return sorted(elements)
+    return elements
 
 
 def _covered(elements: list[_Element]) -> int:

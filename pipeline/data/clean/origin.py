@@ -14,7 +14,9 @@ from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, dro
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.input_files import InputFile, Span
 from pipeline.data.read.reader import read
-from pipeline.data.words import Lookup, Words, ngrams
+from pipeline.data.words import IDEOGRAPH, Lookup, Words, ngrams
+
+_NO_HASHES = np.zeros(0, dtype=np.uint64)
 
 
 def allow(knobs: AllowStep) -> Step:
@@ -34,21 +36,77 @@ def allow(knobs: AllowStep) -> Step:
     return step
 
 
-def contamination(knobs: ContaminationStep) -> Step:
-    """Drop documents that share `words` consecutive words with a benchmark (13 in Brown et al. 2020, appendix C)."""
-    benchmarks = [_word_ngrams(Words([text]), knobs.words)[0] for text in _benchmark_texts(knobs.files)]
-    known = Lookup(np.concatenate(benchmarks) if benchmarks else np.zeros(0, dtype=np.uint64))
-    if not len(known.known):
-        rule = f"contain no text of {knobs.words} words"
-        fix = "specify the benchmark files, or remove the step from clean.steps"
-        raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
+class Contamination:
+    """Drop documents that share `words` consecutive words with a benchmark (13 in Brown et al. 2020, appendix C).
 
-    def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        hashes, starts = _word_ngrams(batch.words, knobs.words)
-        hits = starts[known.find(hashes)[0]]
+    An item with fewer words is matched as a whole, if it has at least `least_words` (8 in that appendix).
+
+    Attributes:
+        notes: numbers for the report: items, those matched as a whole, and those that are too short to be matched.
+
+    Raises:
+        UserError: a file is missing or unreadable, or no item is long enough.
+    """
+
+    def __init__(self, knobs: ContaminationStep) -> None:
+        self._words, self._least = knobs.words, knobs.least_words
+        grams, begins, items, short = [_NO_HASHES], [_NO_HASHES], 0, 0
+        self._whole: set[bytes] = set()
+        for items, text in enumerate(_benchmark_texts(knobs.files), start=1):  # noqa: B007
+            words = Words([text])
+            grams.append(_word_ngrams(words, self._words)[0])
+            whole = _inner_words(words)
+            if self._least <= len(whole) < self._words:
+                self._whole.add(whole.tobytes())
+                begins.append(ngrams(whole[: self._least], self._least))
+            elif not len(grams[-1]):
+                short += 1
+        self._lengths = sorted({len(whole) // _NO_HASHES.itemsize for whole in self._whole})
+        self._grams, self._begins = Lookup(np.concatenate(grams)), Lookup(np.concatenate(begins))
+        self.notes = {
+            "items": items,
+            "items matched as a whole": len(begins) - 1,
+            f"items of fewer than {self._least} words, ignored": short,
+        }
+        if items == short:
+            rule = f"contain no text of {self._least} words"
+            fix = "specify the benchmark files, or remove the step from clean.steps"
+            raise UserError.of("clean.contamination.files", knobs.files, rule, fix)
+
+    def __call__(self, batch: DocumentBatch) -> Iterable[Verdict]:
+        """Yield the verdicts on a batch."""
+        hits = np.concatenate([_found(batch.words, self._words, self._grams), self._whole_items(batch.words)])
         return drop(batch, [(np.bincount(batch.words.spans.texts[hits], minlength=len(batch.texts)) > 0, "overlaps a benchmark")])
 
-    return step
+    def _whole_items(self, words: Words) -> np.ndarray:
+        """The first words of the items that are matched as a whole."""
+        hashes, texts = words.hashes, words.spans.texts
+        return np.array(
+            [
+                start
+                for start in _found(words, self._least, self._begins).tolist()
+                for end in (start + length for length in self._lengths)
+                if end <= len(texts) and texts[end - 1] == texts[start] and hashes[start:end].tobytes() in self._whole
+            ],
+            dtype=np.int64,
+        )
+
+
+def _found(words: Words, length: int, known: Lookup) -> np.ndarray:
+    """The first words of the n-grams that are known."""
+    if not len(known.known):
+        return np.zeros(0, dtype=np.int64)
+    hashes, starts = _word_ngrams(words, length)
+    return starts[known.find(hashes)[0]]
+
+
+def _inner_words(words: Words) -> np.ndarray:
+    """The hashes of the words that are the same within another text: in scripts without spaces, neighbors change the first and the last."""
+    spans = words.spans
+    if not len(spans):
+        return _NO_HASHES
+    first, last = words.kinds[[spans.starts[0], spans.ends[-1] - 1]] & IDEOGRAPH != 0
+    return words.hashes[int(first) : len(spans) - int(last)]
 
 
 def _word_ngrams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,4 +127,5 @@ def _benchmark_texts(files: list[str]) -> Iterable[str]:
         for document in read(Span(source), ReadOptions()):
             if isinstance(document, Bad):
                 raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "repair the file")
-            yield document.text
+            if isinstance(document, Document):
+                yield document.text

@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LengthStep
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 from pipeline.data.clean.limits import Limits
+from pipeline.data.clean.repetition import repeated
 from pipeline.data.clean.stop_words import STOP_WORDS
 from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, Spans, Words
 
@@ -91,7 +92,7 @@ def c4(knobs: C4Step) -> Step:
 
 
 def fineweb(knobs: FineWebStep) -> Step:
-    """FineWeb's rules for lines: enough end in punctuation, not too many are short, not too many lines per word."""
+    """FineWeb's rules for lines: enough end in punctuation, not too many are short, few are repeated, not too many lines per word."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         words, lines, limits = batch.words, batch.words.lines, Limits(knobs, batch)
@@ -99,12 +100,15 @@ def fineweb(knobs: FineWebStep) -> Step:
         closed = _per_text(words.kinds[np.maximum(lines.ends - 1, 0)] & SENTENCE_END != 0, lines.offsets)
         short = _per_text(_widths(words, lines) <= limits["short_line"][lines.texts], lines.offsets)
         many = count > 1  # the rules do not apply to a single line
+        _, repeats = repeated(words, lines)
+        characters = np.maximum(batch.characters - (words.sum_texts(words.newlines) - 1), 1)  # without the newlines within the text
         newlines = count / np.maximum(np.diff(words.offsets), 1)
         return drop(
             batch,
             [
                 (many & (closed < limits["closed_lines"] * count), "few lines end in punctuation"),
                 (many & (short > limits["short_lines"] * count), "mostly short lines"),
+                (repeats > limits["duplicate_characters"] * characters, "characters in duplicate lines"),
                 (many & (newlines > limits["newlines"]), "too many lines for its words"),
             ],
         )

@@ -24,7 +24,7 @@ def repetition(knobs: RepetitionStep) -> Step:
             (words.lines, "lines", limits["lines"], limits["line_characters"]),
             (_paragraphs(words), "paragraphs", limits["paragraphs"], limits["paragraph_characters"]),
         ):
-            count, size = _repeated(words, spans)
+            count, size = repeated(words, spans)
             faults.append((count > share * np.maximum(np.diff(spans.offsets), 1), f"repeated {what}"))
             faults.append((size > part * characters, f"characters in repeated {what}"))
         return drop(batch, [*faults, *_ngrams(batch, limits["top_ngrams"], limits["long_ngrams"])])
@@ -45,9 +45,10 @@ def _paragraphs(words: Words) -> Spans:
     return Spans(lines.starts[starts], lines.ends[ends], np.searchsorted(starts, lines.offsets))
 
 
-def _repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Count the spans of every text that equal an earlier span of that text, and their characters."""
-    repeats = _repeat_positions(words.hash_spans(spans), spans.texts)
+def repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Count the spans of every text that equal an earlier span of that text, ignoring case, and their characters."""
+    hashes = words.line_hashes if spans is words.lines else words.hash_spans(spans)
+    repeats = _repeat_positions(hashes, spans.texts)
     texts = spans.texts[repeats]
     count = len(spans.offsets) - 1
     return np.bincount(texts, minlength=count), np.bincount(texts, spans.lengths[repeats], minlength=count)

@@ -19,7 +19,7 @@ STOP_WORDS: dict[str, str] = {
     "fi": "ja on ei että se oli hän mutta ovat joka kun niin myös tai kuin ole sen olla jos mitä",
     "et": "ja on ei et see oli ta aga kes mis ka kui või oma siis nagu ning seda pole mida",
     "hu": "a az és hogy nem is egy ez van de meg csak volt mint ha már még el azt ki",
-    "ro": "și de la în a o un cu pe care nu este din să mai pentru se că ca ce",
+    "ro": "și de la în a o un cu pe care nu este din să mai pentru se că ca ce ши де ла ын а ку каре ну есте дин сэ май пентру кэ че",
     "bg": "и на да се в за не от с че е са по но като до ще как това към",
     "hr": "i u je se na da su za od s ne što kao ili koji o iz ali bi po",
     "sl": "in je v na se da so za z ne ki pa kot ali tudi od po iz bi če",
@@ -35,4 +35,4 @@ STOP_WORDS: dict[str, str] = {
     "eu": "eta da ez du bat ere zen dira baina izan hori dute dela egin beste ditu edo zuen bere hau",
     "gl": "o a os as de que e un unha en do da para con non se por no na dos",
 }
-"""Language (ISO 639-1) -> words, separated by spaces."""
+"""Label of a language (common/languages.py) -> words, separated by spaces; Romanian in both scripts."""

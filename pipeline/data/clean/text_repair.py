@@ -67,7 +67,8 @@ def _garbled(words: Words) -> np.ndarray:
 # Bold and underline as overstrikes, and escape sequences of terminals.
 _TERMINAL = re.compile("[^\n]\x08|\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\))")
 _LINE_BREAK = re.compile("\r\n|[\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
-_NO_SPACES = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]"  # Thai, Lao, Burmese, Khmer: the zero-width space separates words
+# Thai, Lao, Tibetan, Burmese, Khmer and the other alphabets without spaces (words.py): the zero-width space separates words.
+_NO_SPACES = "[\u0e00-\u109f\u1780-\u17ff\u1950-\u19df\u1a00-\u1aaf\u1b00-\u1b7f\u1bc0-\u1bff\ua980-\uaadf]"
 _HIDDEN = re.compile(f"[\x00-\x08\x0e-\x1f\x7f-\x9f\u00ad\u2060\ufeff]|(?<!{_NO_SPACES})\u200b|\u200b(?!{_NO_SPACES})")
 _BLANK_LINES = re.compile(r"\n{4,}")
 

@@ -15,12 +15,15 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.shard import dropped
 from pipeline.data.shard.shuffle import Order
 from pipeline.data.shard.spill import Spill, row_type
+
+KEPT = "kept"
+"""Among the reasons of PartCounts.languages: what cleaning keeps."""
 
 
 @dataclass
@@ -31,9 +34,12 @@ class PartCounts:
         documents, bytes: non-empty documents that were read.
         empty: documents without text.
         bad: [file, position, reason, lost bytes] of unreadable input.
+        skipped: corpus -> reason -> [number, bytes] of files, and parts of files, that are no documents and are not read.
         read: corpus -> [documents, bytes].
         steps: cleaning step -> counts.
         lost: corpus -> step and reason -> [documents, bytes] that cleaning dropped.
+        languages: language -> "kept", or step and reason -> [documents, bytes] that cleaning kept or dropped.
+        notes: step -> what the report tells of its inputs -> number; the same for every part.
         runs: bounds of the sorted runs in the spill.
     """
 
@@ -41,9 +47,12 @@ class PartCounts:
     bytes: int = 0
     empty: int = 0
     bad: list[list[Any]] = field(default_factory=list)
+    skipped: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     read: dict[str, list[int]] = field(default_factory=dict)
     steps: dict[str, StepCounts] = field(default_factory=dict)
     lost: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    languages: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    notes: dict[str, dict[str, int]] = field(default_factory=dict)
     runs: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -67,13 +76,32 @@ class PartCounts:
         for corpus, reasons in other.lost.items():
             for reason, (documents, size) in reasons.items():
                 self.count_lost(corpus, reason, documents, size)
+        for language, reasons in other.languages.items():
+            for reason, (documents, size) in reasons.items():
+                self.count_language(language, reason, documents, size)
+        self.notes |= other.notes
+        for corpus, reasons in other.skipped.items():
+            for reason, (number, size) in reasons.items():
+                self.count_skipped(corpus, reason, number, size)
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
     def count_lost(self, corpus: str, reason: str, documents: int, size: int) -> None:
         """Count dropped documents of a corpus."""
-        total = self.lost.setdefault(corpus, {}).setdefault(reason, [0, 0])
-        total[:] = total[0] + documents, total[1] + size
+        _count(self.lost, corpus, reason, documents, size)
+
+    def count_skipped(self, corpus: str, reason: str, number: int, size: int) -> None:
+        """Count files, or parts of files, of a corpus that are not read."""
+        _count(self.skipped, corpus, reason, number, size)
+
+    def count_language(self, language: str, reason: str, documents: int, size: int) -> None:
+        """Count documents of a language that cleaning dropped for a reason, or kept."""
+        _count(self.languages, language, reason, documents, size)
+
+
+def _count(totals: dict[str, dict[str, list[int]]], corpus: str, reason: str, number: int, size: int) -> None:
+    total = totals.setdefault(corpus, {}).setdefault(reason, [0, 0])
+    total[:] = total[0] + number, total[1] + size
 
 
 def listed(bad: Bad) -> list[Any]:
@@ -99,18 +127,19 @@ def process(
         advance: called with the number of input bytes that have been processed.
         save_dropped: write the dropped documents next to the spill.
     """
-    counts, rows = PartCounts(), row_type(dedup.permutations if dedup.near else 0)
+    counts, rows = PartCounts(notes=cleaner.notes), row_type(dedup.permutations if dedup.near else 0)
     spill = Spill(stem, rows)
     try:
         with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:
 
-            def save(document: Document, step: str, reason: str, text: str) -> None:
+            def save(document: Document, step: str, reason: str, text: str, language: str) -> None:
                 counts.count_lost(document.corpus, f"{step}: {reason}", 1, utf8_length(text))
+                counts.count_language(language, f"{step}: {reason}", 1, utf8_length(text))
                 if add:
-                    add(_metadata(document, None, []), step, reason, text)
+                    add(_metadata(document, language or None, []), step, reason, text)
 
             for batch in batches(_documents(part, options, counts, advance)):
-                _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup)
+                _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
         spill.close()
     except BaseException as error:
         spill.discard(error)
@@ -120,12 +149,14 @@ def process(
 
 
 def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
-    """Yield the non-empty documents; count empty documents and unreadable input."""
+    """Yield the non-empty documents; count empty documents, unreadable input and what is not read."""
     for span in part.spans:
         total = counts.read.setdefault(span.file.corpus, [0, 0])
         for document in read(span, options):
             if isinstance(document, Bad):
                 counts.bad.append(listed(document))
+            elif isinstance(document, Skipped):
+                counts.count_skipped(span.file.corpus, document.reason, 1, document.size)
             elif not document.text or document.text.isspace():
                 counts.empty += 1
             else:
@@ -137,16 +168,18 @@ def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advanc
     counts.bytes = sum(size for _, size in counts.read.values())
 
 
-def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig) -> None:
-    """Spill a cleaned batch, with the rows that deduplication and the report require."""
+def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, dedup: DedupConfig, counts: PartCounts) -> None:
+    """Spill a cleaned batch, with the rows that deduplication and the report require; count the languages that it keeps."""
     alive = np.flatnonzero(batch.alive).tolist()
     if not alive:
         return
     documents = [batch.documents[index] for index in alive]
     texts = [batch.texts[index] for index in alive]
-    languages = [_language(batch, index) for index in alive]
+    languages = [batch.label(index) for index in alive]
     rows = np.zeros(len(alive), dtype=kind)
-    rows["language"] = [(language or "").encode() for language in languages]
+    rows["language"] = [language.encode() for language in languages]
+    for language, text in zip(languages, texts, strict=True):
+        counts.count_language(language, KEPT, 1, utf8_length(text))
     rows["score"] = [len(text) for text in texts]
     rows["exact"] = exact.keys(texts)
     if dedup.url:
@@ -158,16 +191,8 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
         rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
     tags = [batch.tags[index] for index in alive]
-    metadata = [_metadata(*entry) for entry in zip(documents, languages, tags, strict=True)]
+    metadata = [_metadata(document, language or None, tag) for document, language, tag in zip(documents, languages, tags, strict=True)]
     spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows)
-
-
-def _language(batch: DocumentBatch, index: int) -> str | None:
-    """The language identified by a cleaning step, or else the one in the document's metadata."""
-    if "languages" in vars(batch):
-        return batch.languages[index][0]
-    given = batch.documents[index].meta.get("lang")
-    return given if isinstance(given, str) else None
 
 
 def _metadata(document: Document, language: str | None, tags: list[str]) -> dict[str, Any]:

@@ -14,26 +14,35 @@ from pipeline.common import page
 from pipeline.common.page import Bar, Bold, megabytes
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
-from pipeline.data.shard.process_part import PartCounts
+from pipeline.data.read import inventory
+from pipeline.data.read.input_files import InputFile
+from pipeline.data.shard.process_part import KEPT, PartCounts
 from pipeline.data.shard.shuffle import SPLITS
 from pipeline.data.shard.spilled_documents import Pool
 
 EXCERPT = 300
 WARN_SHARE = 0.5
-"""The page warns of a corpus that loses this share of its documents or of its text."""
+"""The page warns of a corpus that loses this share of its documents or of its text, and of a language that loses it to cleaning."""
+WARN_LANGUAGE = 20
+"""The page does not warn of a language with fewer documents: texts of other languages are taken for it."""
 LISTED_BAD = 100
+LISTED_REASONS = 30
+"""Suffixes, and reasons for what is not read, of a corpus on the HTML page; report.json lists all of them."""
 SHOWN_CLUSTERS = 20
 """Clusters of each kind on the HTML page; report.json lists more."""
 
 _BAD = ("file", "position", "reason", "lost_bytes")
 
 
-def build(counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any]) -> dict[str, Any]:
+def build(
+    counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any], files: list[InputFile]
+) -> dict[str, Any]:
     """Build the report as a JSON object.
 
     Args:
         output: content of the shards: totals, languages and lengths.
         made_with: the settings of the run.
+        files: the files that were read.
     """
     written = output["corpora"]
     return {
@@ -43,15 +52,19 @@ def build(counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, 
             for name in counts.read
         },
         "lost": counts.lost,
+        "languages": {language: dict(sorted(reasons.items())) for language, reasons in sorted(counts.languages.items())},
         "input": {
             "documents": counts.documents,
             "bytes": counts.bytes,
             "empty_documents": counts.empty,
             "bad_documents": len(counts.bad),
             "corpora": counts.read,
+            "files": inventory.by_suffix(files),
+            "skipped": {corpus: dict(sorted(reasons.items())) for corpus, reasons in sorted(counts.skipped.items())},
+            "same_names": {corpus: {"names": number, "example": names} for corpus, (number, names) in inventory.same_names(files).items()},
         },
         "bad": [dict(zip(_BAD, bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
-        "steps": [{"step": name, **_step(step)} for name, step in counts.steps.items()],
+        "steps": [{"step": name, "notes": counts.notes.get(name, {}), **_step(step)} for name, step in counts.steps.items()],
         "duplicates": {
             "exact": clusters.exact,
             "near": clusters.near,
@@ -119,7 +132,8 @@ def html(report: dict[str, Any]) -> str:
         corpora=corpora,
         lost_rows=[row for corpus in corpora for row in _lost_rows(corpus)],
         flow_rows=_flow_rows(report),
-        steps=[{"name": step["step"], "reasons": _reasons(step)} for step in report["steps"]],
+        cleaned_languages=cleaned_languages(report["languages"]),
+        steps=[{"name": step["step"], "notes": step["notes"], "reasons": _reasons(step)} for step in report["steps"]],
         cluster_sizes=[[int(size), number] for size, number in report["duplicates"]["cluster_sizes"].items()],
         clusters=_shown_clusters(report["duplicates"]["clusters"]),
         corpus_rows=[
@@ -128,6 +142,8 @@ def html(report: dict[str, Any]) -> str:
         ],
         language_rows=_share_rows([(code or "unknown", number, size) for code, (number, size) in output["languages"].items()]),
         length_rows=_share_rows([(f"{1 << int(bit):,} to {(2 << int(bit)) - 1:,}", n, n) for bit, n in output["lengths"].items()]),
+        file_rows=list(_input_rows(report["input"]["files"])),
+        skipped_rows=list(_input_rows(report["input"]["skipped"])),
         bad_rows=[[bad["file"], bad["position"], bad["reason"], bad["lost_bytes"] or ""] for bad in report["bad"]],
     )
 
@@ -141,6 +157,16 @@ def _corpus(report: dict[str, Any], name: str) -> dict[str, Any]:
     return {"name": name, **sizes, "reasons": reasons, "warned": warned}
 
 
+def _input_rows(counts: dict[str, dict[str, list[int]]]) -> Iterator[list[Any]]:
+    """The rows of a table of files: corpus, suffix or reason, number, MB; of every corpus the most frequent ones first."""
+    for corpus, entries in counts.items():
+        ordered = sorted(entries.items(), key=lambda entry: (-entry[1][0], entry[0]))
+        yield from ([corpus, name, number, megabytes(size)] for name, (number, size) in ordered[:LISTED_REASONS])
+        if more := ordered[LISTED_REASONS:]:
+            number, size = (sum(counted[field] for _, counted in more) for field in (0, 1))
+            yield [corpus, f"{len(more):,} others", number, megabytes(size)]
+
+
 def _lost_rows(corpus: dict[str, Any]) -> Iterator[list[Any]]:
     """The share of a corpus that is kept, and the reasons for the remainder."""
     name, read = corpus["name"], corpus["read"]
@@ -149,6 +175,27 @@ def _lost_rows(corpus: dict[str, Any]) -> Iterator[list[Any]]:
         yield [f"{name}: {reason}", lost, megabytes(size), Bar(lost, read)]
     removed = corpus["read_bytes"] - corpus["kept_bytes"] - sum(size for _, (_, size) in corpus["reasons"])
     yield [f"{name}: removed from kept documents", "", megabytes(removed), ""]
+
+
+def cleaned_languages(languages: dict[str, dict[str, list[int]]]) -> list[dict[str, Any]]:
+    """What cleaning dropped of every language, and why: the language with the most documents first."""
+    rows = []
+    for language, reasons in languages.items():
+        read = sum(documents for documents, _ in reasons.values())
+        lost = sorted(((reason, documents) for reason, (documents, _) in reasons.items() if reason != KEPT), key=lambda row: -row[1])
+        dropped = sum(documents for _, documents in lost)
+        unwanted = reasons.get("language: other language", [0, 0])[0]
+        rows.append(
+            {
+                "name": language or "unknown",
+                "read": read,
+                "row": [language or "unknown", read, dropped, Bar(dropped, read), ", ".join(f"{reason} ({n:,})" for reason, n in lost[:3])],
+                "dropped": dropped,
+                "reasons": lost[:3],
+                "warned": read >= WARN_LANGUAGE and dropped - unwanted >= WARN_SHARE * read,
+            }
+        )
+    return sorted(rows, key=lambda row: (-row["read"], row["name"]))
 
 
 def _flow_rows(report: dict[str, Any]) -> list[list[Any]]:
@@ -219,6 +266,8 @@ def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
     ):
         if totals[f"{what}_documents"]:
             yield f"{totals[f'{what}_documents']:,} {words}"
+    if totals.get("skipped"):  # since manifests count it
+        yield f"{totals['skipped']:,} files or parts of files not read, see report.html"
     if totals["exact_duplicates"] or totals["near_duplicates"]:
         yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped"
     if totals["repeated_documents"]:

@@ -30,7 +30,7 @@ def row_type(permutations: int) -> np.dtype:
 
     Fields: number of the document in the part, offset in the file, bytes of text, language, score, hashes of text and URL, and signature.
     """
-    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S8"), ("score", "<i4")]
+    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S16"), ("score", "<i4")]
     return np.dtype([*fields, ("exact", "<u8", 2), ("url", "<u8", 2), ("minhash", "<u4", permutations)])
 
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import orjson
 
-from pipeline.common import artifact
+from pipeline.common import artifact, languages
 from pipeline.common.artifact import Manifest
 from pipeline.data import tar
 
@@ -64,7 +64,10 @@ def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
 
 def language(metadata: dict[str, Any]) -> str:
     """The language label of a document for statistics: its language, or its corpus if the language is unknown."""
-    return metadata.get("lang") or metadata.get("meta", {}).get("lang") or metadata.get("corpus") or "default"
+    given = (metadata.get("lang"), (metadata.get("meta") or {}).get("lang"))
+    labels = (languages.normalized(code) for code in given if code and isinstance(code, str))
+    known = next((label for label in labels if label != languages.UNKNOWN), None)
+    return known or metadata.get("corpus") or "default"
 
 
 def verified(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
