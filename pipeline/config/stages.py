@@ -214,7 +214,20 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }
 
-_TRAINING = ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "evaluation", "tracking", "lora", "cluster", "dry_run")
+_TRAINING = (
+    "model",
+    "data",
+    "training",
+    "optimizer",
+    "parallel",
+    "precision",
+    "checkpoint",
+    "evaluation",
+    "tracking",
+    "lora",
+    "cluster",
+    "dry_run",
+)
 #: stage name -> the groups that it reads, besides its own keys
 READS: dict[str, tuple[str, ...]] = {
     "shard": ("data", "clean", "dedup"),
