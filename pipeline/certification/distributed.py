@@ -51,9 +51,9 @@ def train_in_layout(config: RunConfig, spoil: str | None = None, *, after_step: 
     losses, norms = [], []
     gradients: dict[str, torch.Tensor] = {}
     fixed = {piece.name for piece in model.fixed.values()}
-    for tokens, batch in random_batches(config):
+    for step, (tokens, batch) in enumerate(random_batches(config)):
         mine, fields = split(tokens, batch, mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.coordinates)]
-        loss, result = trainer.train(mine, fields)
+        loss, result = trainer.train(mine, fields, step=step)
         losses.append(float(loss))
         norms.append(float(result.gradient_norm))
         if not gradients:  # the first moments after one step

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
+from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
+from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.training.lr_schedule import learning_rate
 
@@ -82,6 +84,8 @@ def plain_loop(
     clipping = config.optimizer.gradient_clipping or math.inf
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):
+        for stack in (module for module in model.modules() if isinstance(module, Stack)):
+            stack.set_loss_weights(loss_weights.at(config.model, config.training, step))
         parts = split(tokens, fields, micro_batches or _micro_batches(config, tokens))
         outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, config, model)))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
