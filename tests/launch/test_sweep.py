@@ -77,7 +77,7 @@ def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.Monk
     )
     config = configured(*words, "run_dir=none", "data.instructions.train=[unread.jsonl]")
     assert hydra_launcher._memory_violation(config, 1) is None  # an earlier job of a chain may write its checkpoint
-    assert "none: whether it fits in memory is not checked: checkpoint.initialize_from=null: is required" in caplog.text
+    assert "none: whether it fits in memory is not checked: checkpoint.initialize_from=None: is required" in caplog.text
     monkeypatch.setattr(finetuning, "complete", lambda config, _: config)
     refused = hydra_launcher._memory_violation(config, 1)
     assert refused is not None
