@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,9 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
         assert found["validation_rewards_margin"] == pytest.approx(float((chosen - rejected).mean()), rel=1e-4)
         assert found["validation_rewards_accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
         assert "perplexity" not in found
+    shutil.copytree(base / "checkpoints/step-00000000", run / "checkpoints/step-00000000")
+    paths = (f"run_dir={run}", f"tokenizer.path={base / 'imported'}", "training.sequence_length=64")
+    assert "step-00000000 is left out" in pipeline("stage=evaluate", *paths, held_out, "stage.checkpoint=all")
     paths = (f"run_dir={base}", f"tokenizer.path={base / 'imported'}", "training.sequence_length=64")
     assert "has no adapter" in pipeline("stage=evaluate", *paths, "training.objective=dpo", held_out, expect=2)
     assert "data.instructions.validation=[]: names no file" in pipeline("stage=evaluate", *paths, "training.objective=supervised", expect=2)
