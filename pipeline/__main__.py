@@ -6,6 +6,7 @@ The same command runs as a single process, as one rank of torchrun, srun or mpir
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from pipeline.common import process_exit, signals
 if TYPE_CHECKING:
     from pipeline.common.errors import UserError
     from pipeline.config.command_line import Command
+
+log = logging.getLogger("pipeline")
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C, as that of a shell."""
@@ -55,16 +58,30 @@ def run() -> None:
     signals.record(signal.SIGUSR1)  # it may arrive during start-up, and would end the process
     gc.disable()  # start-up allocates long-lived objects; garbage collection would take a tenth of its time
     arguments = sys.argv[1:]
-    if not arguments or any(a in ("-h", "--help") for a in arguments):
-        from pipeline.config.usage import print_usage
+    if not arguments or any(argument in ("-h", "--help", "--version") for argument in arguments):
+        print_information(arguments)
+    else:
+        run_hydra(arguments)
 
-        try:
-            print_usage()
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader (`| head`) closed the pipe; redirect the final flush of Python to /dev/null
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    run_hydra(arguments)
+
+def print_information(arguments: list[str]) -> None:
+    """Print the version, or a help text."""
+    from pipeline.common.errors import UserError
+
+    try:
+        if "--version" in arguments:
+            from pipeline.common.git_commit import version
+
+            print(f"tannschen {version()}")
+        else:
+            from pipeline.config.usage import print_help
+
+            print_help(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        report(error)
+    except BrokenPipeError:  # the reader (`| head`) closed the pipe; redirect the final flush of Python to /dev/null
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_hydra(arguments: list[str]) -> None:
@@ -139,7 +156,7 @@ def run_one(composed: object) -> None:
     """Validate a composed configuration and run its stage."""
     from omegaconf import DictConfig
 
-    from pipeline.common import ranks
+    from pipeline.common import git_commit, ranks
     from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
@@ -152,6 +169,9 @@ def run_one(composed: object) -> None:
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
         check.check(config, layout.job_size(config, here.world_size))
+        if here.rank == 0:  # stages load PyTorch, which takes seconds on a busy file system
+            kind = "dry run of " * config.dry_run.enabled
+            log.info("%s%s: run_dir=%s, tannschen %s", kind, config.stage.name, config.run_dir, git_commit.version())
         job.warn_of_other_size(config.cluster, config.stage.name, here)
         from pipeline import stages
 

@@ -135,6 +135,12 @@ def share(trainer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.chunk(layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)] for tensor in tensors]
 
 
+def mean_loss(trainer: Any, tokens: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return the mean loss of the global batch in a validation, from this rank's samples."""
+    losses, targets = trainer.evaluate(tokens, batch)
+    return losses.sum() / targets.sum()
+
+
 def unsharded(trainer: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
     """Return the unsharded weights, or the moments of another kind, by name. Collective."""
     from pipeline.checkpoint.fragments import insert_fragment

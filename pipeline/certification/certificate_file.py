@@ -22,7 +22,7 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
     Args:
         config: the planned configuration.
         layout: the planned layout.
-        overrides: the command line.
+        overrides: the command line, with --config-dir.
         certificate: the result.
         seconds: duration of the comparison.
     """

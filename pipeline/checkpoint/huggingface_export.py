@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -20,7 +20,8 @@ from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE, 
 from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
-from pipeline.models import config_json, registry
+from pipeline.config import loss_weights
+from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import Shape, StockTensor
 
@@ -35,25 +36,95 @@ TOKENIZER_FILES = (
 )
 
 
+#: Folder of further chat templates with names.
+TEMPLATES = "additional_chat_templates"
+#: Keys of an imported config.json that are not exported: about its files, or about code of its repository.
+_OF_THE_FILES = frozenset(("torch_dtype", "dtype", "quantization_config", "auto_map"))
+
+
 @dataclass(frozen=True)
 class Original:
-    """What an export keeps of the Hugging Face model that the run started from.
+    """The Hugging Face model that a run started from.
 
     Attributes:
-        content: the keys of its config.json with token ids, and those that its class does not read.
-        generation: the content of its generation_config.json, None without one.
+        content: its config.json.
+        generation: its generation_config.json, None without one.
+        mapped: what the export writes to config.json for a model with this config.json.
+        groups: keys that only have a meaning together.
+        aliases: further name of a key of config.json -> the key.
     """
 
     content: dict[str, Any]
     generation: dict[str, Any] | None
+    mapped: dict[str, Any]
+    groups: tuple[tuple[str, ...], ...]
+    aliases: dict[str, str]
+
+    def token_id(self, name: str) -> Any:
+        """The value of a key such as bos_token_id; generation settings take precedence, as in transformers and vLLM."""
+        return next((content[name] for content in (self.generation or {}, self.content) if content.get(name) is not None), None)
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text (eos_token_id)."""
+        named = self.token_id("eos_token_id")
+        return [] if named is None else named if isinstance(named, list) else [named]
+
+    def with_end(self, token: int) -> Original:
+        """Return the model with a further token that ends a text, which training has taught it."""
+        if token in self.ends:
+            return self
+        ends = {"eos_token_id": [*self.ends, token] if self.ends else token}
+        generation = None if self.generation is None else {**self.generation, **ends}
+        return replace(self, content={**self.content, **ends}, generation=generation)
+
+    def config_json(self, exported: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json: that of the import, and what has changed since (the length of the context, labels).
+
+        Args:
+            exported: what the export writes for the model.
+        """
+        changed = {key for key, value in exported.items() if key not in self.mapped or self.mapped[key] != value}
+        changed |= {key for group in self.groups if not changed.isdisjoint(group) for key in group}
+        stale = {alias for alias, key in self.aliases.items() if key in changed}
+        stale |= {"num_labels", "problem_type"} if "id2label" in changed else set()  # of the labels before
+        kept = {key: value for key, value in self.content.items() if key not in _OF_THE_FILES | changed | stale}
+        return kept | {key: value for key, value in exported.items() if key in changed or key == "architectures"}
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """The tokens with which texts begin and end.
+
+    Attributes:
+        bos: precedes a text, None without one.
+        ends: any of them ends a text.
+        pad: fills a batch, None without one.
+    """
+
+    bos: int | None
+    ends: list[int]
+    pad: int | None
+
+
+def token_ids(original: Original | None, end_of_document: int) -> TokenIds:
+    """Return the tokens that an export of a decoder names: those of the imported model, or the end-of-document token for all."""
+    if original is None:
+        return TokenIds(end_of_document, [end_of_document], end_of_document)
+    pad = original.token_id("pad_token_id")
+    return TokenIds(
+        original.token_id("bos_token_id"), original.ends or [end_of_document], pad if isinstance(pad, int) and pad >= 0 else None
+    )
 
 
 def read_original(folder: Path) -> Original:
-    """Read what an export keeps of an imported model, from the folder with its config.json."""
+    """Read an imported model, from the folder with its config.json."""
     content = read_config(folder)
-    _, mapping = registry.find_mapping(content)
-    token_ids = {key: value for key, value in content.items() if key.endswith(("_token_id", "_token_ids"))}
-    return Original(config_json.unread(mapping, content) | token_ids, read_generation_config(folder))
+    family, mapping = registry.find_mapping(content)
+    mapped = mapping.config_json(config_json.read(mapping, family.config, content))
+    stock = stock_keys.keys_of(mapping.architecture)
+    groups = tuple(group.keys for group in mapping.nested)
+    return Original(content, read_generation_config(folder), mapped, groups, {} if stock is None else stock.aliases)
 
 
 class Weights(Protocol):
@@ -172,18 +243,21 @@ def write_configs(
     padding_id: int | None = None,
     original: Original | None = None,
     quantization: dict[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and generation_config.json.
 
     The end-of-document token is both the beginning- and the end-of-sequence token. An encoder-decoder's decoder starts with the padding
-    token if there is one. A model that started from a Hugging Face model keeps its token ids and its generation_config.json, if any.
-    `quantization` becomes the key quantization_config.
+    token if there is one. A model that started from a Hugging Face model keeps its config.json and its generation_config.json, if any.
+    `quantization` becomes the key quantization_config. `training` is the group of the run, for the keys that configure training.
     """
     mapping = registry.mapping_of(config)
     own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    weights = loss_weights.defaults(config) | {name: value for name, value in (training or {}).items() if value is not None}
+    own |= {key: weights[name] for key, name in mapping.training_keys.items()}
     own |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
-        _write_json(folder / "config.json", mapping.config_json(config) | original.content | own)
+        _write_json(folder / "config.json", original.config_json(mapping.config_json(config)) | own)
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return
@@ -197,9 +271,7 @@ def write_configs(
 
 def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_positions: int) -> None:
     """Copy the tokenizer files; write tokenizer_config.json if the source has none."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_tokenizer_files(source, folder)
     if not (folder / "tokenizer_config.json").exists():
         content = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -208,6 +280,16 @@ def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_posi
             "model_max_length": max_positions,
         }
         _write_json(folder / "tokenizer_config.json", content)
+
+
+def copy_tokenizer_files(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer that are there."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for template in sorted((source / TEMPLATES).glob("*.jinja")):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(template, folder / TEMPLATES / template.name)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -162,9 +162,6 @@ class ImportedWeights:
             if copy in self._names:
                 self._stored.setdefault(name, copy)
         mapping = registry.mapping_of(config)
-        for name, other in mapping.fallbacks.items():
-            if other in self._names:
-                self._stored.setdefault(name, other)
         self._unused, self._zeros = (*UNUSED, *mapping.ignored_weights), mapping.zero_weights
         self._computed = mapping.computed_weights
         self._entries_of: dict[str, list[StockTensor]] = {name: [] for name in self._shapes}

@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.checkpoint import peft_settings
 from pipeline.checkpoint.lora_adapter import Adapter, Factors
 from pipeline.common.atomic_files import apply_umask
-from pipeline.common.errors import UserError, Violation
+from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
 from pipeline.layers.lora import linear_layers
 from pipeline.models import registry
@@ -30,17 +31,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 #: Our embedding, and the stock output head that is tied to it.
 _EMBEDDING, _TIED_HEAD = "embed.tokens.weight", "lm_head.weight"
-#: Keys of adapter_config.json that change what an adapter computes -> the values that are supported.
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-}
 
 
 def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
@@ -55,10 +45,10 @@ def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
         UserError: a file is missing or not readable, or the adapter is of another kind or adapts layers that the model does not have.
     """
     settings, tensors, metadata = _read_files(folder, key)
-    wrong = [(name, settings.get(name)) for name, values in _SUPPORTED.items() if name in settings and settings[name] not in values]
-    if wrong:
-        rules = (f"has {name}={json.dumps(value)}, which is not supported" for name, value in wrong)
-        raise UserError([Violation(key, folder, rule, "use a LoRA adapter of linear layers") for rule in rules])
+    peft_settings.check(settings, folder, key)
+    if others := sorted(name for name in tensors if ".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight"))):
+        rule = f"has {', '.join(others[:5])}, which is no factor of a linear layer"
+        raise UserError.of(key, folder, rule, "use an adapter of linear layers, or merge it in PEFT and import the model")
     entries = {_module(entry): (entry, outputs) for entry, outputs in _linear_entries(config)}
     layers: dict[str, Factors] = {}
     unknown = []
@@ -141,6 +131,8 @@ def _read_files(folder: Path, key: str) -> tuple[dict[str, Any], dict[str, Tenso
     """Return the settings, the tensors and the metadata of an adapter."""
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"{CONFIG} is not a JSON object")
         with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - the file is not a dict
             return settings, tensors, opened.metadata() or {}

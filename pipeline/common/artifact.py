@@ -43,8 +43,8 @@ def entry(path: Path, **metadata: Any) -> dict[str, Any]:
 
 
 def entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries of all files of a folder."""
-    return {file.name: entry(file) for file in sorted(folder.iterdir())}
+    """Return the manifest entries of all files of a folder and its subfolders."""
+    return {file.relative_to(folder).as_posix(): entry(file) for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def write(folder: Path, manifest: Manifest) -> None:

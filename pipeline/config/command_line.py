@@ -33,7 +33,6 @@ _UNSUPPORTED = {
     "config_name": _OWN_FILES,
     "config_path": _OWN_FILES,
     "experimental_rerun": "write the arguments of the run again; run_dir/config.yaml has all of its settings",
-    "shell_completion": "remove it; python -m pipeline --help lists every key",
 }
 
 
@@ -74,6 +73,8 @@ def parse(arguments: Sequence[str]) -> Command:
     overrides = [_normalized(override) for override in options.overrides if override != "experiment=null"]
     if refused := list(_options(options)):
         raise UserError(refused)
+    if options.shell_completion:  # Hydra reads the words, which are no overrides
+        return Command(overrides, [], ["--shell-completion"], is_sweep=False, shows=True)
     violations = {override: list(_violations(override, [CONF_DIR, *folders], is_sweep=is_sweep)) for override in overrides}
     search = [f"hydra.searchpath=[{quoted(FILE + str(folder))}]" for folder in folders]
     words = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
@@ -92,7 +93,10 @@ def _parse_options(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise UserError.of("argument", " ".join(arguments), message, "python -m pipeline --hydra-help lists the options")
+        unknown = re.sub("unrecognized arguments: ", "", message).split()[-1]
+        key = unknown.lstrip("-").partition("=")
+        guess = f"write {key[0].replace('-', '_')}={key[2] or 'true'}, without dashes; " if unknown.startswith("--") else ""
+        raise UserError.of("argument", " ".join(arguments), message, f"{guess}python -m pipeline --hydra-help lists the options")
 
     parser.error = refuse
     options: Namespace = parser.parse_intermixed_args(arguments)

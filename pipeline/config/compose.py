@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, sweep_values
+from pipeline.config import run_tokenizer
+from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, parse, quoted, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
@@ -41,7 +43,13 @@ def register() -> None:
         store.store(group="schema/stage", name=stage, node=schema)
     for family, schema in CONFIG_CLASSES.items():
         store.store(group="schema/model", name=family, node=schema)
+    OmegaConf.register_new_resolver("finetune_lr", _finetune_lr, replace=True)
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
+
+
+def _finetune_lr(rank: int, adapter: str | None, objective: str) -> float:
+    """The default learning rate of stage=finetune: TRL's for full weights, ten times as much for adapters, and less for preferences."""
+    return 1e-5 if objective == "dpo" else 2e-4 if rank or adapter else 2e-5
 
 
 #: Name -> dataclass of the items of lists and dictionaries.
@@ -51,7 +59,9 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeEr
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """Convert a composed configuration to dataclasses and resolve interpolations. Values are validated by rules.check.
+    """Convert a composed configuration to dataclasses, resolve interpolations, and take from the run directory what is left to it.
+
+    Values are validated by rules.check.
 
     Raises:
         UserError: a value is missing or cannot be resolved, or a key was added (+key=value) that no stage reads.
@@ -68,7 +78,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
-    return run
+    return run_tokenizer.resolved(run)
 
 
 def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -112,6 +122,39 @@ def task_arguments() -> list[str]:
     """Return the command line of this run without the overrides of Hydra, for a job that composes the same files."""
     hydra = HydraConfig.get()
     return [*(f"--config-dir={folder}" for folder in own_folders(hydra)), *hydra.overrides.task]
+
+
+def job_arguments(arguments: Sequence[str], job: RunConfig, keys: Iterable[str]) -> list[str]:
+    """Return the command line of another stage that composes the same job, without its stage.
+
+    Args:
+        arguments: of this run, as task_arguments returns them; those of its stage and of the dry run are left out.
+        job: the configuration that the command line must compose.
+        keys: what may differ between the job and the arguments, such as the layout that a search chose.
+    """
+    own = [word for word in arguments if not re.match(r"[+~]*(stage|dry_run)[.=]", word)]
+    values = {key: functools.reduce(getattr, key.split("."), job) for key in keys}
+    composed = recompose([*own, f"stage={job.stage.name}"])
+    changed = {key: value for key, value in values.items() if functools.reduce(getattr, key.split("."), composed) != value}
+    return [*(word for word in own if key_of(word) not in changed), *(f"{key}={_written(value)}" for key, value in changed.items())]
+
+
+def recompose(arguments: Sequence[str]) -> RunConfig:
+    """Compose another command line, beside the configuration of this run."""
+    overrides, running = parse(arguments).overrides, GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return to_run_config(compose("config", overrides))
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def _written(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None:
+        return "null"
+    return quoted(value) if isinstance(value, str) else str(value).replace(" ", "")
 
 
 def diagnose(command: Command) -> tuple[list[Violation], DictConfig]:
@@ -169,9 +212,8 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
         return Violation(key, value, "is not a key", nearest("", key, keys))
     if re.match(r"hydra[./]", key):
         return Violation(key, value, f"is refused by Hydra: {reason}", "remove it; --cfg=hydra prints Hydra's own keys")
-    if "no viable alternative" in reason or "NoViableAlt" in reason:
-        fix = f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'"
-        return Violation(key, value, "contains characters with a special meaning in Hydra", fix)
+    if re.search("no viable alternative|NoViableAlt|mismatched input|token recognition|extraneous input|Error parsing override", reason):
+        return Violation(key, value, "contains characters with a special meaning in Hydra", _quotes(key, value))
     if "Ambiguous value" in reason:
         return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
     if key not in keys and (error is None or not override.startswith("++")):
@@ -184,6 +226,21 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
     if "ListConfig" in reason:
         return Violation(key, value, "must be a list", f"write {key}=[{value}]")
     return Violation(key, value, reason, f"set {key} to a value of its type")
+
+
+def _quotes(key: str, value: str) -> str:
+    """Advice for a value that Hydra's grammar does not accept as it is."""
+    if re.search(r"\s[+~]*\w[\w./]*=", value):
+        return f"write separate arguments: {key}={value}"
+    if value.startswith("~/"):
+        return f"write {key}=$HOME{value[1:]}"
+    if value.startswith(("[", "{")):
+        example = '["a, b","c"]' if value.startswith("[") else '{name:"a, b"}'
+        return f"close all brackets, quote the items for Hydra and the argument for the shell, such as '{key}={example}'"
+    if value.startswith("="):
+        return f"write {key}={value[1:]}"
+    argument = f"{key}={quoted(value)}"
+    return "quote the value for Hydra and for the shell: " + (shlex.quote(argument) if re.search(r'["$`\\!]', value) else f'"{argument}"')
 
 
 def _file_violation(group: str, option: str, error: Exception | None, keys: list[str]) -> Violation:

@@ -10,6 +10,8 @@ from pipeline.common.knobs import knob
 
 #: Tokenizer models that train_tokenizer can train.
 TOKENIZER_KINDS = ("bpe", "unigram", "wordpiece")
+#: The default of data.decoder_start: the first of these that the tokenizer has.
+DECODER_STARTS = ("<pad>", "[PAD]")
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,18 @@ class InstructionsConfig:
 
     train: list[str] = knob(
         [],
-        'training files: JSON lines {"messages": [...]} for the tokenizer\'s chat template, or {"prompt": TEXT, "completion": TEXT}; '
-        'classification: {"text": TEXT, "label": TEXT}',
+        'training files: JSON lines {"messages": [...]} for the chat template, ShareGPT, Alpaca, or {"prompt": TEXT, "completion": TEXT}; '
+        'dpo: {"prompt": ..., "chosen": ..., "rejected": ...}; classification: {"text": TEXT, "label": TEXT}',
     )
     validation: list[str] = knob([], "validation files: JSON lines")
     pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
     labels: list[str] = knob([], "classification: the labels; default: those of the checkpoint, or of the training files")
-    truncate: bool = knob(False, "classification: cut texts that are longer than training.sequence_length instead of skipping their lines")
+    too_long: str = knob(
+        "truncate",
+        "examples that are longer than training.sequence_length: cut at the end (truncate), left out (drop), or unusable lines (refuse); "
+        "the log counts them",
+        choices=("truncate", "drop", "refuse"),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,14 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True)
+class ScheduledWeight:
+    """A weight that applies before a given step."""
+
+    until_step: int = knob(MISSING, "first step (counted from 0) that uses the next value", unit="steps", at_least=1)
+    value: float = knob(MISSING, "value for the steps before it", at_least=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Documents, text shards and token shards."""
 
@@ -108,7 +123,7 @@ class DataConfig:
         {}, "additional corpora, stored separately for blending: {name: [files, globs, folders or URLs], ...}"
     )
     text_field: str = knob("text", "field of a JSON record, or column of a Parquet file, with the text of the document")
-    suffixes: list[str] = knob([], "file name suffixes that are read in a folder; empty reads all supported formats")
+    suffixes: list[str] = knob([], "file name suffixes to read, unknown ones as text; empty reads all supported formats")
     exclude: list[str] = knob([".*"], "glob patterns of file and folder names to skip when a folder or glob is searched")
     document_megabytes: float = knob(
         16.0, "maximum size of a document in its file; larger documents are quarantined", unit="MB", above=0, at_most=2000
@@ -116,12 +131,12 @@ class DataConfig:
     main_content: bool = knob(True, "extract the main content of web pages, without navigation, headers and footers")
     shards: str = knob("work/shards", "folder of the text shards (output of stage=shard)")
     tokens: str = knob("work/tokens", "folder of the token shards (output of stage=tokenize)")
-    seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0)
+    seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0, at_most=10**18)
     part_megabytes: float | None = knob(
         None,
         "size of an input part, the unit of work and of resumption; default: 1/1000 of the input, between 4 and 256",
         unit="MB",
-        above=0,
+        at_least=0.001,
     )
     shard_megabytes: float = knob(
         128.0, "approximate text size of a shard; a rank holds one shard in memory", unit="MB", above=0, at_most=2000
@@ -190,7 +205,11 @@ class DedupConfig:
 class TokenizerConfig:
     """The tokenizer: trained by train_tokenizer, or an existing one."""
 
-    path: str = knob("work/tokenizer", "Hugging Face tokenizer folder (output of stage=train_tokenizer)")
+    path: str = knob(
+        "work/tokenizer",
+        "Hugging Face tokenizer folder (output of stage=train_tokenizer); unset (auto): that of the run in run_dir, or of the imported "
+        "model that it started from, if there is one",
+    )
     source: str | None = knob(
         None,
         "file to import instead of training: NAME.tiktoken (pre-tokenized by tokenizer.split and digits) or NAME.model (SentencePiece)",
@@ -198,8 +217,10 @@ class TokenizerConfig:
     kind: str = knob(
         "bpe", "tokenizer model to train: byte-level BPE, Unigram (SentencePiece) or WordPiece (BERT)", choices=TOKENIZER_KINDS
     )
-    vocab_size: int = knob(8192, "vocabulary size, including special tokens", unit="tokens", at_least=257)
-    vocab_sizes: list[int] = knob([], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens")
+    vocab_size: int = knob(8192, "vocabulary size, including special tokens", unit="tokens", at_least=257, at_most=10**7)
+    vocab_sizes: list[int] = knob(
+        [], "train several vocabulary sizes instead of vocab_size; each is written to path/SIZE", unit="tokens", at_most=10**7
+    )
     train_megabytes: float = knob(100.0, "size of the training sample, drawn evenly from the training shards", unit="MB", above=0)
     balance: float = knob(
         1.0, "exponent of the language fractions in the sample: 1 keeps the distribution, 0 makes it uniform", at_least=0, at_most=1
@@ -215,8 +236,13 @@ class TokenizerConfig:
         "runs of spaces, tabs and newlines: learned, or one vocabulary entry for each run of 2 to 16 characters",
         choices=("learned", "runs"),
     )
-    end_of_document: str = knob("<|endoftext|>", "special token appended to every document")
+    end_of_document: str = knob(
+        "<|endoftext|>", "special token appended to every document; unset (auto): that of the run, or eos_token of the tokenizer's folder"
+    )
     special_tokens: list[str] = knob([], "additional special tokens")
+    chat_template: str | None = knob(
+        None, "template of chats: chatml, llama3, plain (without special tokens), or a Jinja file; default: that of the tokenizer"
+    )
     report: bool = knob(True, "measure the tokenizer on the validation split; writes report.json and report.html to its folder")
     compare: list[str] = knob([], "Hugging Face tokenizer folders to include in the report for comparison")
     engine: str = knob(

@@ -14,6 +14,19 @@ from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.common.knobs import knob
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.schema import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The dense peak of the matrix products of a GPU, TFLOP/s, in a number format such as "bf16"."""
+
+    tflops: float
+    number_format: str
+    gpu: str
+
+    def __str__(self) -> str:
+        return f"{self.tflops:g} TFLOP/s, the {self.number_format} peak of {self.gpu}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,12 @@ class Hardware:
     network_us: float = knob(20.0, "time of the smallest collective between two nodes", unit="microseconds", at_least=0)
     ring_us: float = knob(4.8, "time of a step of a ring of nodes, beyond its bytes", unit="microseconds", at_least=0)
     source: str = knob("", "where the figures come from")
+
+    def peak(self, precision: PrecisionConfig) -> Peak:
+        """Return the peak in the precision of a training. With fp8 it is that in 8 bits, though attention and the head compute in bf16."""
+        if precision.fp8 != "none" and self.tflops_fp8:
+            return Peak(self.tflops_fp8, "fp8", self.name)
+        return Peak(self.tflops_fp32 if precision.dtype == "fp32" else self.tflops, precision.dtype, self.name)
 
 
 def names() -> list[str]:

@@ -13,7 +13,7 @@ class LoraConfig:
     """LoRA (Hu et al. 2022): linear layers get adapters of low rank, which are trained instead of the weights."""
 
     rank: int = knob(0, "rank of the adapters; 0 trains the weights themselves", at_least=0, at_most=65536)
-    alpha: float = knob(16.0, "the output of an adapter is scaled by alpha / rank", above=0)
+    alpha: float = knob(16.0, "the output of an adapter is scaled by alpha / rank", above=0, at_most=1e6)
     dropout: float = knob(0.0, "dropout rate of the inputs of the adapters", at_least=0, at_most=0.9)
     targets: list[str] = knob(["blocks.*.attention.*", "blocks.*.mlp.*"], "patterns of names of linear layers that get an adapter")
     rank_pattern: dict[str, int] = knob(

@@ -1,10 +1,24 @@
-"""The location of the configuration files."""
+"""The location of the configuration files and of the batch scripts."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-#: conf/ at the repository root: one folder per Hydra group, one file per option. PIPELINE_CONF names a copy, with which a job of a sweep
-#: uses the files of the time of its submission.
-CONF_DIR = Path(os.environ.get("PIPELINE_CONF") or Path(__file__).resolve().parents[2] / "conf")
+
+def _shipped(name: str) -> Path:
+    """A folder that comes with the package: inside of it where a wheel is installed, else at the repository root."""
+    package = Path(__file__).resolve().parents[1]
+    return package / name if (package / name).is_dir() else package.parent / name
+
+
+#: conf/: one folder per Hydra group, one file per option. PIPELINE_CONF names a copy, with which a job of a sweep uses the files of the time
+#: of its submission.
+CONF_DIR = Path(os.environ.get("PIPELINE_CONF") or _shipped("conf"))
+#: slurm/: one batch script per stage.
+SLURM_DIR = _shipped("slurm")
+
+
+def batch_scripts(directory: Path) -> Path | None:
+    """Return the folder of the batch scripts for jobs of a working directory; None if that has a folder slurm/ with them."""
+    return None if (directory / "slurm" / "site.sh").is_file() else SLURM_DIR

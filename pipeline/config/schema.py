@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
-from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig, WarmupConfig
+from pipeline.config.data import DataConfig, DedupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
 from pipeline.config.lora import LoraConfig
 
 if TYPE_CHECKING:
@@ -22,7 +22,12 @@ else:
 class TrainingConfig:
     """Length of the run, batches, recomputation and kernels."""
 
-    steps: int = knob(1000, "number of optimizer steps", at_least=1, at_most=10**7)
+    steps: int = knob(
+        1000, "number of optimizer steps; finetune: 0, the default there, trains for training.epochs", at_least=0, at_most=10**7
+    )
+    epochs: float | None = knob(
+        None, "finetune: passes over data.instructions.train, instead of training.steps; default: 3", unit="epochs", above=0, at_most=10**4
+    )
     objective: str = knob(
         "auto",
         "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions; dpo: "
@@ -36,7 +41,9 @@ class TrainingConfig:
         "quantization-aware training: linear layers of the blocks compute with weights rounded to 8 bits, as by stage.quantize=int8",
         choices=("none", "int8"),
     )
-    global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1)
+    global_batch_size: int = knob(
+        64, "samples per optimizer step, over all ranks; finetune: 32", unit="sequences", at_least=1, at_most=10**7
+    )
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)
     sequence_warmup: list[WarmupConfig] = knob(
@@ -45,7 +52,26 @@ class TrainingConfig:
         item=WarmupConfig,
     )
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
-    seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0)
+    balance_loss: float | None = knob(
+        None,
+        "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
+        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        at_least=0,
+    )
+    balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    z_loss: float | None = knob(None, "Mixtral: weight of the routers' z-loss; default: 0", at_least=0)
+    z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    bias_update_speed: float | None = knob(
+        None,
+        "DeepSeek-V3: change of the routers' correction biases per step, to balance the load; 0 disables it; default: 0.001",
+        at_least=0,
+    )
+    bias_update_speed_schedule: list[ScheduledWeight] = knob([], "other speeds in the first steps", item=ScheduledWeight)
+    mtp_loss: float | None = knob(
+        None, "DeepSeek-V3: weight of the mean loss of the MTP modules (model.mtp_depth) in the training loss; default: 0.3", at_least=0
+    )
+    mtp_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0, at_most=10**18)
     document_mask: bool = knob(False, "restrict attention to tokens of the same document")
     activation_checkpointing: str = knob(
         "none",
@@ -82,7 +108,12 @@ class TrainingConfig:
         "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
     )
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
-    validation_batches: int = knob(8, "global batches per validation", at_least=1)
+    validation_batches: int | None = knob(
+        8,
+        "global batches per validation: a sample of the validation split, of all corpora in proportion to their tokens, always the same; "
+        "null, or more than there are, reads all of it",
+        at_least=1,
+    )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,
@@ -102,14 +133,17 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: str = knob("adamw", "optimizer: AdamW (Loshchilov & Hutter 2019)", choices=("adamw",))
-    lr: float = knob(3e-4, "peak learning rate", above=0, at_most=10)
+    lr: float = knob(3e-4, "peak learning rate; finetune: 2e-5, with lora.rank 2e-4, for dpo 1e-5", above=0, at_most=10)
     beta1: float = knob(0.9, "decay rate of the first moment", at_least=0, at_most=0.9999)
     beta2: float = knob(0.95, "decay rate of the second moment", at_least=0, at_most=0.99999)
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
-    weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings", at_least=0)
+    weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)
     schedule: str = knob("cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "linear"))
-    warmup_steps: int = knob(100, "steps of linear warm-up", unit="steps", at_least=0)
+    warmup_steps: int = knob(100, "steps of linear warm-up; finetune: 0, for optimizer.warmup_ratio", unit="steps", at_least=0)
+    warmup_ratio: float = knob(
+        0.0, "linear warm-up as a fraction of the steps, if optimizer.warmup_steps is 0; finetune: 0.03", at_least=0, at_most=1
+    )
     decay_steps: int = knob(0, "length of the final decay of wsd; 0 uses a tenth of training.steps", unit="steps", at_least=0)
     min_lr_ratio: float = knob(0.1, "ratio of the final to the peak learning rate", at_least=0, at_most=1)
 
@@ -167,7 +201,7 @@ class PrecisionConfig:
     )
     fp8_exclude_layers: int = knob(1, "fp8: number of first and of last layers whose products stay bf16", unit="layers", at_least=0)
     initial_loss_scale: float = knob(
-        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1
+        65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1, at_most=1e30
     )
     loss_scale_window: int = knob(
         1000,
@@ -231,12 +265,15 @@ class ClusterConfig:
     hardware: str | None = knob(
         None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
     )
-    check_memory: bool = knob(True, "refuse a pretrain job that does not fit in the memory of cluster.hardware (dry run, Slurm launcher)")
+    check_memory: bool = knob(
+        True, "refuse a training job that does not fit in the memory of cluster.hardware (plan, dry run, Slurm launcher)"
+    )
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format")
     host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")
     sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
+    required: list[str] = knob([], "options of this group without which the cluster refuses jobs, such as account")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,11 @@ class Evaluate(CheckpointReader):
     every: int = knob(
         1, "with stage.checkpoint=all: evaluate steps that are multiples of this, and training.steps", unit="steps", at_least=1
     )
-    batches: int | None = knob(None, "number of global batches; default: the full validation split", at_least=1)
+    batches: int | None = knob(
+        None,
+        "number of global batches: a sample, from all corpora in proportion to their tokens; default: the full validation split",
+        at_least=1,
+    )
     stride: int | None = knob(
         None,
         "tokens between the begins of overlapping windows, of which only the last ones count, so that each has a context of "
@@ -41,6 +45,11 @@ class Evaluate(CheckpointReader):
     task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")
     few_shot: int | None = knob(None, "examples before each question of a task; default: as the task file says", at_least=0)
     limit: int | None = knob(None, "number of documents of each task, the first ones; default: all", at_least=1)
+    apply_chat_template: bool = knob(
+        False, "ask the questions of tasks as chats, in the template of the tokenizer or tokenizer.chat_template"
+    )
+    fewshot_as_multiturn: bool | None = knob(None, "chats: each example is a turn of its own; default: true, as in lm-eval")
+    system_instruction: str | None = knob(None, "tasks: text before every question; chats: the system message", multiline=True)
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,11 @@ class Generate(CheckpointReader):
     top_p: float = knob(1.0, "sample from the smallest set of most probable tokens with at least this probability", above=0, at_most=1)
     min_p: float = knob(0.0, "sample from tokens with at least this fraction of the largest probability", at_least=0, at_most=1)
     repetition_penalty: float = knob(1.0, "divides positive and multiplies negative logits of tokens that occurred; 1 for none", above=0)
-    seed: int = knob(0, "seed of sampling; a completion depends on it and on the line of its prompt", at_least=0)
+    seed: int = knob(0, "seed of sampling; a completion depends on it and on the line of its prompt", at_least=0, at_most=10**18)
     beams: int = knob(1, "beams of beam search, which requires temperature 0; 1 for greedy or sampled completions", at_least=1)
-    length_penalty: float = knob(1.0, "beam search divides the log-probability of a completion by its length to this power")
+    length_penalty: float = knob(
+        1.0, "beam search divides the log-probability of a completion by its length to this power", at_least=-10, at_most=10
+    )
     draft: str | None = knob(None, "run directory or checkpoint of a smaller model, which proposes tokens (speculative decoding)")
     draft_tokenizer: str | None = knob(None, "tokenizer folder of the draft model, to verify that it is the same; default: that of its run")
     prompt_lookup: bool = knob(False, "speculative decoding with tokens that followed the same text in the prompt; requires no draft model")
@@ -152,9 +163,9 @@ class Certify(StageConfig):
 
 @dataclass(frozen=True)
 class Plan(StageConfig):
-    """Prediction of matrix products, memory, time and cost of a pretraining job."""
+    """Prediction of matrix products, memory, time and cost of a training job."""
 
-    tokens: float | None = knob(None, "tokens of the run whose cost is printed; default: training.steps x batch", unit="tokens", above=0)
+    tokens: float | None = knob(None, "tokens of the run, which replace training.steps", unit="tokens", above=0, at_most=1e18)
     search: bool = knob(False, "search the fastest legal layout, micro-batch and recomputation instead of planning the configured ones")
     scaling: bool = knob(False, "search the fastest layout for 1, 2, 4, ... up to cluster.nodes nodes")
     plot: str | None = knob(
@@ -194,11 +205,27 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         Certify,
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
-    "plan": (Plan, "settings of a planned pretrain job -> its matrix products, memory, time and cost; one process, no GPU"),
+    "plan": (Plan, "settings of a planned pretrain or finetune job -> its matrix products, memory, time and cost; one process, no GPU"),
     "evaluate": (
         Evaluate,
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
     ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
+}
+
+_TRAINING = ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "evaluation", "tracking", "lora", "cluster", "dry_run")
+#: stage name -> the groups that it reads, besides its own keys
+READS: dict[str, tuple[str, ...]] = {
+    "shard": ("data", "clean", "dedup"),
+    "train_tokenizer": ("tokenizer", "data"),
+    "tokenize": ("data", "tokenizer"),
+    "convert_tokens": ("data", "tokenizer"),
+    "pretrain": _TRAINING,
+    "finetune": (*_TRAINING, "tokenizer"),
+    "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
+    "plan": ("model", "training", "parallel", "precision", "cluster"),
+    "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
+    "generate": ("tokenizer", "parallel", "precision", "cluster"),
+    "convert": ("model", "tokenizer"),
 }

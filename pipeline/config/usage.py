@@ -1,40 +1,148 @@
-"""The `--help` text: stages, groups and all keys, generated from the dataclasses. Imports neither Hydra nor torch."""
+"""The texts of `--help`, `--help TOPIC` and `stage=NAME --help`, generated from the dataclasses. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 from pipeline.common import knobs
+from pipeline.common.errors import UserError
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import READS, STAGES
 from pipeline.models.config_classes import CONFIG_CLASSES
 
+#: What asks for a help text.
+FLAGS = ("-h", "--help")
+_USAGE = "usage: python -m pipeline stage=NAME [group=option] [key=value] ..."
+_MORE = """The command runs as a single process, as one rank of torchrun, srun or mpirun, or with -m as a Hydra sweep (--hydra-help).
+--help TOPIC prints fewer keys: of a stage, a group, a model family, or those whose name contains TOPIC. stage=NAME --help prints those that a
+stage reads. --version prints the version and the commit."""
 
-def print_usage() -> None:
-    """Print the help text."""
-    print("usage: python -m pipeline stage=NAME [group=option] [key=value] ...\n")
+
+def print_help(arguments: Sequence[str]) -> None:
+    """Print the help text that a command line asks for.
+
+    Raises:
+        UserError: there is no such topic.
+    """
+    words = [word for word in arguments if word not in FLAGS]
+    stages = [word.removeprefix("stage=") for word in words if word.startswith("stage=")]
+    topics = [*(f"stage={stage}" for stage in stages), *(word for word in words if re.fullmatch(r"[\w.-]+", word))]
+    if not topics:
+        _print_all()
+    for topic in topics:
+        _print_topic(topic)
+
+
+def _print_all() -> None:
+    """Print stages, groups and all keys."""
+    print(f"{_USAGE}\n")
     print("stages:")
     for name, (_, summary) in STAGES.items():
         print(f"  stage={name:<16} {summary}")
     print("\ngroups (conf/GROUP/OPTION.yaml):")
     for group in sorted(p for p in CONF_DIR.iterdir() if p.is_dir() and p.name != "stage"):
-        print(f"  {group.name}={'|'.join(sorted(p.stem for p in group.glob('*.yaml')))}")
+        print(f"  {group.name}={'|'.join(_options(group.name))}")
     print("\nkeys:")
-    _print_keys(knobs.walk(RunConfig()))
-    for family, schema in CONFIG_CLASSES.items():
-        print(f"\nkeys of model family {family}:")
-        _print_keys(knobs.walk(schema(), "model."))
-    for stage, (schema, _) in STAGES.items():
-        rows = list(knobs.walk(schema(name=stage), "stage."))
-        if rows:
-            print(f"\nkeys of stage={stage}:")
-            _print_keys(rows)
-    print("\nThe command runs as a single process, as one rank of torchrun, srun or mpirun, or with -m as a Hydra sweep (--hydra-help).")
+    _print_keys(RunConfig())
+    for family in CONFIG_CLASSES:
+        _print_family(family)
+    for stage in STAGES:
+        _print_stage_keys(stage)
+    print(f"\n{_MORE}")
 
 
-def _print_keys(rows: object) -> None:
-    """Print one line per key: name, default, meaning, unit and range."""
-    for key, knob, default in rows:  # type: ignore[attr-defined]
+def _print_topic(topic: str) -> None:
+    """Print the keys of a stage, a group, a family, or those whose name contains the topic."""
+    groups = {item.name for item in dataclasses.fields(RunConfig)} - {"stage", "run_dir"}
+    name = topic.removeprefix("stage=")
+    if name in STAGES:
+        _print_stage(name)
+    elif topic in groups:
+        options = _options(topic)
+        print(f"keys of group {topic}" + (f" ({topic}={'|'.join(options)})" if options else "") + ":")
+        if topic == "model":
+            print(f"  --help FAMILY lists them: {', '.join(CONFIG_CLASSES)}")
+        else:
+            _print_keys(getattr(RunConfig(), topic), f"{topic}.")
+    elif topic in CONFIG_CLASSES:
+        _print_family(topic)
+    elif rows := [row for row in _all_rows() if topic in row[0]]:
+        _print_rows(rows)
+    else:
+        known = [*STAGES, *sorted(groups), *CONFIG_CLASSES, *(row[0] for row in _all_rows())]
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        fix = f"did you mean {' or '.join(close)}?" if close else "--help alone lists all of them"
+        raise UserError.of("--help", topic, "is not a stage, a group, a model family, or part of the name of a key", fix)
+
+
+def _print_stage(stage: str) -> None:
+    """Print what a stage does, its own keys, and the groups that it reads."""
+    print(f"python -m pipeline stage={stage}: {STAGES[stage][1]}")
+    _print_stage_keys(stage)
+    for group in READS[stage]:
+        print()
+        _print_topic(group)
+    print("\nkeys of no group:")
+    _print_rows(row for row in _rows(RunConfig()) if row[0] == "run_dir")
+
+
+def _print_stage_keys(stage: str) -> None:
+    """Print the keys that only this stage has."""
+    schema = STAGES[stage][0]
+    if rows := list(_rows(schema(name=stage), "stage.")):
+        print(f"\nkeys of stage={stage}:")
+        _print_rows(rows)
+
+
+def _print_family(family: str) -> None:
+    """Print the keys of a model family."""
+    print(f"\nkeys of model family {family}:")
+    _print_keys(CONFIG_CLASSES[family](), "model.")
+
+
+def _options(group: str) -> list[str]:
+    """The files of a group."""
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+def _all_rows() -> list[tuple[str, str, knobs.Knob, Any]]:
+    """The keys of all groups, families and stages, each once."""
+    parts = [(RunConfig(), "")]
+    parts += [(schema(), "model.") for schema in CONFIG_CLASSES.values()]
+    parts += [(schema(name=stage), "stage.") for stage, (schema, _) in STAGES.items()]
+    found: dict[str, tuple[str, str, knobs.Knob, Any]] = {}
+    for node, prefix in parts:
+        for row in _rows(node, prefix):
+            found.setdefault(row[0], row)
+    return list(found.values())
+
+
+def _rows(node: Any, prefix: str = "") -> Iterator[tuple[str, str, knobs.Knob, Any]]:
+    """Yield (key, type, knob, default) of every key, those of the items of lists and dictionaries after them."""
+    types = {f"{prefix}{item.name}": str(item.type) for item in dataclasses.fields(node)}
+    for item in dataclasses.fields(node):
+        key, value = f"{prefix}{item.name}", getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _rows(value, f"{key}.")
+        elif knob := item.metadata.get("knob"):
+            yield key, types[key], knob, value
+            if knob.item:
+                yield from _rows(knob.item(), f"{key}.{'NAME' if isinstance(value, dict) else 'NUMBER'}.")
+
+
+def _print_keys(node: Any, prefix: str = "") -> None:
+    """Print the keys of a dataclass."""
+    _print_rows(_rows(node, prefix))
+
+
+def _print_rows(rows: Any) -> None:
+    """Print one line per key: name, default, type, meaning, unit and range."""
+    for key, kind, knob, default in rows:
         details = ", ".join(part for part in (knob.unit, knob.rule()) if part)
-        print(f"  {f'{key}={default}':<46} {knob.meaning}{f' ({details})' if details else ''}")
-        if knob.item:
-            _print_keys(knobs.walk(knob.item(), f"{key}.{'NAME' if isinstance(default, dict) else 'NUMBER'}."))
+        shown = kind.replace("WarmupConfig", "dict").replace("CorpusConfig", "dict").replace("PhaseConfig", "dict")
+        print(f"  {f'{key}={default}':<46} {shown:<12} {knob.meaning}{f' ({details})' if details else ''}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline.data.read.documents import library_reason
 from pipeline.data.read.streams import BUFFER_BYTES, DamageError
 
 BLOCK = 512
@@ -123,7 +124,7 @@ class Archive:
                     continue
                 size = int(extended.get("size", info.size)) if info.isreg() else 0
             except (tarfile.HeaderError, ValueError) as error:
-                raise DamageError(self._position - BLOCK, f"invalid tar header: {error}") from error
+                raise DamageError(self._position - BLOCK, f"invalid tar header: {library_reason(error)}") from error
             self._left, self._padding = size, -size % BLOCK
             if info.isreg():
                 yield Member(extended.get("path", info.name), self._position, size)

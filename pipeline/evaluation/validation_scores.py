@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -10,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pseudo_likelihood import PseudoLikelihood
 from pipeline.data.load.objectives.sliding import Sliding
@@ -26,6 +30,35 @@ log = logging.getLogger("pipeline")
 
 Scores = dict[str, float | None]
 """Name of a score -> value, None for one that does not exist."""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """The confusion matrix of a classifier: the number of texts by label (row) and by predicted label (column)."""
+
+    labels: list[str]
+    counts: list[list[int]]
+
+    def text(self) -> str:
+        """Format the matrix as a table."""
+        rows = [["", *self.labels], *([label, *map(str, row)] for label, row in zip(self.labels, self.counts, strict=True))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result for a checkpoint.
+
+    Attributes:
+        scores: corpus -> scores; "" is the full validation split.
+        read: "sequences" of the split that were read, those "available", and their "targets".
+        confusion: of a classifier.
+    """
+
+    scores: dict[str, Scores]
+    read: dict[str, int]
+    confusion: Confusion | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +99,9 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
         whole = Sliding.open_windows(config, share, stage.stride)
         corpora = Sliding.open_windows_of_corpora(config, share, stage.stride)
     if whole is None:
-        rule = "has a validation split shorter than training.sequence_length"
-        raise UserError.of("data.tokens", config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
+        raise _no_sample(config)
     registry.check_vocabulary(config, whole)
+    registry.warn_of_few_documents(whole)
     corpora = corpora if len(corpora) > 1 else {}
     pseudo: dict[str, PseudoLikelihood | None] = {}
     if stage.pseudo_perplexity:
@@ -77,21 +110,33 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     return ValidationData(whole, {"": whole, **corpora}, pseudo)
 
 
+def _no_sample(config: RunConfig) -> UserError:
+    """The error of a validation split without a sample."""
+    key = registry.objective_of(config).data_key.replace("train", "validation")
+    if key != "data.tokens":
+        return UserError.of(key, [], "names no file", "name files of lines that training has not seen")
+    rule = "has a validation split shorter than training.sequence_length"
+    return UserError.of(key, config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
+
+
 def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, Any]:
     """Return what the scores of a checkpoint on the validation split depend on."""
     return {
         "stage.batches": stage.batches,
+        **({"sample": "of all corpora"} if stage.batches else {}),  # earlier versions read the first batches
         **({} if stage.stride is None else {"stage.stride": stage.stride}),
         **({"stage.pseudo_perplexity": True} if stage.pseudo_perplexity else {}),
         "training.global_batch_size": config.training.global_batch_size if stage.batches else None,
         "training.sequence_length": config.training.sequence_length,
         "training.document_mask": config.training.document_mask,
         "precision.dtype": config.precision.dtype,
+        **({} if config.training.objective == "auto" else {"training.objective": config.training.objective}),
+        **({"training.dpo_beta": config.training.dpo_beta} if config.objective == "dpo" else {}),
         "data": [corpus.fingerprint for corpus in data.samples.corpora],
     }
 
 
-def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: ValidationData) -> dict[str, Scores]:
+def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: ValidationData) -> Evaluation:
     """Return the scores of the weights in the trainer; collective.
 
     Args:
@@ -101,49 +146,64 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
         data: what the weights are evaluated on.
 
     Returns:
-        Corpus -> scores; "" is the full validation split. The perplexity of a large loss is None: it is infinite, which JSON has no number
-        for. A pseudo-perplexity is the exponential of the mean negative log-probability of each token given all others, of the sequences
-        of stage.batches.
+        The perplexity of a large loss is None: it is infinite, which JSON has no number for. A pseudo-perplexity is the exponential of the
+        mean negative log-probability of each token given all others, of the sequences of stage.batches.
     """
     scores: dict[str, Scores] = {}
+    confusion, read = None, dict[str, int]()
     for name, samples in data.corpora.items():
         scores[name] = {}
         if samples is not None:
             result = validate(trainer, samples, config.training, batches=stage.batches, prefetch=config.data.prefetch)
-            perplexity = math.exp(result.loss) if result.loss < 700 else None
-            scores[name] = {"validation_loss": result.loss, "perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
+            scores[name] = {"validation_loss": result.loss, **result.measures}
+            if stage.batches is not None:
+                scores[name]["validation_loss_stderr"] = result.standard_error
+            if not samples.sums:  # the loss of a classifier, or of pairs, is not that of text
+                perplexity = math.exp(result.loss) if result.loss < 700 else None
+                scores[name] |= {"perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
+            if isinstance(samples, Classification):
+                confusion = Confusion(getattr(config.model, "labels", []), samples.confusion(np.array(result.sums)).tolist())
+            if not name:
+                read = {"sequences": result.samples, "available": result.available, "targets": result.targets}
     batches = None if stage.batches is None else stage.batches * config.training.sequence_length
     for name, masked in data.pseudo.items():
         if masked is not None:
             loss = validate(trainer, masked, config.training, batches=batches, prefetch=config.data.prefetch).loss
             scores[name]["pseudo_perplexity"] = math.exp(min(loss, 700))
-    return scores
+    return Evaluation(scores, read, confusion)
 
 
-def write(run_dir: Path, checkpoint: Path, step: int, scores: dict[str, Scores], settings: dict[str, Any]) -> None:
+def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, settings: dict[str, Any]) -> None:
     """Record the scores of a checkpoint, and log them.
 
     Args:
         run_dir: the run directory.
         checkpoint: its folder.
         step: of the checkpoint.
-        scores: as `evaluate` returns them.
-        settings: what they depend on.
+        evaluation: as `evaluate` returns it.
+        settings: what the scores depend on.
     """
+    scores = evaluation.scores
     whole, corpora = scores[""], {name: values or None for name, values in scores.items() if name}
+    more = {"read": evaluation.read} | ({} if evaluation.confusion is None else {"confusion": dataclasses.asdict(evaluation.confusion)})
     with atomic_file(run_dir / "evaluation.json", "w") as handle:
-        json.dump({"checkpoint": str(checkpoint), "step": step, **whole} | ({"corpora": corpora} if corpora else {}), handle, indent=1)
-    record.write(run_dir, step, "validation", scores, settings)
+        content = {"checkpoint": str(checkpoint), "step": step, **whole, **({"corpora": corpora} if corpora else {}), **more}
+        json.dump(content, handle, indent=1)
+    record.write(run_dir, step, "validation", scores, settings, more)
     log.info("step %d: %s", step, _text(whole))
+    if evaluation.confusion is not None:
+        log.info("texts by label (row) and predicted label (column):\n%s", evaluation.confusion.text())
     for name, values in corpora.items():
         log.info("step %d, %s: %s", step, name, _text(values) if values else "no sequence of training.sequence_length")
 
 
 def _text(scores: Scores) -> str:
     """Format scores for the log."""
-    bits, perplexity = scores["bits_per_byte"], scores["perplexity"]
-    parts = [f"validation loss {scores['validation_loss']:.4f} nats per target"]
-    parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
-    parts += [] if perplexity is None else [f"perplexity {perplexity:.4g}"]
-    parts += [f"pseudo-perplexity {scores['pseudo_perplexity']:.4g}"] if "pseudo_perplexity" in scores else []
-    return ", ".join(parts)
+    values = {name: value for name, value in scores.items() if value is not None}
+    loss, error = values.pop("validation_loss"), values.pop("validation_loss_stderr", None)
+    unit = "target" if "perplexity" in scores else "sequence"
+    parts = [f"validation loss {loss:.4f}{'' if error is None else f' +- {error:.4f}'} nats per {unit}"]
+    parts += [f"{values.pop('bits_per_byte'):.4f} bits per byte"] if "bits_per_byte" in values else []
+    named = {name.removeprefix("validation_").replace("_", " "): value for name, value in values.items()}
+    parts += [f"{name} {value:.4g}" for name, value in named.items()]
+    return ", ".join(parts).replace("pseudo perplexity", "pseudo-perplexity")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.common import artifact
+from pipeline.common import artifact, json_lines
 from pipeline.common.artifact import Manifest
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.json_lines import BadLine
@@ -130,12 +129,12 @@ def publish(folder: Path, settings: dict[str, Any], unfinished: Unfinished, part
         for part in parts:
             note = unfinished.note(note_name(part))
             for line in note["completions"]:
-                completions.write(json.dumps(line, ensure_ascii=False) + "\n")
+                completions.write(json_lines.dump(line) + "\n")
                 totals["completions"] += 1
                 totals["prompt_tokens"] += line["generated"]["prompt_tokens"]
                 totals["tokens"] += line["generated"]["tokens"]
             for line in note["rejected"]:
-                rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
+                rejected.write(json_lines.dump(line) + "\n")
                 totals["rejected"] += 1
     files = {name: artifact.entry(folder / name) for name in (COMPLETIONS, REJECTED)}
     artifact.write(folder, Manifest("generate", settings, files, totals))

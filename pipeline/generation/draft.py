@@ -60,7 +60,7 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
 def _tokenizer_folder(stage: Generate, checkpoint: MergedWeights) -> Path:
     """Return the folder with the tokenizer of the draft model."""
     recorded = checkpoint.config.get("tokenizer", {}).get("path")
-    candidates = [checkpoint.path.parent.parent / imported.FOLDER, *([Path(recorded)] if recorded else [])]
+    candidates = [imported.folder_of(checkpoint.path), *([Path(recorded)] if recorded else [])]
     if stage.draft_tokenizer:
         candidates = [Path(stage.draft_tokenizer)]
     for folder in candidates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ from pipeline.common import json_lines
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
 from pipeline.data.tokenize import chat_template
-from pipeline.data.tokenize.chat_template import ChatError, ChatTemplate
+from pipeline.data.tokenize.chat_encoding import ChatEncoder
+from pipeline.data.tokenize.chat_template import ChatTemplate
+from pipeline.data.tokenize.chats import chat_of
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.generation.template import PromptTemplate
 
@@ -85,6 +86,7 @@ class PromptReader:
         end_of_document: token that an empty prompt consists of.
         encoder: whether prompts are the input of an encoder: they end with the end-of-document token, and may fill the sequence.
         template: makes the prompts of lines with any fields.
+        chats: the template of chats; None without one.
 
     Raises:
         UserError: the folder has no tokenizer.
@@ -99,10 +101,18 @@ class PromptReader:
         end_of_document: int,
         encoder: bool = False,
         template: PromptTemplate | None = None,
+        chats: ChatTemplate | None = None,
     ) -> None:
         self.folder, self.max_positions, self.vocab_size = folder, max_positions, vocab_size
         self.end_of_document, self.encoder, self.template = end_of_document, encoder, template
-        self.tokenizer = load(folder)
+        self.chats, self.tokenizer = chats, load(folder)
+        self.chat_encoder = ChatEncoder(self.tokenizer)
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text: the end-of-document token, and the one with which the template ends an answer."""
+        turn = None if self.chats is None else chat_template.end_of_turn(self.chats, self.chat_encoder)
+        return [self.end_of_document, *([] if turn is None else [turn])]
 
     def parse(self, number: int, line: bytes) -> Prompt:
         """Return the prompt of a line.
@@ -116,7 +126,7 @@ class PromptReader:
             if not isinstance(fields, dict):
                 raise BadLine("must be an object")
             text = self.template.render(number, fields)
-            tokens = self._encode_text(text, special=False)
+            tokens = self._encode_text(text)
         elif not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
             raise BadLine('must be an object with either "prompt" or "messages"')
         else:
@@ -140,29 +150,27 @@ class PromptReader:
 
     def _encode(self, fields: dict[str, Any]) -> list[int]:
         if "messages" in fields:
-            return self._encode_text(self._render(fields["messages"]), special=True)
+            return self._complete(self._encode_chat(fields))
         if not isinstance(fields["prompt"], str):
             raise BadLine('"prompt" must be a text')
-        return self._encode_text(fields["prompt"], special=False)
+        return self._encode_text(fields["prompt"])
 
-    def _encode_text(self, text: str, *, special: bool) -> list[int]:
-        """Encode a text; a chat template writes special tokens as text, a prompt gets those of the tokenizer's post-processor."""
-        self.tokenizer.encode_special_tokens = not special
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not special).ids
+    def _encode_text(self, text: str) -> list[int]:
+        """Encode a text with the special tokens of the tokenizer's post-processor; text that spells a special token is ordinary text."""
+        self.tokenizer.encode_special_tokens = True
+        return self._complete(self.tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def _encode_chat(self, fields: dict[str, Any]) -> list[int]:
+        """Encode a chat with the template of the tokenizer, as training does."""
+        if self.chats is None:
+            fix = f"set tokenizer.chat_template={chat_template.NAMES}, or a file"
+            raise BadLine(f"is a chat, and {self.folder} has no chat template ({fix})")
+        text, begins = self.chats.prompt(chat_of(fields["messages"], self.chats.names, fields, answered=False))
+        ((tokens, _),) = self.chat_encoder.encode([(text, begins)])
+        return tokens
+
+    def _complete(self, tokens: list[int]) -> list[int]:
+        """Append the end-of-document token to the input of an encoder; an empty prompt consists of it."""
         if self.encoder and tokens[-1:] != [self.end_of_document]:
             tokens.append(self.end_of_document)
         return tokens or [self.end_of_document]
-
-    def _render(self, messages: Any) -> str:
-        """Format a chat with the template of the tokenizer."""
-        if self._template is None:
-            raise BadLine(f"{self.folder} has no chat template")
-        try:
-            return self._template.render(messages, add_generation_prompt=True)
-        except ChatError as error:
-            raise BadLine(str(error)) from error
-
-    @cached_property
-    def _template(self) -> ChatTemplate | None:
-        """The chat template of the tokenizer; None without one."""
-        return chat_template.load(self.folder)

@@ -20,10 +20,13 @@ from pipeline.checkpoint import native
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import command_line, compose
 from pipeline.config.command_line import quoted
+from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
+from pipeline.config.stages import Evaluate
 from pipeline.evaluation import record
 from pipeline.launch import job
+from pipeline.models.config import ModelConfig
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 
 log = logging.getLogger("pipeline")
@@ -59,7 +62,7 @@ class Schedule:
             raise UserError.of("evaluation.every", self._every, "submits Slurm jobs, and this machine has no command sbatch", fix)
         violations = job.violations(self._cluster, "evaluate", Path.cwd())
         for planned in self._jobs.values():
-            violations += _violations(planned, self._cluster.nodes * self._cluster.tasks_per_node)
+            violations += _violations(planned, config.model, self._cluster.nodes * self._cluster.tasks_per_node)
         if violations:
             raise UserError(list(dict.fromkeys(violations)))
 
@@ -118,7 +121,8 @@ def _cluster(wanted: EvaluationConfig, cluster: ClusterConfig, environment: Mapp
 def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[str], environment: Mapping[str, str]) -> job.Job:
     """The job of one kind. Its name belongs to this run and kind: of the jobs with the same name, Slurm runs one at a time."""
     folder = Path(run_dir).absolute() / record.FOLDER
-    kept = [o for o in overrides if not re.match(r"\+*((stage|run_dir)=|(stage|dry_run|evaluation|checkpoint)[.=])", o)]
+    left_out = r"\+*((stage|run_dir|training\.context_factor)=|(stage|dry_run|evaluation|checkpoint)[.=])"
+    kept = [o for o in overrides if not re.match(left_out, o)]
     settings = ["stage.checkpoint=all", f"stage.every={wanted.every}"]
     if kind == "tasks":
         settings.append(f"stage.tasks=[{','.join(map(quoted, wanted.tasks))}]")
@@ -132,15 +136,19 @@ def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[
         directory=Path.cwd(),
         output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
         conf=Path(conf) if conf else None,
+        scripts=batch_scripts(Path.cwd()),
     )
 
 
-def _violations(planned: job.Job, world_size: int) -> list[Violation]:
-    """Why a job would be refused."""
+def _violations(planned: job.Job, model: ModelConfig, world_size: int) -> list[Violation]:
+    """Why a job would be refused that evaluates checkpoints of this model."""
     try:
         violations, composed = compose.diagnose(command_line.parse(["stage=evaluate", *planned.overrides]))
         if not violations:
-            violations = check.violations(compose.to_run_config(composed), world_size)
+            config = compose.to_run_config(composed)
+            violations = check.violations(config, world_size)
+            if isinstance(config.stage, Evaluate) and not (violations or config.stage.tasks):
+                violations = check.evaluation_violations(dataclasses.replace(config, model=model), world_size)
     except UserError as error:
         violations = list(error.violations)
     where = "(in the jobs of evaluation.every; evaluation.overrides sets it)"

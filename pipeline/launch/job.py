@@ -10,12 +10,14 @@ import logging
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.ranks import Ranks
+from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import ClusterConfig
 from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
 
@@ -26,6 +28,8 @@ TIMEOUT = 60
 #: Time before the limit at which Slurm signals a training job to write a checkpoint, as in slurm/pretrain.sbatch. Slurm may signal a
 #: minute earlier.
 SIGNAL_SECONDS = 180
+#: Options that a cluster may require.
+REQUIRABLE = ("account", "partition", "qos", "memory")
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,10 @@ class Job:
         name: job name.
         stage: name of the stage; the job runs slurm/STAGE.sbatch.
         overrides: arguments of `python -m pipeline`, without `stage=`.
-        directory: repository root, the working directory of the job.
+        directory: the working directory of the job.
         output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
-        conf: the configuration files that the job reads; conf/ of the repository when None.
+        conf: the configuration files that the job reads; those of the package when None.
+        scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in `directory` when None.
     """
 
     name: str
@@ -47,18 +52,26 @@ class Job:
     directory: Path
     output: str
     conf: Path | None = None
+    scripts: Path | None = None
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render the batch script passed to sbatch."""
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {_directive(option)}" for option in _options(job, cluster)]
+    variables = {"PIPELINE_CONF": str(job.conf)} if job.conf else {}
+    script = f"{job.scripts or 'slurm'}/{job.stage}.sbatch"
     lines += [
         "set -euo pipefail",
-        *([f"export PIPELINE_CONF={shlex.quote(str(job.conf))}"] if job.conf else []),
-        " \\\n  ".join(["exec bash " + shlex.quote(f"slurm/{job.stage}.sbatch"), *map(shlex.quote, job.overrides)]),
+        *(f"export {name}={shlex.quote(value)}" for name, value in (variables | _variables(job.scripts)).items()),
+        " \\\n  ".join(["exec bash " + shlex.quote(script), *map(shlex.quote, job.overrides)]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _variables(scripts: Path | None) -> dict[str, str]:
+    """The variables of batch scripts outside of the working directory: where they are, and the Python that has the package."""
+    return {"PIPELINE_SLURM": str(scripts), "PIPELINE_PYTHON": sys.executable} if scripts else {}
 
 
 def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
@@ -97,32 +110,32 @@ def _directive(option: str) -> str:
     return name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
-def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: Iterable[str]) -> str:
-    """Return the sbatch command that starts a stage, to be run at the repository root.
+def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: Iterable[str], scripts: Path | None = None) -> str:
+    """Return the sbatch command that starts a stage, to be run in the same working directory.
 
     Args:
         cluster: options of the cluster.
         stage: name of the stage.
         world_size: number of ranks.
         overrides: arguments of `python -m pipeline`; stage= and dry_run arguments are removed.
+        scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in the working directory when None.
     """
     nodes = -(-world_size // cluster.tasks_per_node)
     size = [f"--nodes={nodes}", f"--ntasks-per-node={cluster.tasks_per_node}"]
     if nodes * cluster.tasks_per_node != world_size:  # the last node has fewer ranks
         size.append(f"--ntasks={world_size}")
     kept = [o for o in overrides if not re.match(r"\+*(stage=|dry_run[.=])", o)]
-    return shlex.join(["sbatch", *size, *site_options(cluster, stage), f"slurm/{stage}.sbatch", *kept])
+    variables = ["env", *(f"{name}={value}" for name, value in _variables(scripts).items())] if scripts else []
+    return shlex.join([*variables, "sbatch", *size, *site_options(cluster, stage), f"{scripts or 'slurm'}/{stage}.sbatch", *kept])
 
 
 def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Violation]:
     """Return the reasons why a job of this stage cannot be rendered or submitted."""
     found = []
-    scripts = directory / "slurm"
-    if not (scripts / "site.sh").is_file():
-        found.append(Violation("working directory", directory, "contains no slurm/site.sh", "run the command at the repository root"))
-    elif not (scripts / f"{stage}.sbatch").is_file():
+    scripts = batch_scripts(directory) or directory / "slurm"
+    if not (scripts / f"{stage}.sbatch").is_file():
         stages = ", ".join(sorted(p.stem for p in scripts.glob("*.sbatch")))
-        found.append(Violation("stage", stage, f"has no slurm/{stage}.sbatch", f"choose one of {stages}, or create that file"))
+        found.append(Violation("stage", stage, f"has no {scripts}/{stage}.sbatch", f"choose one of {stages}, or create that file"))
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "qos", "memory")}
     texts |= {f"sbatch[{i}]": option for i, option in enumerate(cluster.sbatch)}
     for name, text in texts.items():
@@ -133,11 +146,19 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
         for option in cluster.sbatch
         if not option.startswith("-")
     ]
+    unknown = [key for key in cluster.required if key not in REQUIRABLE]
+    found += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
     # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
     if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED", cluster.time):
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
         found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     return found
+
+
+def missing(cluster: ClusterConfig) -> list[str]:
+    """Return the keys that the cluster requires (cluster.required) and that are not set."""
+    given = [option.lstrip("-").partition("=")[0] for option in cluster.sbatch]
+    return [key for key in cluster.required if getattr(cluster, key, None) is None and key not in given]
 
 
 def warn_of_other_size(cluster: ClusterConfig, stage: str, here: Ranks) -> None:

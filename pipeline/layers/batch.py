@@ -21,7 +21,7 @@ class Batch(TypedDict, total=False):
         decoder_tokens: int64 (batch, decoder sequence), input of the decoder of an encoder-decoder; the tokens are the encoder's.
         choices: int64 (batch, sequence), 1 for positions of a preferred answer, -1 for those of the answer that it is preferred to, 0 for
             padding; each row has both. The model then returns the loss of preferences (layers/preference.py).
-        accuracy: (batch,), any number: the model returns the fraction of correct targets instead of the loss (sequence classification).
+        per_sequence: (batch,), any number: the model returns the sum of the loss over the targets of each sequence, fp32 (batch, 1).
         reference: fp32 (batch, 3), beta of that loss, and the log-probabilities of both answers under the reference model.
     """
 
@@ -34,4 +34,4 @@ class Batch(TypedDict, total=False):
     decoder_tokens: Tensor
     choices: Tensor
     reference: Tensor
-    accuracy: Tensor
+    per_sequence: Tensor

@@ -70,7 +70,7 @@ class EncoderDecoder(Stack):
             else:
                 decoder_states = block(decoder_states, decoder_context, encoder_states)
         if self.head is not None:
-            return self.forward_head(decoder_states, decoder_context, batch)
+            return self.result(decoder_states, decoder_context, batch)
         # Pipeline schedules detach a stage's outputs in place, so an output must not be the same tensor as an input.
         encoder_states = encoder_states.clone() if encoder_states is x else encoder_states
         return encoder_states, decoder_states.clone() if decoder_states is decoder_input else decoder_states

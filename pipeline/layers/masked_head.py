@@ -50,14 +50,16 @@ class ClassificationHead(nn.Module):
         super().__init__()
         self.sentence = NextSentenceHead(hidden, classes)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None, *, accuracy: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None, measured: list[Tensor] | None = None
+    ) -> Tensor:
         """Compute the logits, or with targets the mean cross-entropy.
 
         Args:
             hidden: (batch, sequence, hidden).
             targets: as in Batch; the first position of a sequence has the number of its label, the others have no target.
             loss_scale: as in Batch.
-            accuracy: with targets, return the fraction of correct labels instead, scaled as the loss.
+            measured: with targets, the confusion matrix is added to this list.
 
         Returns:
             Logits (batch, classes), or a 0-dim fp32 tensor.
@@ -66,11 +68,22 @@ class ClassificationHead(nn.Module):
         if targets is None:
             return logits
         labels = targets[:, 0]
-        if accuracy:
-            total = (logits.argmax(dim=1) == labels).sum().float()
-        else:
-            total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+        if measured is not None:
+            measured.append(confusion_matrix(logits, labels).flatten())
+        total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
         return total / targets.numel() * mean_factor(targets, loss_scale)
+
+
+def confusion_matrix(logits: Tensor, labels: Tensor) -> Tensor:
+    """Count the sequences by their label (row) and by the most probable one (column), fp32 (classes, classes).
+
+    Args:
+        logits: (batch, classes).
+        labels: int64 (batch,), IGNORE for a sequence that is not counted.
+    """
+    classes = logits.shape[1]
+    rows = F.one_hot(labels.clamp(min=0), classes) * (labels != IGNORE)[:, None]
+    return rows.t().float() @ F.one_hot(logits.argmax(dim=1), classes).float()
 
 
 class MaskedHead(nn.Module):

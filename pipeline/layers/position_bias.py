@@ -26,7 +26,7 @@ class AlibiSlopes(PerHead, ComputedBuffers):
         self.register_buffer("values", torch.empty(heads, dtype=torch.float32), persistent=False)
         self.reset_buffers(self.values.device)
 
-    def reset_buffers(self, device: torch.device) -> None:
+    def compute_buffers(self, device: torch.device) -> None:
         """See ComputedBuffers."""
         heads = len(self.values)
         power = 1 << int(math.log2(heads))

@@ -53,7 +53,7 @@ class SinusoidalPositions(ComputedBuffers):
         self.register_buffer("table", torch.empty(max_positions, hidden, dtype=torch.float32), persistent=False)
         self.reset_buffers(self.table.device)
 
-    def reset_buffers(self, device: torch.device) -> None:
+    def compute_buffers(self, device: torch.device) -> None:
         """See ComputedBuffers."""
         count, hidden = self.table.shape
         exponents = torch.arange(0, hidden, 2, dtype=torch.float64, device="cpu") / hidden

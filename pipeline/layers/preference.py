@@ -11,6 +11,9 @@ from torch import Tensor
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
 
+#: Number of the sums that preference_loss returns besides the loss.
+PREFERENCE_SUMS = 4
+
 
 def log_probabilities(head: Callable[..., Tensor], hidden: Tensor, batch: Batch) -> Tensor:
     """Return the log-probabilities of the preferred answer and of the other one in nats, fp32 (batch, 2).

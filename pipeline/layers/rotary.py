@@ -31,7 +31,7 @@ class Rotary(ComputedBuffers):
         self.sin: Tensor
         self.reset_buffers(self.cos.device)
 
-    def reset_buffers(self, device: torch.device) -> None:
+    def compute_buffers(self, device: torch.device) -> None:
         """See ComputedBuffers."""
         positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, frequencies(self.head_dim, self.theta, self.scaling))

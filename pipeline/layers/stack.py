@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Unpack
+from collections.abc import Iterable, Mapping
+from typing import Unpack, cast
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
@@ -94,7 +95,7 @@ class Stack(nn.Module):
         tie_embeddings: whether head and embedding share one weight.
 
     Attributes:
-        rewards: what preference_loss has returned for the batches since the caller cleared it.
+        measured: what the loss of preferences or of a classifier measures besides, for each batch since the caller cleared it.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = norm
         self.head: nn.Module | None = head
-        self.rewards: list[Tensor] = []
+        self.measured: list[Tensor] = []
         if tie_embeddings:
             output = head if isinstance(head, OutputHead) else head.output
             output.weight = embed.tokens.weight  # type: ignore[union-attr] # a head's own output, a Parameter
@@ -129,10 +130,10 @@ class Stack(nn.Module):
             batch: targets, to return the loss instead of logits; optionally documents, positions, segments.
 
         Returns:
-            Hidden states without a head, else logits or the loss.
+            Hidden states without a head, else logits, the loss, or with `per_sequence` the loss of each sequence.
         """
         x, context = self.hidden_states(x, batch)
-        return x if self.head is None else self.forward_head(x, context, batch)
+        return x if self.head is None else self.result(x, context, batch)
 
     def hidden_states(self, x: Tensor, batch: Batch) -> tuple[Tensor, AttentionContext]:
         """Return the output of the last block, (batch, sequence, hidden), and the context of the blocks; arguments as in forward."""
@@ -152,6 +153,19 @@ class Stack(nn.Module):
         tables, local = (rotary(positions) if rotary is not None else None for rotary in (self.rotary, self.local_rotary))
         return AttentionContext(mask, tables, local)
 
+    def result(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
+        """Return the result of the head, with `per_sequence` that of each sequence alone."""
+        if "per_sequence" not in batch:
+            return self.forward_head(x, context, batch)
+        targets = batch["targets"]
+        # A mean over the positions of a row, times their number, is a sum; the loss of a pair of answers is one number.
+        factor = x.new_full((1,), 1 if "choices" in batch else targets.shape[1], dtype=torch.float32)
+        losses = []
+        for row in range(len(targets)):
+            alone = cast(Batch, {name: cast(Tensor, value)[row : row + 1] for name, value in batch.items()})
+            losses.append(self.forward_head(x[row : row + 1], context, {**alone, "loss_scale": factor}))
+        return torch.stack(losses).unsqueeze(1)
+
     def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose head contains blocks
         """Apply the final norm and the head."""
         assert self.head is not None
@@ -166,8 +180,15 @@ class Stack(nn.Module):
         if "reference" not in batch:
             return answers
         loss, rewards = preference_loss(answers, batch)
-        self.rewards.append(rewards)
+        self.measured.append(rewards)
         return loss
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of further losses and the speed of routers' biases; for families that have some (ModelConfig.loss_weights).
+
+        Args:
+            weights: all of the family, by name.
+        """
 
     def reset_buffers(self) -> None:
         """Recompute all ComputedBuffers on the device of the weights, after the model was materialized from the meta device."""

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2209.05433), whose result is bf16. Everything else is as i
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -46,7 +47,12 @@ def apply(stage: Stack, precision: PrecisionConfig, layers: int, device: torch.d
     }
     if problems := _violations(linears, precision.fp8, device):
         raise UserError(problems)
-    if device.type == "meta" or not linears:
+    if device.type == "meta":
+        return
+    emulated = ", emulated" if device.type == "cpu" else ""
+    in_bf16 = _products_in_bf16(stage, linears)
+    log.info("fp8 (%s) in %d linear layers of this stage%s; in bf16: %s", precision.fp8, len(linears), emulated, in_bf16)
+    if not linears:
         return
     try:
         logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for other GPUs
@@ -60,7 +66,24 @@ def apply(stage: Stack, precision: PrecisionConfig, layers: int, device: torch.d
         config=replace(recipe, emulate=device.type == "cpu"),
         module_filter_fn=lambda module, _: module in chosen,
     )
-    log.info("fp8 (%s) in %d linear layers of this stage%s", precision.fp8, len(chosen), ", emulated" if device.type == "cpu" else "")
+
+
+def _products_in_bf16(stage: Stack, linears: Mapping[str, nn.Linear]) -> str:
+    """Name the weights of a stage whose products stay bf16, with their share: whole blocks by number, others by name."""
+    sizes = {name: weight.numel() for name, weight in stage.named_parameters() if weight.dim() > 1 and not name.startswith("embed.")}
+    left = [name for name in sizes if name.removesuffix(".weight") not in linears]
+    if not left:
+        return "none"
+    mixed = {name.split(".")[1] for name in linears}
+    kinds = dict.fromkeys(_kind(name.split("."), mixed) for name in left)
+    return f"{', '.join(kinds)} ({sum(sizes[name] for name in left) / sum(sizes.values()):.0%} of the weights of matrix products)"
+
+
+def _kind(name: list[str], mixed: set[str]) -> str:
+    """The name of a weight, for all blocks of `mixed` at once; of a weight in another block, the block; of any other one, its module."""
+    if name[0] != "blocks":
+        return name[0]
+    return ".".join(["blocks", "*", *name[2:]]) if name[1] in mixed else f"blocks.{name[1]}"
 
 
 def _violations(linears: dict[str, nn.Linear], value: str, device: torch.device) -> list[Violation]:

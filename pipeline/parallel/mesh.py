@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Coordinates, Layout
+from pipeline.parallel import device as rank_device
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
 INPUT_OUTPUT = 6.0
@@ -72,18 +73,20 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
         local_rank: rank within the node; selects the GPU.
         init_method: URL of the rendezvous with rank 0: `tcp://host:port`, or `env://` under torchrun.
         minutes: training.timeout_minutes. Ranks wait for each other INPUT_OUTPUT times as long, since they load and save for so long.
+
+    Raises:
+        UserError: another rank uses the GPU of this one.
     """
     timeout = timedelta(minutes=minutes * INPUT_OUTPUT)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = rank_device.choose(local_rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     return device
 
 

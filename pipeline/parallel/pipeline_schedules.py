@@ -31,7 +31,7 @@ class Pipeline:
         shape: (sequences, sequence length) of the rank's share; for encoder-decoders also the decoder's sequence length. A micro-batch
             has the tokens of training.micro_batch_size samples, independent of the sequence length. Context ranks receive full
             sequences and take their shards.
-        values: number of values that the last stage returns for each sequence instead of the loss, for evaluate_each.
+        values: number of values that the last stage returns for each sequence instead of the loss, for evaluate.
     """
 
     def __init__(
@@ -81,12 +81,11 @@ class Pipeline:
         return loss if loss_scale is None else loss / loss_scale
 
     def evaluate(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """Forward pass only; arguments and result as in train."""
-        with torch.no_grad(), _forward_only(self._schedule):
-            return self._run_schedule(self._schedule.eval, inputs, batch)
+        """Forward pass only; arguments as in train, of a pipeline with `values`.
 
-    def evaluate_each(self, inputs: Tensor, batch: Batch) -> Tensor:
-        """As evaluate, but returns what the model returns for each sequence, (sequences, values); zeros on ranks without the last stage."""
+        Returns:
+            What the model returns for each sequence, (sequences, values); zeros on ranks without the last stage.
+        """
         with torch.no_grad(), _forward_only(self._schedule):
             found = self._run_schedule(self._schedule.eval, inputs, batch, reduced=False)
         return (found * self.micro_batches).expand(self.micro_batches, *self._result).flatten(0, 1)

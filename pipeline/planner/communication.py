@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
 from pipeline.planner.operations import Collective, Kind, Phase
-from pipeline.planner.planned_buckets import PlannedBucket
-from pipeline.planner.state_memory import FP32
+from pipeline.planner.planned_buckets import PlannedBucket, planned_buckets
+from pipeline.planner.state_memory import FP32, StateFormat
+from pipeline.planner.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,23 @@ class RepeatedCollective:
 
     collective: Collective
     count: int
+
+
+def step_exchanges(
+    trace: Trace, layout: Layout, rank: int, state_format: StateFormat, hidden_bytes: float, states: int = 1
+) -> list[RepeatedCollective]:
+    """Return all collectives of a step on a pipeline rank besides the model's own.
+
+    Args:
+        trace: of the model.
+        layout: of the job.
+        rank: coordinate on the pipeline axis.
+        state_format: how a rank stores its weights.
+        hidden_bytes, states: as in `sends`.
+    """
+    buckets, zero_stage = planned_buckets(trace, layout, layout.stages(rank)), state_format.zero_stage
+    gathered = gathers(buckets, layout, zero_stage, state_format.weight_bytes, reference=trace.has_reference)
+    return reductions(buckets, layout, zero_stage) + gathered + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
 
 
 def reductions(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gradient_bytes: int = FP32) -> list[RepeatedCollective]:
@@ -38,18 +56,20 @@ def reductions(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gr
     return collectives
 
 
-def gathers(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, weight_bytes: int) -> list[RepeatedCollective]:
-    """Return the gatherings of weights in a step: after it, or under ZeRO 3 before every use of matrices."""
+def gathers(
+    buckets: list[PlannedBucket], layout: Layout, zero_stage: int, weight_bytes: int, *, reference: bool = False
+) -> list[RepeatedCollective]:
+    """Return the gatherings of weights in a step: after it, or under ZeRO 3 before every use of matrices, also by a reference model."""
     collectives = []
     for bucket in buckets:
         if zero_stage > 0 and bucket.ranks > 1:
-            count = bucket.gathers * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
+            count = (bucket.gathers + reference) * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
             gathered = Collective("all_gather", bucket.axis, "forward", float(weight_bytes * bucket.elements))
             collectives.append(RepeatedCollective(gathered, count))
     return collectives
 
 
-def sends(layout: Layout, rank: int, hidden_bytes: float, states: int = 1) -> list[RepeatedCollective]:
+def sends(layout: Layout, rank: int, hidden_bytes: float, states: int = 1, *, reference: bool = False) -> list[RepeatedCollective]:
     """Return the activations and gradients that a pipeline rank sends in a step.
 
     Args:
@@ -57,10 +77,13 @@ def sends(layout: Layout, rank: int, hidden_bytes: float, states: int = 1) -> li
         rank: coordinate on the pipeline axis.
         hidden_bytes: of one hidden state of a micro-batch.
         states: number of hidden states between stages (encoder-decoders: 2).
+        reference: whether the stages of a reference model send theirs, too.
     """
     neighbors: tuple[tuple[Phase, int], ...] = (("forward", 1), ("backward", -1))
     return [
-        RepeatedCollective(Collective("send", "pipeline", phase, hidden_bytes), states * layout.micro_batches)
+        RepeatedCollective(
+            Collective("send", "pipeline", phase, hidden_bytes), states * layout.micro_batches * (1 + (reference and phase == "forward"))
+        )
         for stage in layout.stages(rank)
         for phase, distance in neighbors
         if 0 <= stage + distance < layout.stage_count and layout.holder(stage + distance) != rank

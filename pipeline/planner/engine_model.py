@@ -43,6 +43,7 @@ class EngineModel:
         overlap_data: share of the compute during which collectives of data parallelism run beside it.
         gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
         accumulation_bytes: bytes that the accumulation of gradients moves for each weight and micro-batch.
+        weight_bytes: of a gathered weight.
         context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
         keeps_outputs: a pipeline stage keeps the output of every micro-batch in flight, as PyTorch's schedules do.
         reduction_buffers: flat gradients of a block that are allocated at a time under ZeRO 3: one that is filled, and two in reductions.
@@ -52,6 +53,7 @@ class EngineModel:
     overlap_data: float = 0.9
     gradient_bytes: int = 4
     accumulation_bytes: float = 10.0
+    weight_bytes: int = 2
     context_bytes: float = 1.6e9
     keeps_outputs: bool = True
     reduction_buffers: int = 3
@@ -102,7 +104,7 @@ class EngineModel:
 
     def accumulation_time(self, parts: list[TracedPart], hardware: Hardware) -> float:
         """Return the seconds to add the 16-bit gradients of a micro-batch to their sum."""
-        return kernel_time.elementwise_time(self.accumulation_bytes * sum(part.parameters for part in parts), hardware)
+        return kernel_time.elementwise_time(self.accumulation_bytes * sum(part.trained for part in parts), hardware)
 
     def reductions(self, buckets: list[PlannedBucket], layout: Layout, zero_stage: int) -> list[RepeatedCollective]:
         """Return the reductions of gradients in a step of ZeRO 0 to 2."""
@@ -110,7 +112,7 @@ class EngineModel:
 
     def sharded_exchanges(self, buckets: list[PlannedBucket], layout: Layout) -> list[RepeatedCollective]:
         """Return the gatherings of weights and reductions of gradients in a step of ZeRO 3."""
-        return gathers(buckets, layout, 3, 2) + reductions(buckets, layout, 3, self.gradient_bytes)
+        return gathers(buckets, layout, 3, self.weight_bytes) + reductions(buckets, layout, 3, self.gradient_bytes)
 
     def model_state(self, buckets: list[PlannedBucket], state_format: StateFormat) -> ModelState:
         """Return the bytes of weights, gradients and optimizer state."""
@@ -125,6 +127,6 @@ class EngineModel:
         return part.peak
 
 
-def engine_model(zero_stage: int) -> EngineModel:
-    """Return the model of this project's engine under a ZeRO stage."""
-    return EngineModel(products=SHARDED_PRODUCTS if zero_stage == 3 else 1.0)
+def engine_model(zero_stage: int, weight_bytes: int = 2) -> EngineModel:
+    """Return the model of this project's engine under a ZeRO stage, for weights of a size in matrix products."""
+    return EngineModel(products=SHARDED_PRODUCTS if zero_stage == 3 else 1.0, weight_bytes=weight_bytes)

@@ -13,7 +13,7 @@ from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.operations import AttentionCall, Product, TracedPart
 from pipeline.planner.peak_memory import PeakMemory, peak_memory
 from pipeline.planner.pipeline_simulation import StageTime, simulate
-from pipeline.planner.planned_buckets import PlannedBucket, planned_buckets
+from pipeline.planner.planned_buckets import PlannedBucket, frozen_bytes, planned_buckets
 from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.trace import Trace
 
@@ -82,10 +82,9 @@ def estimate(
         saved = [size + hidden_bytes * (stage < layout.stage_count - 1) for stage, size in enumerate(saved)]
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
     optimizer = max(_optimizer(b, hardware, zero_stage) for b in buckets)
-    memories = [
-        peak_memory(buckets[rank], [contents[stage] for stage in layout.stages(rank)], in_flight[rank], state_format, engine)
-        for rank in ranks
-    ]
+    own_parts = [[contents[stage] for stage in layout.stages(rank)] for rank in ranks]
+    frozen = [frozen_bytes(trace, layout, layout.stages(rank)) for rank in ranks]
+    memories = [peak_memory(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]) for rank in ranks]
     fullest = max(ranks, key=lambda rank: memories[rank].total)
     busiest = max(ranks, key=lambda rank: compute[rank])
     causes = _causes(layout, contents, times, busiest)
@@ -93,10 +92,32 @@ def estimate(
     causes["data"] = exposed[busiest] if zero_stage == 3 else after_passes
     causes["bubble"] = max(0.0, passes - compute[busiest] - (exposed[busiest] if zero_stage == 3 else 0.0))
     causes["optimizer"] = optimizer
+    reference = reference_time(contents, layout, hardware, engine, send)
+    if reference:
+        causes["reference"] = reference
     replicas = layout.world_size // layout.pipeline * layout.micro_batches
     fits = memories[fullest].total <= USABLE * hardware.memory_gb * 1e9
-    step_time = passes + after_passes + optimizer
+    step_time = passes + after_passes + optimizer + reference
     return Estimate(step_time, causes, memories[fullest], fullest, fits, times, _flops(contents) * replicas)
+
+
+def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: Hardware, engine: EngineModel, send: float) -> float:
+    """Return the seconds in which the reference model of DPO processes the micro-batches of a step, before the training passes.
+
+    Args:
+        contents: the parts of every stage.
+        layout: of the job.
+        hardware: GPU, node and network.
+        engine: what the engine does.
+        send: seconds to send hidden states to the next stage.
+    """
+    groups = engine.axis_groups(layout, hardware)
+    stages = [sum(engine.operation_time(o, hardware, groups)[1] for part in parts for o in part.reference) for parts in contents]
+    if not sum(stages):
+        return 0.0
+    slowest = max(sum(stages[stage] for stage in layout.stages(rank)) for rank in range(layout.pipeline))
+    fill = sum(stages) / layout.stages_per_rank - slowest / layout.stages_per_rank + (layout.pipeline - 1) * send
+    return layout.micro_batches * slowest + fill
 
 
 @dataclass(frozen=True)
@@ -127,7 +148,7 @@ class DataParallelTime:
         last = max((self._seconds([reduction]) for reduction in reductions), default=0.0)  # nothing runs beside the last bucket's
         backward = rounds * sum(stage.backward for stage in stages)
         exposed = max(last, self._seconds(reductions) - overlap * backward)
-        gather = self._seconds(gathers(buckets, self.layout, zero_stage, 2))
+        gather = self._seconds(gathers(buckets, self.layout, zero_stage, self.engine.weight_bytes))
         return exposed + max(0.0, gather - overlap * sum(stage.forward for stage in stages))
 
     def _seconds(self, collectives: list[RepeatedCollective]) -> float:
@@ -141,8 +162,11 @@ class DataParallelTime:
 def _stage_time(parts: list[TracedPart], times: dict[str, PartTime], accumulate: float) -> StageTime:
     forward = sum(sum(times[part.name].forward.values()) for part in parts)
     backward = sum(sum(times[part.name].backward.values()) for part in parts) + accumulate
-    # Half of the products of the backward pass compute gradients of weights.
-    weights = sum(times[part.name].backward.get("products", 0.0) for part in parts) / 2 + accumulate
+    products = sum(times[part.name].backward.get("products", 0.0) for part in parts)
+    if any(weights.stored for part in parts for weights in part.weights):  # few gradients of weights: the rest are those of inputs
+        weights = max(0.0, products - sum(times[part.name].forward.get("products", 0.0) for part in parts)) + accumulate
+    else:  # half of the products of the backward pass compute gradients of weights
+        weights = products / 2 + accumulate
     return StageTime(forward, backward - weights, backward)
 
 
@@ -174,6 +198,6 @@ def _flops(contents: list[list[TracedPart]]) -> float:
         operation.flops
         for parts in contents
         for part in parts
-        for operation in part.operations
+        for operation in (*part.operations, *part.reference)
         if isinstance(operation, Product | AttentionCall) and operation.phase != "recompute"
     )

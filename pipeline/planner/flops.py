@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pipeline.config import hardware as hardware_files
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.hardware import Peak
+from pipeline.config.schema import ClusterConfig, PrecisionConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.registry import family_of
 
@@ -15,11 +16,12 @@ def flops_per_token(model: ModelConfig, sequence_length: int, decoder_length: in
     return family_of(model).costs_per_token(model, sequence_length, decoder_length).total
 
 
-def peak_flops(cluster: ClusterConfig, device: torch.device) -> float | None:
-    """Return the dense 16-bit peak of a device in FLOP/s, from conf/hardware/; None for a CPU or an unknown device.
+def peak_flops(cluster: ClusterConfig, precision: PrecisionConfig, device: torch.device) -> Peak | None:
+    """Return the dense peak of a device in the precision of the training, from conf/hardware/; None for a CPU or an unknown device.
 
     Args:
         cluster: its `hardware` names the file; otherwise the name of the device does.
+        precision: of the training.
         device: of the rank.
 
     Raises:
@@ -28,6 +30,6 @@ def peak_flops(cluster: ClusterConfig, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     if cluster.hardware is not None:
-        return hardware_files.load(cluster.hardware).tflops * 1e12
+        return hardware_files.load(cluster.hardware).peak(precision)
     hardware = hardware_files.of_device(torch.cuda.get_device_name(device))
-    return None if hardware is None else hardware.tflops * 1e12
+    return None if hardware is None else hardware.peak(precision)

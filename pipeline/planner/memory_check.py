@@ -1,4 +1,4 @@
-"""Refusal of a pretraining job that will not fit in the memory of its GPUs, with the nearest layout that does."""
+"""Refusal of a training job that will not fit in the memory of its GPUs, with the nearest layout that does."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from pipeline.planner.search import Choice, search, settings_of
 
 
 def planned(config: RunConfig, world_size: int) -> JobPlan | None:
-    """Return the plan of a job; None if the cluster does not name its GPU (cluster.hardware), or adapters are trained: it has no plan."""
-    return None if config.cluster.hardware is None or config.lora.rank else plan(config, world_size, hardware_of(config))
+    """Return the plan of a job; None if the cluster does not name its GPU (cluster.hardware)."""
+    return None if config.cluster.hardware is None else plan(config, world_size, hardware_of(config))
 
 
 def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Violation | None:
     """Return why a job is refused; None if it fits, its GPU is unknown, or cluster.check_memory is off."""
     if result is None or result.estimate.fits or not config.cluster.check_memory:
         return None
-    nearest = nearest_layout(config, world_size)
-    fix = f"the nearest layout that fits: {' '.join(nearest.settings)}" if nearest else "no layout fits: use more nodes"
+    found = search(config, world_size, hardware_of(config))
+    if nearest := nearest_layout(config, found.choices):
+        fix = f"the nearest layout that fits: {' '.join(nearest.settings)}"
+    else:
+        least = f" (the smallest layout needs {found.smallest.plan.estimate.memory.total / 1e9:.1f} GB)" if found.smallest else ""
+        fix = f"no layout of {world_size:,} ranks fits{least}: use more nodes, or GPUs with more memory"
     needs, has = result.estimate.memory.total / 1e9, result.hardware.memory_gb
-    rule = f"the planned job needs {needs:.1f} GB on a GPU of {has:.1f} GB"
+    rule = f"the planned job does not fit: it needs {needs:.1f} GB on a GPU of {has:.1f} GB"
     return Violation("cluster.hardware", config.cluster.hardware, rule, f"{fix}; or submit it anyway with cluster.check_memory=false")
 
 
-def nearest_layout(config: RunConfig, world_size: int) -> Choice | None:
-    """Return the layout that fits and has the fewest other settings than the configuration; among these, the fastest."""
+def nearest_layout(config: RunConfig, choices: list[Choice]) -> Choice | None:
+    """Return the layout that has the fewest other settings than the configuration; among these, the fastest."""
     wanted = set(settings_of(config))
-    choices = search(config, world_size, hardware_of(config)).choices
     return min(choices, key=lambda choice: (len(wanted ^ set(choice.settings)), choice.step_time), default=None)

@@ -141,6 +141,7 @@ class TracedWeights:
         shared: "tied_embedding" or "pipeline" where other stages hold them too, else empty.
         copy: whether this is the head's copy of a tied embedding.
         fixed: whether they have no gradient.
+        stored: bytes of weights that the configuration does not train, which ZeRO does not shard; 0 for others.
         unit: module whose gradients are reduced together; empty for the part itself.
         gathers: under ZeRO 3, how often a rank that holds the whole model gathers them for a micro-batch.
     """
@@ -153,6 +154,7 @@ class TracedWeights:
     shared: str = ""
     copy: bool = False
     fixed: bool = False
+    stored: int = 0
     unit: str = ""
     gathers: int = 2
 
@@ -168,6 +170,7 @@ class TracedPart:
         output: bytes of the result.
         peak: bytes that are allocated at most during the backward pass, beyond what was saved, without gradients of weights.
         weights: of this rank.
+        reference: operations of the forward pass of the reference model (DPO), in order of execution.
     """
 
     name: str
@@ -176,6 +179,7 @@ class TracedPart:
     output: int = 0
     peak: int = 0
     weights: list[TracedWeights] = field(default_factory=list)
+    reference: list[Operation] = field(default_factory=list)
 
     @property
     def saved(self) -> int:
@@ -186,6 +190,11 @@ class TracedPart:
     def parameters(self) -> int:
         """Elements of all weights of this rank; those of a tied embedding count where the embedding is."""
         return sum(weights.elements for weights in self.weights if not weights.copy)
+
+    @property
+    def trained(self) -> int:
+        """As `parameters`, without the weights that the configuration does not train."""
+        return sum(weights.elements for weights in self.weights if not (weights.copy or weights.stored))
 
     @property
     def products(self) -> list[Product]:

@@ -24,15 +24,22 @@ class PeakMemory:
     activations: float
     transient: float
     overhead: float
+    frozen: float = 0.0
+    """Weights that are not trained, which ZeRO does not shard."""
 
     @property
     def total(self) -> float:
         """Sum of all kinds of memory."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.overhead
+        return self.frozen + self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.overhead
 
 
 def peak_memory(
-    buckets: list[PlannedBucket], stages: list[list[TracedPart]], in_flight: float, state_format: StateFormat, engine: EngineModel
+    buckets: list[PlannedBucket],
+    stages: list[list[TracedPart]],
+    in_flight: float,
+    state_format: StateFormat,
+    engine: EngineModel,
+    frozen: float = 0.0,
 ) -> PeakMemory:
     """Return the memory of a rank in the backward pass of the first micro-batch with all others in flight.
 
@@ -42,6 +49,7 @@ def peak_memory(
         in_flight: bytes of the activations in flight.
         state_format: how it stores its weights.
         engine: what the engine does.
+        frozen: bytes of its weights that are not trained.
     """
     state = engine.model_state(buckets, state_format)
     largest = max((bucket.elements for bucket in buckets), default=0)
@@ -57,6 +65,7 @@ def peak_memory(
         activations=in_flight,
         transient=transient,
         overhead=engine.context_bytes + FRAGMENTATION * (in_flight + transient),
+        frozen=frozen,
     )
 
 

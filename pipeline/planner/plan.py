@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from pipeline.common.errors import UserError
 from pipeline.config import hardware as hardware_files
@@ -10,6 +12,8 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
+from pipeline.planner.collective_time import collective_time
+from pipeline.planner.communication import step_exchanges
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.kernel_time import product_time
@@ -77,14 +81,14 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         traced: the trace of the configuration; traced here when None.
     """
     traced = traced or trace(config)
-    layout = Layout.of(config, world_size)
+    layout, state_format = Layout.of(config, world_size), state_format_of(config)
     predicted = estimate(
         traced,
         layout,
         hardware,
-        state_format_of(config),
+        state_format,
         hidden_bytes=hidden_bytes(config) * hidden_states(config),
-        engine=engine_model(config.parallel.zero_stage),
+        engine=engine_model(config.parallel.zero_stage, state_format.weight_bytes),
     )
     return JobPlan(config, layout, hardware, traced, predicted)
 
@@ -103,33 +107,58 @@ def hidden_states(config: RunConfig) -> int:
 
 
 def table(plan: JobPlan) -> list[OperationRow]:
-    """Return the operations of a step on the ranks of one pipeline (all its stages), longest first."""
+    """Return the operations of a step on the ranks of one pipeline (all its stages), longest first.
+
+    Collectives of data parallelism and of ring attention are listed with their own time; other operations run beside them.
+    """
+    rows: dict[tuple[str, str, str], OperationRow] = {}
+    for row in (*_model_rows(plan), *_exchange_rows(plan)):
+        key = row.name, row.phase, row.shape
+        if old := rows.get(key):
+            count = row.count + old.count
+            moved, time = ((a * row.count + b * old.count) / count for a, b in ((row.bytes, old.bytes), (row.time, old.time)))
+            row = replace(row, count=count, bytes=moved, time=time)
+        rows[key] = row
+    return sorted(rows.values(), key=lambda row: -row.time * row.count)
+
+
+def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
+    """Yield what the parts of the model execute, with the collectives inside of it."""
     engine = engine_model(plan.config.parallel.zero_stage)
     groups = engine.axis_groups(plan.layout, plan.hardware)
     parts = [part for stage in range(plan.layout.stage_count) for part in plan.trace.stage_parts(plan.layout, stage)]
-    counts: dict[str, int] = {}
-    for part in parts:
-        counts[part.name] = counts.get(part.name, 0) + plan.layout.micro_batches
-    rows: dict[tuple[str, str, str], OperationRow] = {}
-    for name, part in plan.trace.parts.items():
-        for operation in part.operations:
+    for name, uses in Counter(part.name for part in parts).items():
+        count = uses * plan.layout.micro_batches
+        part = plan.trace.parts[name]
+        for operation in (*part.operations, *part.reference):
             _, time = engine.operation_time(operation, plan.hardware, groups)
-            shape, bound = "", "memory"
+            shape, flops, bound = "", 0.0, "memory"
             if isinstance(operation, Elementwise):
-                label, flops = "elementwise", 0.0
+                label = "elementwise"
             elif isinstance(operation, Collective):
-                label, flops, bound = f"{operation.kind} ({operation.axis})", 0.0, "network"
+                label, bound = f"{operation.kind} ({operation.axis})", "network"
             elif isinstance(operation, AttentionCall):
                 label, flops, bound = "attention", operation.flops, "compute"
                 shape = f"{operation.batch}x{operation.heads} x {operation.queries} x {operation.keys} x {operation.head_dim}"
+                if operation.sent:
+                    sent = collective_time("send", operation.sent, groups["context"], plan.hardware)
+                    yield OperationRow("send (context)", operation.phase, "", count, 0.0, operation.sent, sent, "network")
             else:
                 label = operation.name.split(".", 2)[-1] if operation.name.startswith("blocks.") else operation.name or "(activations)"
                 flops, (_, bound) = operation.flops, product_time(operation, plan.hardware)
                 shape = f"{operation.batch} x " * (operation.batch > 1) + f"{operation.m} x {operation.n} x {operation.k}"
-            key = label, operation.phase, shape
-            old = rows.get(key)
-            count = counts[name] + (old.count if old else 0)
-            moved = (operation.bytes * counts[name] + (old.bytes * old.count if old else 0)) / count
-            mean = (time * counts[name] + (old.time * old.count if old else 0)) / count
-            rows[key] = OperationRow(label, operation.phase, shape, count, flops, moved, mean, bound)
-    return sorted(rows.values(), key=lambda row: -row.time * row.count)
+            yield OperationRow(label, operation.phase, shape, count, flops, operation.bytes, time, bound)
+
+
+def _exchange_rows(plan: JobPlan) -> Iterator[OperationRow]:
+    """Yield the collectives of gradients and weights, and what is sent between pipeline stages."""
+    config, layout = plan.config, plan.layout
+    groups = engine_model(config.parallel.zero_stage).axis_groups(layout, plan.hardware)
+    experts = "data" if layout.expert == 1 else "data of experts"
+    names = {"dense": "data", "data": experts, "tied_embedding": "tied embedding"}
+    for rank in range(layout.pipeline):
+        for exchange in step_exchanges(plan.trace, layout, rank, state_format_of(config), hidden_bytes(config), hidden_states(config)):
+            collective = exchange.collective
+            time = collective_time(collective.kind, collective.bytes, groups[collective.axis], plan.hardware)
+            label = f"{collective.kind} ({names.get(collective.axis, collective.axis)})"
+            yield OperationRow(label, collective.phase, "", exchange.count, 0.0, collective.bytes, time, "network")

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from pipeline.config.schema import RunConfig
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import beyond_saved, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow
+from pipeline.planner.run_cost import cost_lines
 
 GB = 1e9
 #: Lines of the table of operations, and of the largest activations.
 LINES, TENANTS = 28, 4
 
 
-def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> Iterator[str]:
+def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float], *, starts: bool) -> Iterator[str]:
     """Yield everything that is printed.
 
     Args:
         result: the plan.
         rows: its operations, as plan.table returns them.
-        costs: as `cost` returns it.
+        costs: as run_cost.cost returns it.
+        starts: whether the job may start; one that does not fit takes no time and costs nothing.
     """
     yield from head_lines(result)
     yield from table_lines(rows)
     yield from memory_lines(result)
-    yield from time_lines(result)
-    yield from cost_lines(costs)
+    if starts:
+        yield from time_lines(result)
+        yield from cost_lines(costs)
 
 
 def head_lines(result: JobPlan) -> Iterator[str]:
@@ -35,8 +39,21 @@ def head_lines(result: JobPlan) -> Iterator[str]:
     yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "context", "expert", "data", "pipeline"))
     yield f"  {'layout':<14}{axes}, ZeRO {result.config.parallel.zero_stage}, {layout.schedule}"
+    if tuned := "; ".join(_tuning(result.config)):
+        yield f"  {'trains':<14}{tuned}"
     batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"
     yield f"  {'a rank':<14}{batch}, activation checkpointing {training.activation_checkpointing}"
+
+
+def _tuning(config: RunConfig) -> Iterator[str]:
+    """Yield what is trained, if it is not all weights to predict the next token."""
+    if config.training.objective != "auto":
+        yield config.training.objective
+    if config.lora.rank:
+        kept = config.precision.dtype if config.lora.quantize == "none" else f"{config.lora.quantize} in the blocks"
+        yield f"adapters of rank {config.lora.rank}, the weights are frozen ({kept})"
+    if config.training.frozen:
+        yield f"without {', '.join(config.training.frozen)}"
 
 
 def table_lines(rows: list[OperationRow]) -> Iterator[str]:
@@ -45,15 +62,16 @@ def table_lines(rows: list[OperationRow]) -> Iterator[str]:
     yield "operations of a step on the ranks of one pipeline; shapes per rank"
     titles = f"{'operation':<34}{'phase':<10}{'shape (m x n x k)':<30}{'count':>9}{'GFLOP':>9}{'MB':>8}{'FLOP/B':>8}"
     yield f"  {titles}{'bound':>9}{'us':>9}{'share':>8}"
-    for row in rows[:LINES]:
+    shown = [row for index, row in enumerate(rows) if index < LINES or row.bound == "network"]
+    for row in shown:
         intensity = f"{row.flops / row.bytes:.0f}" if row.flops and row.bytes else "-"
         gflop = f"{row.flops / 1e9:.1f}" if row.flops else "-"
         sizes = f"{row.count:>9,}{gflop:>9}{row.bytes / 1e6:>8.1f}{intensity:>8}"
         share = row.time * row.count / total
         yield f"  {row.name[-33:]:<34}{row.phase:<10}{row.shape:<30}{sizes}{row.bound:>9}{row.time * 1e6:>9.0f}{share:>8.1%}"
-    if len(rows) > LINES:
-        rest = sum(row.time * row.count for row in rows[LINES:]) / total
-        yield f"  {f'{len(rows) - LINES} more':<34}{rest:>91.1%}"
+    if len(rows) > len(shown):
+        rest = 1 - sum(row.time * row.count for row in shown) / total
+        yield f"  {f'{len(rows) - len(shown)} more':<34}{rest:>91.1%}"
     products = sum(row.time * row.count for row in rows if row.shape) / total
     yield f"  matrix products and attention take {products:.1%} of the time of all operations"
 
@@ -68,15 +86,14 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
     yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
     for name, value in asdict(memory).items():
+        if name == "frozen" and not value:
+            continue
         yield f"  {name:<14}{value / GB:9.2f} GB"
         if name == "activations":
             for producer, size in largest_activations(stages, value)[:TENANTS]:
                 yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
-    if not result.estimate.fits:
-        yield "  reduce it by parallel.zero_stage=2 or 3, training.activation_checkpointing=full, a smaller training.micro_batch_size,"
-        yield "  or more tensor or pipeline ranks"
 
 
 def time_lines(result: JobPlan) -> Iterator[str]:
@@ -89,35 +106,8 @@ def time_lines(result: JobPlan) -> Iterator[str]:
             yield f"  {cause:<22}{seconds:10.4f} s {seconds / estimate.step_time:7.1%}"
     rate = estimate.flops / estimate.step_time / result.layout.world_size / 1e12
     speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
-    yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / result.hardware.tflops:.1%} of the peak)"
-
-
-def cost(result: JobPlan, run_tokens: float | None) -> dict[str, float]:
-    """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run.
-
-    Args:
-        result: the plan.
-        run_tokens: tokens of the run; None for those of training.steps.
-    """
-    training, layout, hardware = result.config.training, result.layout, result.hardware
-    batch = training.global_batch_size * training.sequence_length
-    tokens = run_tokens or float(training.steps * batch)
-    hours = tokens / batch * result.estimate.step_time / 3600
-    return {
-        "tokens": tokens,
-        "steps": tokens / batch,
-        "days": hours / 24,
-        "node_hours": hours * layout.world_size / hardware.gpus_per_node,
-        "gpu_hours": hours * layout.world_size,
-        "mwh": hours * layout.world_size * (hardware.watts + hardware.node_watts) / 1e6,
-    }
-
-
-def cost_lines(costs: dict[str, float]) -> Iterator[str]:
-    """Yield the cost of the run, as `cost` returns it."""
-    yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
-    yield f"  {costs['days']:,.2f} days, {costs['node_hours']:,.0f} node-hours, {costs['gpu_hours']:,.0f} GPU-hours"
-    yield f"  {costs['mwh']:,.2f} MWh at the stated power of GPUs and nodes"
+    peak = result.hardware.peak(result.config.precision)
+    yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / peak.tflops:.1%} of the {peak.number_format} peak)"
 
 
 def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:

@@ -49,6 +49,11 @@ def rank_weights(trace: Trace, layout: Layout, stages: list[int]) -> Iterator[tu
                     yield f"{stage} {index}", weights
 
 
+def frozen_bytes(trace: Trace, layout: Layout, stages: list[int]) -> int:
+    """Return the bytes of the weights of some stages of one rank that are not trained."""
+    return sum(weights.stored for _, weights in rank_weights(trace, layout, stages))
+
+
 def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[PlannedBucket]:
     """Return the buckets of some stages of one rank."""
     sizes = {"dense": layout.context * layout.expert * layout.data, "data": layout.context * layout.data}

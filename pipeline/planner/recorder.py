@@ -102,12 +102,15 @@ class Recorder(TorchDispatchMode):
         self._axes, self._sizes = axes, axis_sizes
         self._ids: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names: dict[int, str] = {}
+        self._quantized: set[int] = set()
         self._count = 0
         self._pending: list[tuple[tuple[int, ...], str]] = []
         for weight, name in weights.items():
             key = self._id(weight, allocated=False)
             if name:
                 self._names[key] = name
+                if weight.dtype == torch.uint8:
+                    self._quantized.add(key)
 
     @property
     def phase(self) -> Phase:
@@ -134,6 +137,8 @@ class Recorder(TorchDispatchMode):
         writes = dict(_sizes(self, outputs))
         if short == "cat":
             self._name_concatenation(list(reads), outputs[0])
+        if quantized := next((key for key in reads if key in self._quantized), None):
+            self._name_dequantized(quantized, operator, outputs)
         if short in _LOOKUPS:
             reads[self._id(inputs[0])] = sum(writes.values())
         operation, name = self._operation(operator, args, inputs, outputs, kwargs), operator.name()
@@ -150,6 +155,13 @@ class Recorder(TorchDispatchMode):
         if len(names) == len(inputs) and all(len(name) > 1 for name in names):
             layers = "+".join(name[-2] for name in names)
             self._names[self._id(result)] = ".".join([*names[0][:-2], layers, names[0][-1]])
+
+    def _name_dequantized(self, codes: int, operator: Any, results: list[Tensor]) -> None:
+        """Name what follows from the codes of a weight in 4 bits, up to the product that it is computed for."""
+        if operator not in _PRODUCTS:
+            for result in results:
+                self._quantized.add(key := self._id(result))
+                self._names[key] = self._names[codes]
 
     def _id(self, tensor: Tensor, *, allocated: bool = True) -> int:
         """The id of a tensor's storage; a new one counts as allocated."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pipeline.config.hardware import Hardware
 from pipeline.planner.plan import JobPlan, OperationRow
 from pipeline.planner.plotting import new_figure, plain_numbers, save
 
@@ -31,7 +30,7 @@ def draw(plan: JobPlan, rows: list[OperationRow], path: Path) -> None:
     shown = [row for row in rows if row.flops and row.bytes]
     figure = new_figure(path, 12, 6)
     axes = figure.add_subplot()
-    _roof(axes, plan.hardware, [row.flops / row.bytes for row in shown])
+    _roof(axes, plan, [row.flops / row.bytes for row in shown])
     for phase, color in COLORS.items():
         points = [row for row in shown if row.phase == phase]
         areas = [LEAST_AREA + FULL_AREA * row.time * row.count / total for row in points]
@@ -64,9 +63,9 @@ def draw(plan: JobPlan, rows: list[OperationRow], path: Path) -> None:
     save(figure, path)
 
 
-def _roof(axes, hardware: Hardware, intensities: list[float]) -> None:  # type: ignore[no-untyped-def] # matplotlib has few types
-    """Draw the bounds of memory and of matrix products, as data sheets state them."""
-    peak, bandwidth = hardware.tflops, hardware.memory_tb_s
+def _roof(axes, plan: JobPlan, intensities: list[float]) -> None:  # type: ignore[no-untyped-def] # matplotlib has few types
+    """Draw the bounds of memory and of matrix products in the trained precision, as data sheets state them."""
+    peak, bandwidth = plan.hardware.peak(plan.config.precision).tflops, plan.hardware.memory_tb_s
     ridge = peak / bandwidth
     left, right = min([ridge, *intensities]) / 4, max([ridge, *intensities]) * 2
     axes.plot([left, ridge, right], [left * bandwidth, peak, peak], color="black", lw=1)

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from pipeline.common.progress import Progress
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig, StageConfig
+from pipeline.config.stages import TRAINING_STAGES
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.plan import JobPlan, plan
 from pipeline.planner.planned_buckets import PlannedBucket
@@ -104,7 +106,8 @@ class Traces:
         parallel, training = config.parallel, config.training
         sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.sequence_parallel
         batch = training.micro_batch_size, training.sequence_length, training.activation_checkpointing
-        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config.training, config.parallel)}"
+        tuned = config.lora, training.frozen, training.objective
+        return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config.training, config.parallel)} {tuned}"
 
     def block_and_ends(self, config: RunConfig, layout: Layout, hardware: Hardware) -> tuple[float, float]:
         """Seconds of a micro-batch in all blocks, and in embedding and head."""
@@ -114,6 +117,8 @@ class Traces:
             traced, engine = self.get(config), engine_model(config.parallel.zero_stage)
             groups = engine.axis_groups(layout, hardware)
             times = {name: engine.part_time(part, hardware, groups).total for name, part in traced.parts.items()}
+            for name, part in traced.parts.items():
+                times[name] += sum(engine.operation_time(operation, hardware, groups)[1] for operation in part.reference)
             self.sums[key] = sum(times[kind] for kind in traced.kinds), times["embed"] + times["head"]
         return self.sums[key]
 
@@ -141,34 +146,44 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     even pipeline, and the bytes of gradients; the best ones are simulated, and the fastest pipelines also with stages of equal FLOPs.
     """
     started, traces = time.perf_counter(), traces or Traces()
-    config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
-    candidates = [c for c in _candidates(config, world_size, hardware) if not check.training_violations(c, world_size)]
+    if config.stage.name not in TRAINING_STAGES:
+        config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
     limit = hardware.memory_gb * 1e9
     bounded: list[tuple[float, int, RunConfig]] = []
     tight: list[tuple[float, int, RunConfig]] = []
-    for index, candidate in enumerate(candidates):
-        layout = Layout.of(candidate, world_size)
-        memory = _memory_bound(traces.get(candidate), candidate, layout)
-        if memory <= USABLE * limit:
-            bounded.append((_time_bound(candidate, layout, hardware, traces), index, candidate))
-        else:
-            tight.append((memory, index, candidate))
+    candidates = list(_candidates(config, world_size, hardware))
+    with Progress(len(candidates), "search", "layouts", every=10) as progress:
+        for index, candidate in enumerate(candidates):
+            if not check.training_violations(candidate, world_size):
+                layout = Layout.of(candidate, world_size)
+                memory = _memory_bound(traces.get(candidate), candidate, layout)
+                if memory <= USABLE * limit:
+                    bounded.append((_time_bound(candidate, layout, hardware, traces), index, candidate))
+                else:
+                    tight.append((memory, index, candidate))
+            progress.advance()
     bounded.sort(key=lambda item: item[:2])
     chosen = bounded[:SIMULATED] or sorted(tight, key=lambda item: item[:2])[:1]
-    choices = _simulated([candidate for _, _, candidate in chosen], world_size, hardware, traces)
-    piped = [choice.plan.config for choice in choices if choice.plan.layout.pipeline > 1][:BALANCED]
-    uneven = [replace(candidate, parallel=replace(candidate.parallel, balance="flops")) for candidate in piped]
-    uneven = [candidate for candidate in uneven if len(set(Layout.of(candidate, world_size).blocks)) > 1]
-    choices = sorted(choices + _simulated(uneven, world_size, hardware, traces), key=lambda choice: choice.step_time)
+    with Progress(len(chosen), "search: simulated", "layouts", every=10) as progress:
+        choices = _simulated([candidate for _, _, candidate in chosen], world_size, hardware, traces, progress)
+        piped = [choice.plan.config for choice in choices if choice.plan.layout.pipeline > 1][:BALANCED]
+        uneven = [replace(candidate, parallel=replace(candidate.parallel, balance="flops")) for candidate in piped]
+        uneven = [candidate for candidate in uneven if len(set(Layout.of(candidate, world_size).blocks)) > 1]
+        progress.extend(len(uneven))
+        choices += _simulated(uneven, world_size, hardware, traces, progress)
+    choices.sort(key=lambda choice: choice.step_time)
     roomy = [choice for choice in choices if choice.plan.estimate.memory.total <= USABLE * limit]
     fitting = roomy or [choice for choice in choices if choice.plan.estimate.fits]
     smallest = min(choices, key=lambda choice: choice.plan.estimate.memory.total) if choices and not fitting else None
-    return SearchResult(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
+    return SearchResult(fitting, len(bounded) + len(tight), len(bounded), smallest, time.perf_counter() - started)
 
 
-def _simulated(candidates: list[RunConfig], world_size: int, hardware: Hardware, traces: Traces) -> list[Choice]:
+def _simulated(candidates: list[RunConfig], world_size: int, hardware: Hardware, traces: Traces, progress: Progress) -> list[Choice]:
     """Return the predictions of some candidates, fastest first."""
-    choices = [Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)) for candidate in candidates]
+    choices = []
+    for candidate in candidates:
+        choices.append(Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)))
+        progress.advance()
     return sorted(choices, key=lambda choice: choice.step_time)
 
 
@@ -223,14 +238,18 @@ def _memory_bound(traced: Trace, config: RunConfig, layout: Layout) -> float:
     blocks = [traced.parts[kind] for kind in traced.kinds]
 
     def elements(axis: str) -> int:
-        sums = {name: sum(w.elements for w in part.weights if w.axis == axis) for name, part in traced.parts.items()}
+        trained = {name: [w for w in part.weights if w.axis == axis and not w.stored] for name, part in traced.parts.items()}
+        return on_rank({name: sum(w.elements for w in weights) for name, weights in trained.items()})
+
+    def on_rank(sums: dict[str, int]) -> int:
         return round(per_rank * sum(sums[kind] for kind in traced.kinds) / len(traced.kinds)) + sums["embed"]
 
     data = layout.data * layout.context
     weights = [PlannedBucket("dense", data * layout.expert, elements("dense")), PlannedBucket("data", data, elements("data"))]
     in_flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
     activations = in_flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
-    return model_state(weights, state_format_of(config)).total + activations
+    frozen = on_rank({name: sum(w.stored for w in part.weights) for name, part in traced.parts.items()})
+    return model_state(weights, state_format_of(config)).total + activations + frozen
 
 
 def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: Traces) -> float:
@@ -240,7 +259,7 @@ def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: T
     rank = blocks / stages + (ends if stages == 1 else max(0.0, ends - blocks / stages / layout.stages_per_rank))
     work = micro * rank + (stages - 1) / layout.stages_per_rank * blocks / stages
     traced = traces.get(config)
-    parameters = sum(traced.parts[kind].parameters for kind in traced.kinds) / stages
+    parameters = sum(traced.parts[kind].trained for kind in traced.kinds) / stages
     rounds = {1: 1, 2: micro, 3: 3 * micro}[config.parallel.zero_stage]
     network = hardware.network_gb_s * 1e9 * hardware.network_share * max(1, hardware.gpus_per_node // layout.tensor)
     within = hardware.link_gb_s * 1e9 * hardware.link_share

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import hardware_of
+from pipeline.planner.run_cost import cost, cost_lines, duration, run_seconds
 from pipeline.planner.search import Choice, SearchResult, search, why_slower
 from pipeline.planner.search_plots import ScalingPoint
 
@@ -41,18 +42,21 @@ def search_lines(result: SearchResult) -> Iterator[str]:
     best = result.choices[0]
     counts = f"{result.legal:,} legal layouts, {result.fitting:,} may fit, {len(result.choices):,} of the simulated ones fit"
     yield f"{counts}; searched in {result.seconds:.1f} s"
-    yield f"  {'step':>10}{'memory':>12}  {'loses by':<34}layout"
+    yield f"  {'step':>10}{'run':>15}{'memory':>12}  {'loses by':<34}layout"
     for choice in result.choices[:LINES]:
         reason = "best" if choice is best else why_slower(choice, best)
-        yield f"  {choice.step_time:>8.3f} s{_gigabytes(choice)}  {reason:<34}{' '.join(choice.settings)}"
+        yield f"  {_figures(choice)}  {reason:<34}{' '.join(choice.settings)}"
     yield "no other layout is faster with less memory (Pareto front)"
     for choice in result.front[:LINES]:
-        yield f"  {choice.step_time:>8.3f} s{_gigabytes(choice)}  {' '.join(choice.settings)}"
+        yield f"  {_figures(choice)}  {' '.join(choice.settings)}"
+    yield "the best layout"
+    yield from cost_lines(cost(best.plan))
 
 
-def _gigabytes(choice: Choice) -> str:
-    """Return the memory of the fullest rank."""
-    return f"{choice.plan.estimate.memory.total / GB:>9.1f} GB"
+def _figures(choice: Choice) -> str:
+    """Return the time of a step and of the run, and the memory of the fullest rank."""
+    run = duration(run_seconds(choice.plan))
+    return f"{choice.step_time:>8.3f} s{run:>15}{choice.plan.estimate.memory.total / GB:>9.1f} GB"
 
 
 def scaling_line(point: ScalingPoint) -> str:
@@ -69,6 +73,7 @@ def choice_content(choice: Choice) -> dict[str, object]:
     return {
         "settings": list(choice.settings),
         "step_time_s": estimate.step_time,
+        "cost": cost(choice.plan),
         "causes_s": estimate.causes,
         "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
     }

@@ -18,21 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import trained
 from pipeline.config.layout import Coordinates, Layout, may_compile
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.batch import Batch
 from pipeline.layers.encoder_decoder import EncoderDecoder
+from pipeline.layers.lora import without_adapters
 from pipeline.layers.mask import Mask
+from pipeline.layers.nf4 import NF4Weight, stored_bytes
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel.parallelize import DTYPES, LocalModel, connect
-from pipeline.parallel.partition import partition_weights
+from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, layers_in_4_bits
+from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner.kernel_fusion import fuse
 from pipeline.planner.operations import TracedPart, TracedWeights
-from pipeline.planner.recorder import Recorder, visible_share
+from pipeline.planner.recorder import Recorder, Recording, visible_share
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
@@ -48,6 +51,11 @@ class Trace:
 
     parts: dict[str, TracedPart]
     kinds: tuple[str, ...]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference model processes every micro-batch, too (DPO)."""
+        return any(part.reference for part in self.parts.values())
 
     def block(self, index: int) -> TracedPart:
         """The operations of a block of the model."""
@@ -81,15 +89,23 @@ def trace(
     try:
         mesh = meshes.build_mesh(layout, device)
         model = LocalModel({0: stage}, partition_weights({0: stage}, config.model, layout, Coordinates(0, 0, 0, 0, 0)))
-        for parameter in model.pieces:
+        for parameter, piece in model.pieces.items():
             parameter.data = parameter.data.to(DTYPES[config.precision.dtype])
+            if parameter.requires_grad and trained.is_frozen(config, piece.name):
+                parameter.requires_grad_(False)
+                model.frozen.add(parameter)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         connect(replace(config, training=replace(config.training, compile="off")), mesh, model, _recorded_attention)
         groups = {getattr(mesh, axis).group_name: axis for axis in ("tensor", "context", "expert") if getattr(layout, axis) > 1}
+        held = list(_weights(stage, model, config))
+        quantized = _quantize(stage, model, config)
         constants = dict.fromkeys(_constants(stage), "") | {parameter: piece.name for parameter, piece in model.pieces.items()}
+        constants |= {weight.codes: name for weight, name in quantized.items()}
         recorder = Recorder(constants, groups, layout.__dict__)
-        _run(stage, config, recorder)
+        tokens, batch = _inputs(config)
+        _run(stage, recorder, tokens, batch)
+        reference = _reference(stage, config, Recorder(constants, groups, layout.__dict__), tokens, batch)
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
@@ -99,9 +115,28 @@ def trace(
         name: TracedPart(name, operations.operations.get(name, []), producers=memory.saved.get(name, {}), peak=memory.peak.get(name, 0))
         for name in ("embed", *stage.blocks, "head")
     }
-    for name, weights in _weights(stage, model, config):
+    for name, weights in held:
         parts[name].weights.append(weights)
+    if reference is not None:
+        for name, executed in fuse(reference, fused=fused, copies=copies).operations.items():
+            parts[name].reference.extend(executed)
     return Trace(parts, kinds)
+
+
+def _quantize(stage: Stack, model: LocalModel, config: RunConfig) -> dict[NF4Weight, str]:
+    """Replace the weights that QLoRA keeps in 4 bits, and return them with their names."""
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
+    quantized: dict[NF4Weight, str] = {}
+
+    def replaced(_: str, parameter: nn.Parameter) -> nn.Parameter | NF4Weight:
+        if parameter not in in_4_bits:
+            return parameter
+        quantized[weight := NF4Weight(parameter.detach())] = model.pieces[parameter].name
+        return weight
+
+    if in_4_bits:
+        replace_weights([stage], replaced)
+    return quantized
 
 
 def _constants(stage: Stack) -> Iterator[Tensor]:
@@ -116,17 +151,17 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-#: model configuration (as text) -> its stack with one block of each kind on the meta device, and the kind of every block
+#: model, adapters and trained weights (as text) -> the stack with one block of each kind on the meta device, and the kind of every block
 _STACKS: dict[str, tuple[Stack, tuple[str, ...]]] = {}
 
 
 def _stack(config: RunConfig, *, every_block: bool) -> tuple[Stack, tuple[str, ...]]:
     """A new model on the meta device with one block of each kind, and the kind of every block."""
-    key = f"{every_block} {config.model}"
+    key = f"{every_block} {config.model} {config.lora} {config.training.frozen}"
     if key not in _STACKS:
         with torch.device("meta"):
-            stack = registry.build(config.model)
-        kinds = tuple(stack.blocks) if every_block else kinds_of(stack)
+            stack = build_model(config)
+        kinds = tuple(stack.blocks) if every_block else kinds_of(stack, config)
         for index in [index for index in stack.blocks if index not in kinds]:
             del stack.blocks[index]
         _STACKS[key] = stack, kinds
@@ -134,11 +169,20 @@ def _stack(config: RunConfig, *, every_block: bool) -> tuple[Stack, tuple[str, .
     return deepcopy(stack), kinds
 
 
-def kinds_of(model: Stack) -> tuple[str, ...]:
-    """Return the kind of every block, named by the first block that has the same modules, sizes and settings."""
+def kinds_of(model: Stack, config: RunConfig) -> tuple[str, ...]:
+    """Return the kind of every block, named by the first block that has the same modules, sizes, settings and trained weights.
+
+    Blocks whose input has no gradient, because nothing before them is trained, are kinds of their own.
+    """
     first: dict[Hashable, str] = {}
     boundary = model.encoder_blocks if isinstance(model, EncoderDecoder) else 0
-    return tuple(first.setdefault((int(index) < boundary, _signature(block)), index) for index, block in model.blocks.items())
+    kinds, trains = [], any(not trained.is_frozen(config, name) for name, _ in model.embed.named_parameters("embed"))  # type: ignore[union-attr]
+    for index, block in model.blocks.items():
+        names = [name for name, _ in block.named_parameters()]
+        learned = tuple(name for name in names if not trained.is_frozen(config, f"blocks.{index}.{name}"))
+        kinds.append(first.setdefault((int(index) < boundary, trains, learned, _signature(block)), index))
+        trains = trains or bool(learned)
+    return tuple(kinds)
 
 
 def _signature(block: nn.Module) -> Hashable:
@@ -171,22 +215,40 @@ def _inputs(config: RunConfig) -> tuple[Tensor, Batch]:
         batch["decoder_tokens"] = tokens.clone()
     if getattr(config.model, "next_sentence", False):
         batch["next_sentence"] = torch.empty(rows, dtype=torch.int64, device="meta")
+    if config.objective == "dpo":
+        batch["choices"], batch["reference"] = tokens.clone(), torch.empty(rows, 3, device="meta")
     return tokens, batch
 
 
-def _run(stage: Stack, config: RunConfig, recorder: Recorder) -> None:
+def _reference(stage: Stack, config: RunConfig, recorder: Recorder, tokens: Tensor, batch: Batch) -> Recording | None:
+    """The forward pass of the reference model of DPO, which is the model without adapters; None for other objectives."""
+    if config.objective != "dpo":
+        return None
+    given = batch.copy()
+    given.pop("reference")
+    with _marked(stage, recorder), torch.no_grad(), without_adapters(stage), _recording(recorder):
+        stage(tokens, **given)
+    return recorder.recording
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    """Record, and tell the attention core where."""
+    token = _RECORDER.set(recorder)
+    try:
+        with recorder:
+            yield
+    finally:
+        _RECORDER.reset(token)
+
+
+def _run(stage: Stack, recorder: Recorder, tokens: Tensor, batch: Batch) -> None:
     """Forward and backward pass of a micro-batch under the recorder."""
-    tokens, batch = _inputs(config)
-    with _marked(stage, recorder):
-        token = _RECORDER.set(recorder)
-        try:
-            with recorder:
-                loss = stage(tokens, **batch)
-                recorder.in_backward = True
-                recorder.part = "head"
-                loss.backward()
-        finally:
-            _RECORDER.reset(token)
+    with _marked(stage, recorder), _recording(recorder):
+        loss = stage(tokens, **batch)
+        recorder.in_backward = True
+        recorder.part = "head"
+        loss.backward()
 
 
 @contextmanager
@@ -234,11 +296,14 @@ def _setter(recorder: Recorder, name: str) -> Any:
 def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tuple[str, TracedWeights]]:
     """Yield the weights with the part that holds them."""
     family = registry.family_of(config.model)
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
+    itemsize = DTYPES[config.precision.dtype].itemsize
     tied, everywhere = set(family.tied_weights(config.model).values()), family.on_every_stage
     for parameter, names in _names(stage).items():
         piece = model.pieces[parameter]
         shared = "tied_embedding" if piece.name in tied else "pipeline" if any(fnmatchcase(piece.name, p) for p in everywhere) else ""
         words = names[0].split(".")
+        stored = stored_bytes(*parameter.shape) if parameter in in_4_bits else parameter.numel() * itemsize
         weights = TracedWeights(
             piece.name,
             parameter.numel(),
@@ -247,6 +312,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             summed=config.parallel.tensor > 1 and sums_over_tensor(piece, sequence=config.parallel.sequence_parallel),
             shared=shared,
             fixed=not parameter.requires_grad,
+            stored=stored if parameter in model.frozen else 0,
             unit="" if words[0] == "blocks" else words[0],
             gathers=sum(_gathers(stage, name) for name in names),
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError
 from pipeline.config.data import DataConfig
 from pipeline.data.read import input_files, reader
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions
 from pipeline.data.read.suffixes import SEARCHED
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -58,17 +58,17 @@ def _texts(inputs: Sequence[str], key: str, data: DataConfig) -> Iterator[str]:
     """The texts of the documents; unreadable records are skipped with a warning."""
     try:
         known = [*data.suffixes, *SEARCHED] if data.suffixes else []  # also text shards, whatever the suffix of the training documents
-        files, bad = input_files.find({DEFAULT_CORPUS: list(inputs)}, known, data.exclude)
+        listing = input_files.find({DEFAULT_CORPUS: list(inputs)}, known, data.exclude)
     except UserError as error:
         raise UserError([replace(violation, key=key) for violation in error.violations]) from error
-    documents = (document for source in files for document in reader.read(input_files.Span(source), ReadOptions.of(data)))
+    documents = (document for source in listing.files for document in reader.read(input_files.Span(source), ReadOptions.of(data)))
     skipped = 0
-    for document in itertools.chain(bad, documents):
+    for document in itertools.chain(listing.bad, documents):
         if isinstance(document, Bad):
             skipped += 1
             if skipped <= _NAMED:
                 log.warning("%s: skipped %s %s: %s", key, document.source, document.position, document.reason)
-        elif document.text:
+        elif isinstance(document, Document) and document.text:
             yield document.text
     if skipped > _NAMED:
         log.warning("%s: skipped %d records", key, skipped)

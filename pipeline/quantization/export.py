@@ -124,13 +124,13 @@ def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: 
     if held_out is None:
         return {}
     log.info("convert: measuring the perplexity on %s tokens, before and after", f"{held_out[:, 1:].numel():,}")
-    original = perplexity(build(before, model), held_out)
+    original = perplexity(build(before, model), held_out, "perplexity before")
     quantized = build(after, model)
     if dynamic:
         compressed_tensors.quantize_inputs(layers_of(quantized, model).values())
     return {
         "perplexity_before": original,
-        "perplexity_after": perplexity(quantized, held_out),
+        "perplexity_after": perplexity(quantized, held_out, "perplexity after"),
         "held_out_tokens": held_out[:, 1:].numel(),
     }
 

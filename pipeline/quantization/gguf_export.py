@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.checkpoint.huggingface_export import Original, token_ids
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
@@ -15,7 +16,9 @@ from pipeline.quantization.export import read_held_out, scores, write_report
 from pipeline.quantization.report import ErrorSum, Report
 
 
-def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> None:
+def check(
+    stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder, original: Original | None
+) -> None:
     """Refuse what a GGUF file cannot hold; arguments as those of write.
 
     Raises:
@@ -24,13 +27,20 @@ def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: Model
     size = max(model.vocab_size, tokenizer.vocab_size)  # a larger tokenizer is refused elsewhere
     collect_errors(
         lambda: gguf_file.check(model, stage.quantize),
-        lambda: gguf_file.read_tokens(tokenizer.path.parent, size, tokenizer.end_of_document),
+        lambda: gguf_file.read_tokens(tokenizer.path.parent, size, token_ids(original, tokenizer.end_of_document)),
         lambda: read_held_out(stage, data, weights, tokenizer),
     )
 
 
 def write(
-    folder: Path, name: str, stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder
+    folder: Path,
+    name: str,
+    stage: Convert,
+    data: DataConfig,
+    weights: MergedWeights,
+    model: ModelConfig,
+    tokenizer: TextEncoder,
+    original: Original | None,
 ) -> int:
     """Write model.gguf, and for quantized types the report.
 
@@ -42,11 +52,12 @@ def write(
         weights: of the checkpoint.
         model: its configuration.
         tokenizer: the tokenizer.
+        original: the imported model that the run started from, None for none.
 
     Returns:
         Number of parameters.
     """
-    tokens = gguf_file.read_tokens(tokenizer.path.parent, model.vocab_size, tokenizer.end_of_document)
+    tokens = gguf_file.read_tokens(tokenizer.path.parent, model.vocab_size, token_ids(original, tokenizer.end_of_document))
     kind = stage.dtype if stage.quantize == "none" else stage.quantize
     path = folder / gguf_file.FILE
     parameters = gguf_file.write(path, weights, model, tokens, kind=kind, name=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.checkpoint.huggingface_export import TokenIds, Weights
 from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
+from pipeline.config.run_tokenizer import end_of_document
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.tokenizer import load
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import StockTensor
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+log = logging.getLogger("pipeline")
 
 FILE = "model.gguf"
 #: Hugging Face class -> architecture of GGUF. That of llama rotates neighboring elements of a head instead of its halves.
@@ -44,7 +50,8 @@ class Tokens:
         kinds: gguf.TokenType of each: 1 normal, 3 control, 4 user-defined, 5 unused.
         merges: in order of their rank.
         split: name of the regular expression that splits words.
-        end_of_document: id.
+        ids: name in GGUF of a token with a role -> its id: bos, eos, eot and eom, which all end a text, and padding.
+        begins_with_bos: whether bos precedes every text that is tokenized.
         chat_template: None without one.
     """
 
@@ -52,7 +59,8 @@ class Tokens:
     kinds: list[int]
     merges: list[str]
     split: str
-    end_of_document: int
+    ids: dict[str, int]
+    begins_with_bos: bool
     chat_template: str | None
 
 
@@ -83,13 +91,13 @@ def check(config: ModelConfig, quantize: str) -> None:
         raise UserError(violations)
 
 
-def read_tokens(folder: Path, vocab_size: int, end_of_document: int) -> Tokens:
+def read_tokens(folder: Path, vocab_size: int, named: TokenIds) -> Tokens:
     """Read a tokenizer.
 
     Args:
         folder: with tokenizer.json.
         vocab_size: rows of the embedding; ids without a token are unused.
-        end_of_document: id.
+        named: the tokens with which texts begin and end.
 
     Raises:
         UserError: it is not a byte-level BPE tokenizer, or splits words in a way that llama.cpp has no name for.
@@ -105,8 +113,28 @@ def read_tokens(folder: Path, vocab_size: int, end_of_document: int) -> Tokens:
     for token in content.get("added_tokens", []):
         texts[token["id"]], kinds[token["id"]] = token["content"], 3 if token["special"] else 4
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
-    template = folder / "chat_template.jinja"
-    return Tokens(texts, kinds, merges, split, end_of_document, template.read_text(encoding="utf-8") if template.is_file() else None)
+    ids = _ends({index: texts[index] for index in named.ends if index < vocab_size}, end_of_document(folder))
+    ids |= {role: index for role, index in (("bos", named.bos), ("pad", named.pad)) if index is not None and index < vocab_size}
+    begins = "bos" in ids and load(folder).encode("a", add_special_tokens=True).ids[:1] == [ids["bos"]]
+    template = chat_template.load(folder)
+    return Tokens(texts, kinds, merges, split, ids, begins, None if template is None else template.text)
+
+
+def _ends(ends: dict[int, str], preferred: str | None) -> dict[str, int]:
+    """Return the ids of eos, eot and eom, the tokens of which any ends a text in llama.cpp.
+
+    Args:
+        ends: id -> text of each.
+        preferred: the text of the one that is eos, if it is among them.
+    """
+    first = next((index for index, text in ends.items() if text == preferred), next(iter(ends), None))
+    ids = {} if first is None else {"eos": first}
+    others = sorted((index for index in ends if index != first), key=lambda index: "eom" in ends[index])
+    roles = ["eom"] if len(others) == 1 and "eom" in ends[others[0]] else ["eot", "eom"]
+    ids |= dict(zip(roles, others, strict=False))
+    if left := [ends[index] for index in others[2:]]:
+        log.warning("convert: a GGUF file names three tokens that end a text; those of %s are left out: %s", FILE, ", ".join(left))
+    return ids
 
 
 def _split(pre_tokenizer: dict[str, Any]) -> str | None:
@@ -249,8 +277,8 @@ def _add_settings(writer: GGUFWriter, config: Any, tokens: Tokens, *, name: str,
     writer.add_token_list(tokens.texts)
     writer.add_token_types(tokens.kinds)
     writer.add_token_merges(tokens.merges)
-    writer.add_bos_token_id(tokens.end_of_document)
-    writer.add_eos_token_id(tokens.end_of_document)
-    writer.add_add_bos_token(False)
+    for role, index in tokens.ids.items():
+        getattr(writer, f"add_{role}_token_id")(index)
+    writer.add_add_bos_token(tokens.begins_with_bos)
     if tokens.chat_template is not None:
         writer.add_chat_template(tokens.chat_template)

@@ -8,13 +8,12 @@ import os
 import time
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-
 from pipeline.certification.certificate import certify, table
 from pipeline.certification.certificate_file import content
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config import compose
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Certify
@@ -47,7 +46,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     seconds = time.perf_counter() - started
     path = Path(config.run_dir) / FILE
     with report_disk_full(path.parent), atomic_file(path, "w") as handle:
-        json.dump(content(config, layout, list(HydraConfig.get().overrides.task), certificate, seconds), handle, indent=1, allow_nan=False)
+        json.dump(content(config, layout, compose.task_arguments(), certificate, seconds), handle, indent=1, allow_nan=False)
         handle.write("\n")
     small = Layout.of(certificate.small.config, certificate.small.world_size)
     shrunk = f"trained {stage.steps} steps with {small.axes_text()} on {small.world_size} ranks of this machine in {seconds:.0f} s"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
+from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
@@ -16,9 +17,9 @@ from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import collect_errors
 from pipeline.common.ranks import Ranks
+from pipeline.config.data import DECODER_STARTS
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.data.load.objectives.encoder_decoder import DECODER_STARTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
 from pipeline.models.config import ModelConfig
@@ -61,6 +62,7 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
 
     checkpoint = open_merged(path, stage.adapter)
     model = config_classes.from_dict(checkpoint.config["model"])
+    original = _original(checkpoint, model, tokenizer)
     checks = [
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
         lambda: check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
@@ -68,16 +70,16 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
         lambda: registry.mapping_of(model),
     ]
     if stage.format == "gguf":
-        checks.append(lambda: gguf_export.check(stage, config.data, checkpoint, model, tokenizer))
+        checks.append(lambda: gguf_export.check(stage, config.data, checkpoint, model, tokenizer, original))
     collect_errors(*checks)
     quantized = None
     if stage.format == "huggingface" and stage.quantize != "none":
         quantized = export.prepare(stage, config.data, checkpoint, model, tokenizer)
     with atomic_folder(output) as folder:
         if stage.format == "gguf":
-            parameters = gguf_export.write(folder, run_dir.name, stage, config.data, checkpoint, model, tokenizer)
+            parameters = gguf_export.write(folder, run_dir.name, stage, config.data, checkpoint, model, tokenizer, original)
         else:
-            parameters = _write_huggingface(folder, config, stage, checkpoint, model, tokenizer, quantized)
+            parameters = _write_huggingface(folder, config, stage, checkpoint, model, tokenizer, original, quantized)
         totals = {"step": checkpoint.step, "parameters": parameters}
         artifact.write(folder, artifact.Manifest("convert", settings, artifact.entries(folder), totals))
     log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
@@ -107,6 +109,7 @@ def _write_huggingface(
     checkpoint: MergedWeights,
     model: ModelConfig,
     tokenizer: TextEncoder,
+    original: Original | None,
     quantized: export.Quantization | None,
 ) -> int:
     """Write the files of a Hugging Face folder, with quantized weights if there are some. Returns the number of parameters."""
@@ -123,10 +126,20 @@ def _write_huggingface(
         dtype=dtype,
         end_of_document_id=tokenizer.end_of_document,
         padding_id=tokenizer.first_of([named] if named else DECODER_STARTS),
-        original=imported.original_of(Path(config.run_dir) / imported.FOLDER, tokenizer_folder),
+        original=original,
         quantization=entry,
+        training=checkpoint.config.get("training"),
     )
     huggingface_export.copy_tokenizer(
         tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )
+    imported.copy_terms(imported.folder_of(checkpoint.path), folder)
     return parameters
+
+
+def _original(checkpoint: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Original | None:
+    """Return the imported model that the run started from, with the end-of-document token of its training; None without one."""
+    original = imported.original_of(imported.folder_of(checkpoint.path), tokenizer.path.parent)
+    if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
+        return original.with_end(tokenizer.end_of_document)
+    return original

@@ -11,7 +11,7 @@ from pipeline.config import compose
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job
+from pipeline.launch import job, submission
 from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
 
@@ -36,9 +36,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     local, model = rank_report.init_fake(config, world_size)
     result = memory_check.planned(config, world_size)
     print("\n".join(rank_report.lines(config, local, model)))
-    print("\n" + job.sbatch_line(config.cluster, config.stage.name, world_size, compose.task_arguments()))
     if result is not None:
-        print("\n" + "\n".join(rank_report.plan_lines(result)))
+        print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
+    print("\n".join(["", "submit", *submission.lines(config, world_size, compose.task_arguments(), has_weights=finetuning.has_weights(config))]))
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")

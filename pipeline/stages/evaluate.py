@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import compatibility
+from pipeline.checkpoint import compatibility, imported
 from pipeline.checkpoint.lora_merge import open_merged
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.tokenizer import open_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
-from pipeline.config.lora import LoraConfig
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation_scores
+from pipeline.data.tokenize import chat_template
+from pipeline.evaluation import checkpoint_selection, evaluated_config, harness, record, tasks, validation_scores
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
-from pipeline.training import resume, shard_verification
+from pipeline.training import shard_verification
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -44,6 +44,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the scores on the validation split for a checkpoint, or for all of them."""
+    config = evaluated_config.complete(config, stage, ranks.world_size)
     data = validation_scores.open_data(config, stage, (ranks.rank, ranks.world_size))
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     settings = validation_scores.settings_of(config, stage, data.whole)
@@ -51,16 +52,14 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
         paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "validation", settings, config.training.steps))
-        config = dataclasses.replace(config, lora=LoraConfig())  # adapters are merged
         trainer: Trainer | None = None
         for path in paths:
-            checkpoint = open_merged(path, stage.adapter)
-            compatibility.check_same_model(checkpoint, config)
+            compatibility.check_same_model(Checkpoint(path), config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
-            step = resume.load(trainer, checkpoint).step
-            scores = validation_scores.evaluate(config, stage, trainer, data)
+            step = evaluated_config.load(config, stage, trainer, path).step
+            found = validation_scores.evaluate(config, stage, trainer, data)
             if ranks.rank == 0:
-                validation_scores.write(run_dir, path, step, scores, checkpoint_selection.settings_of(path, stage, settings))
+                validation_scores.write(run_dir, path, step, found, checkpoint_selection.settings_of(path, stage, settings))
         shard_verification.finish(data.objectives())
     finally:
         meshes.destroy_process_group()
@@ -70,8 +69,13 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the metrics of every task of lm-eval for a checkpoint, or for all of them. Neither model= nor an export is required."""
     run_dir, minutes, steps = Path(config.run_dir), config.training.timeout_minutes, config.training.steps
     encoder = open_tokenizer(config.tokenizer, run_dir)
-    text = harness.Text(encoder)
-    settings = tasks.settings_of(stage, encoder, config.precision.dtype)
+    original = imported.original_of(run_dir / imported.FOLDER, encoder.path.parent)
+    chats = chat_template.of(config.tokenizer) if stage.apply_chat_template else None
+    if stage.apply_chat_template and chats is None:
+        rule = f"requires a chat template, and the tokenizer of {config.tokenizer.path} has none"
+        raise UserError.of("stage.apply_chat_template", True, rule, f"set tokenizer.chat_template={chat_template.NAMES}, or a file")
+    text = harness.Text(encoder, original.ends if original else (), chats)
+    settings = tasks.settings_of(stage, encoder, config.precision.dtype, chats)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.

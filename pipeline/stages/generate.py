@@ -17,10 +17,13 @@ from pipeline.common.errors import UserError, collect_errors
 from pipeline.common.progress import Progress
 from pipeline.common.ranks import Ranks
 from pipeline.common.unfinished import Unfinished, work
+from pipeline.config.data import TokenizerConfig
 from pipeline.config.layout import Layout
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import translation
 from pipeline.generation import decoding, draft, weights
@@ -43,11 +46,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage, run_dir, minutes = config.stage, Path(config.run_dir), config.training.timeout_minutes
     assert isinstance(stage, Generate)
     folder = Path(stage.output or run_dir / "generated")
-    prompts, _, template, tokenizer, path, draft_path = collect_errors(
+    prompts, _, template, tokenizer, chats, path, draft_path = collect_errors(
         lambda: PromptFile(Path(stage.prompts or "")),
         lambda: translation.check(stage),
         lambda: open_template(stage),
         lambda: open_tokenizer(config.tokenizer, run_dir),
+        lambda: _chat_template(config.tokenizer),
         lambda: native.find(run_dir, stage.checkpoint),
         lambda: draft.find(stage.draft) if stage.draft is not None else None,
     )
@@ -64,8 +68,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             end_of_document=tokenizer.end_of_document,
             encoder=isinstance(model, EncoderDecoderSizes),
             template=template,
+            chats=chats,
         )
-        stops = decoding.stopping(stage, run_dir, tokenizer.end_of_document, reader.decode)
+        stops = decoding.stopping(stage, path, tokenizer.path.parent, reader.ends, reader.decode)
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
         check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
@@ -104,6 +109,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         meshes.destroy_process_group()
 
 
+def _chat_template(tokenizer: TokenizerConfig) -> ChatTemplate | None:
+    """Return the template of chats; None without one, or without a tokenizer, which is reported by itself."""
+    return chat_template.of(tokenizer) if (Path(tokenizer.path) / "tokenizer.json").is_file() else None
+
+
 def _publish(folder: Path, settings: dict[str, Any], unfinished: Unfinished, parts: range, began: float) -> None:
     """Write the files and the manifest, and log them."""
     totals = publish(folder, settings, unfinished, parts)
@@ -123,6 +133,7 @@ def _settings(
         "stage.checkpoint": f"{checkpoint.path.name} {digest(checkpoint.path / INDEX)}",
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
+        **({} if (named := config.tokenizer.chat_template) is None else {"tokenizer.chat_template": named}),
         "data.decoder_start": config.data.decoder_start,
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},

@@ -1,31 +1,36 @@
-"""plan: matrix products, memory, time and cost of a planned pretrain job, from its model on the meta device. Requires no GPU."""
+"""plan: matrix products, memory, time and cost of a planned training job, from its model on the meta device. Requires no GPU."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.common.atomic_files import atomic_file
+from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import compose
+from pipeline.config import compose, warmup
 from pipeline.config.layout import job_size
+from pipeline.config.planned import planned_job
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
-from pipeline.launch import job
-from pipeline.planner import measured_report, plan_report, roofline_plot, search_report
+from pipeline.config.stages import plans_other_layouts
+from pipeline.launch import submission
+from pipeline.planner import measured_report, memory_check, plan_report, roofline_plot, search_report
 from pipeline.planner.plan import hardware_of, plan, table
+from pipeline.planner.run_cost import cost
 from pipeline.planner.scaling import scaling_points
 from pipeline.planner.search import CHOSEN
 from pipeline.planner.search_plots import draw_scaling, draw_search
+from pipeline.training import finetuning
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Print the plan of the configured job, of the run of stage.run, or of other layouts.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/, stage.run cannot be read, or no layout fits.
+        UserError: cluster.hardware does not name a file of conf/hardware/, stage.run cannot be read, or the job does not fit in memory.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
@@ -33,26 +38,42 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         return  # additional ranks do nothing
     if stage.run:
         _compare(config, Path(stage.run), stage.out)
-    elif stage.scaling:
-        _scale(config, stage)
+        return
+    world_size, planned = job_size(config, 1), planned_job(config)
+    _check_steps(stage, planned)
+    if planned.stage.name == "finetune":
+        planned = finetuning.planned(planned, world_size, layout=not plans_other_layouts(stage))
+    if stage.scaling:
+        _scale(planned, stage)
     elif stage.search:
-        _search(config, stage, job_size(config, 1))
+        _search(planned, stage, world_size)
     else:
-        _plan(config, stage, job_size(config, 1))
+        _plan(planned, stage, world_size)
+
+
+def _check_steps(stage: PlanConfig, planned: RunConfig) -> None:
+    """Refuse a command line with stage.tokens and another number of training.steps."""
+    given = next((word for word in compose.task_arguments() if re.match(r"[+]*training[.]steps=", word)), None)
+    if stage.tokens and given and given.partition("=")[2] != str(planned.training.steps):
+        rule = f"are training.steps={planned.training.steps}, and the command line has {given}"
+        raise UserError.of("stage.tokens", stage.tokens, rule, "remove one of them")
 
 
 def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
-    """Print the plan of the configured job."""
+    """Print the plan of the configured job, and refuse one that does not fit."""
     started = time.perf_counter()
     result = plan(config, world_size, hardware_of(config))
-    rows, costs = table(result), plan_report.cost(result, stage.tokens)
-    print("\n".join(plan_report.lines(result, rows, costs)))
-    print("\nsubmit\n" + _sbatch_line(config, world_size))
+    rows, costs = table(result), cost(result)
+    starts = result.estimate.fits or not config.cluster.check_memory
+    print("\n".join(plan_report.lines(result, rows, costs, starts=starts)), flush=True)
     if stage.plot:
         roofline_plot.draw(result, rows, Path(stage.plot))
         print(f"\nroofline\n{stage.plot}")
     if stage.out:
         _write_json(stage.out, plan_report.content(result, rows, costs))
+    if refused := memory_check.violation(config, world_size, result):
+        raise UserError([refused])
+    _print_command(config, world_size)
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")
 
 
@@ -67,9 +88,9 @@ def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:
 def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
     """Print the fastest layouts."""
     result = search_report.search_layouts(config, world_size)
-    best = result.choices[0]
+    best = result.choices[0].plan.config
     print("\n".join(search_report.search_lines(result)))
-    print("\nsubmit\n" + _sbatch_line(config, world_size, best.settings))
+    _print_command(best, world_size)
     if stage.plot:
         draw_search(result, Path(stage.plot))
         print(f"\ntime and memory\n{stage.plot}")
@@ -80,12 +101,15 @@ def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
 def _scale(config: RunConfig, stage: PlanConfig) -> None:
     """Print the strong-scaling curve, each line when it is computed."""
     training, points = config.training, []
-    tokens = stage.tokens or float(training.steps * training.global_batch_size * training.sequence_length)
+    tokens = warmup.samples(training, training.steps) * training.sequence_length
     print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
     print(search_report.SCALING_TITLES)
-    for point in scaling_points(config, tokens):
+    for point in scaling_points(config):
         print(search_report.scaling_line(point), flush=True)
         points.append(point)
+    if not any(point.choice for point in points):
+        rule = "no layout is legal with this batch and fits"
+        raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "use more nodes, or another training.global_batch_size")
     if stage.plot:
         draw_scaling(points, Path(stage.plot))
         print(f"\ntime over nodes\n{stage.plot}")
@@ -93,18 +117,11 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
         _write_json(stage.out, [search_report.scaling_content(point) for point in points])
 
 
-def _sbatch_line(config: RunConfig, world_size: int, layout: Sequence[str] = ()) -> str:
-    """Return the sbatch line of the job.
-
-    Args:
-        config: of the job.
-        world_size: ranks.
-        layout: overrides of a searched layout, which replace those of the command line.
-    """
-    words = [word for word in compose.task_arguments() if not word.startswith("stage")]
-    if layout:
-        words = [word for word in words if word.lstrip("+").partition("=")[0] not in CHOSEN]
-    return job.sbatch_line(config.cluster, "pretrain", world_size, [*words, *layout])
+def _print_command(planned: RunConfig, world_size: int) -> None:
+    """Print the command that starts a planned job: the arguments of this stage, with the planned layout and number of steps."""
+    arguments = compose.job_arguments(compose.task_arguments(), planned, (*CHOSEN, "training.steps"))
+    lines = submission.lines(planned, world_size, arguments, has_weights=finetuning.has_weights(planned))
+    print("\n".join(["", "submit", *lines]))
 
 
 def _write_json(path: str, content: object) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.schema import RunConfig
 from pipeline.launch import evaluation_jobs
+from pipeline.planner import host_memory
 from pipeline.planner.flops import peak_flops
 from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.training import run as training_run
@@ -19,4 +21,5 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Train up to training.steps, starting from the newest checkpoint of the run directory; raises as training/run.py."""
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
-    training_run.run(config, ranks, evaluation_jobs.checkpoint_hooks(config, compose.task_arguments()), peak_flops)
+    host_memory.check(config, ranks)
+    training_run.run(config, ranks, partial(evaluation_jobs.checkpoint_hooks, overrides=compose.task_arguments()), peak_flops)

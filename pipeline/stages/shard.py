@@ -10,8 +10,9 @@ from pipeline.common import mpi
 from pipeline.common.ranks import ArrayTask, Ranks, array_task
 from pipeline.common.unfinished import work
 from pipeline.config.schema import RunConfig
+from pipeline.data import few_documents
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.read import fingerprint, input_files
+from pipeline.data.read import fingerprint, input_files, inventory
 from pipeline.data.shard import shards
 from pipeline.data.shard.passes import ShardPasses, claim_final_passes
 from pipeline.data.shard.report import summary
@@ -26,7 +27,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
         # Rank 0 lists the input and broadcasts it, which keeps metadata requests off the parallel file system.
-        files, bad, settings = comm.bcast(list_input(config.data, config.clean, config.dedup) if comm.rank == 0 else None)
+        listing, settings = comm.bcast(list_input(config.data, config.clean, config.dedup) if comm.rank == 0 else None)
+        files = listing.files
         settings |= {"data.input": fingerprint.content(comm, files)}
         parts = input_files.parts(files, input_files.part_bytes(files, config.data.part_megabytes))
         resume = {"data.part_megabytes": config.data.part_megabytes, **fingerprint.versions(files)}
@@ -35,6 +37,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         with work(comm, folder, made_as, settings, summary, shards.OUTPUTS, resume=resume, array=job_array) as unfinished:
             if not unfinished:
                 return
+            if comm.rank == 0:
+                inventory.report_listing(listing, config.data.suffixes)
             passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished)
             tasks = array or ArrayTask("", 0, 1)
             passes.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
@@ -42,6 +46,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 if not ours:
                     log.info("shard: this task has read its parts; the last task of the job array completes the stage")
                     return
-                totals = passes.write(bad)
+                totals = passes.write(listing)
             if totals:
                 log.info("shard: wrote %s (%s)", folder, summary(totals))
+                few_documents.warn(totals["validation"]["documents"], "set a larger data.validation_fraction")

@@ -44,44 +44,47 @@ class BatchLoader:
     def training(self, first: int, steps: range) -> Iterator[DeviceBatch]:
         """Yield the batches of these steps; the first one starts at sample `first`."""
 
-        def requests(first: int) -> Iterator[tuple[int, ...]]:
+        def requests(first: int) -> Iterator[tuple[np.ndarray, int, int]]:
             for step in steps:
                 size = warmup.batch_size(self._training, step)
-                yield first, size, warmup.sequence_length(self._training, step)
+                yield np.arange(first, first + size), size, warmup.sequence_length(self._training, step)
                 first += size
 
         return self._prefetch(requests(first))
 
-    def validation(self, count: int, samples: int) -> Iterator[DeviceBatch]:
-        """Yield the first `count` global batches of a split with this number of samples; the last one is padded without targets."""
-        size, length = self._training.global_batch_size, self._training.sequence_length
-        return self._prefetch((number * size, size, length, samples) for number in range(count))
+    def validation(self, samples: np.ndarray) -> Iterator[DeviceBatch]:
+        """Yield these samples in global batches; the last one is padded with rows that have no targets.
 
-    def load(self, first: int, size: int, length: int, samples: int | None = None) -> DeviceBatch:
+        Args:
+            samples: (n,) int64, numbers of samples.
+        """
+        size, length = self._training.global_batch_size, self._training.sequence_length
+        return self._prefetch((samples[first : first + size], size, length) for first in range(0, len(samples), size))
+
+    def load(self, samples: np.ndarray, size: int, length: int) -> DeviceBatch:
         """Load this rank's share of a global batch to the device.
 
         Args:
-            first: first sample of the global batch.
-            size: number of samples in the global batch.
+            samples: numbers of the samples of the global batch; fewer than `size` are padded with rows that have no targets.
+            size: number of rows of the global batch.
             length: tokens per sequence; longer samples are split into sequences of this length.
-            samples: number of samples of the split: those after the last one get no targets. None continues with the next epoch.
 
         Returns:
             Tokens int64 (sequences, length), and the other model inputs that the objective creates.
         """
         count = size // self._ranks
-        indices = np.arange(count) + first + self._rank * count
-        arrays = self._objective.arrays(indices)
-        if samples is not None and indices[-1] >= samples:
+        rows = np.arange(count) + self._rank * count
+        arrays = self._objective.arrays(samples[np.minimum(rows, len(samples) - 1)])
+        if rows[-1] >= len(samples):
             arrays["targets"] = arrays["targets"].astype(np.int64)
-            arrays["targets"][indices >= samples] = IGNORE
+            arrays["targets"][rows >= len(samples)] = IGNORE
         if length < arrays["tokens"].shape[1]:
             arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
         # Transferred as two bytes per token, then widened to eight on the device.
         batch = {name: self._to_device(array).to(torch.int32 if name == "documents" else torch.int64) for name, array in arrays.items()}
         return batch.pop("tokens"), cast(Batch, batch)
 
-    def _prefetch(self, requests: Iterator[tuple[int, ...]]) -> Iterator[DeviceBatch]:
+    def _prefetch(self, requests: Iterator[tuple[np.ndarray, int, int]]) -> Iterator[DeviceBatch]:
         """Load batches ahead, each in a thread, and yield them in order."""
         with ThreadPoolExecutor(self._ahead, initializer=self._use_device) as pool:
             pending: deque[Future[DeviceBatch]] = deque()

@@ -12,23 +12,23 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.labeled_texts import labels_of
 from pipeline.models import config_classes
 from pipeline.models.bert.config import BertConfig
+from pipeline.models.config import ModelConfig
 from pipeline.models.rope import extended
 from pipeline.training.starting_checkpoint import checkpoint_of_finetuning
 
 
-def complete(config: RunConfig, world_size: int) -> RunConfig:
+def complete(config: RunConfig, world_size: int, *, layout: bool = True) -> RunConfig:
     """Return the configuration with the objective, the model of the checkpoint, and the layers of lora.adapter.
 
     Args:
         config: configuration of the run.
         world_size: ranks of the job.
+        layout: whether its layout is used, and must be legal.
 
     Raises:
         UserError: there is no checkpoint to start from, a file is missing, or a setting does not fit the model.
     """
-    if config.training.objective == "auto":
-        config = replace(config, training=replace(config.training, objective="supervised"))
-    run_dir = Path(config.run_dir)
+    config, run_dir = _with_objective(config), Path(config.run_dir)
     try:
         start = checkpoint_of_finetuning(run_dir, config.checkpoint)
     except UserError as error:
@@ -38,6 +38,35 @@ def complete(config: RunConfig, world_size: int) -> RunConfig:
     resumes = start.resolve().is_relative_to(run_dir.resolve()) and index.train_state.samples
     if not resumes:  # the checkpoints of the run have the longer context already
         model = extended(model, config.training.context_factor)
+    return _with_model(config, model, world_size, layout=layout)
+
+
+def planned(config: RunConfig, world_size: int, *, layout: bool = True) -> RunConfig:
+    """Return what `complete` returns; without a checkpoint to start from, with the model of the configuration. Raises as `complete`.
+
+    Args:
+        config: configuration of the run.
+        world_size: ranks of the job.
+        layout: whether its layout is used, and must be legal.
+    """
+    if has_weights(config):
+        return complete(config, world_size, layout=layout)
+    return _with_model(_with_objective(config), extended(config.model, config.training.context_factor), world_size, layout=layout)
+
+
+def has_weights(config: RunConfig) -> bool:
+    """Whether a checkpoint to start from is named, or the run has one."""
+    return config.checkpoint.initialize_from is not None or bool(native.complete(Path(config.run_dir)))
+
+
+def _with_objective(config: RunConfig) -> RunConfig:
+    """Answers are predicted unless something else is configured."""
+    objective = "supervised" if config.training.objective == "auto" else config.training.objective
+    return replace(config, training=replace(config.training, objective=objective))
+
+
+def _with_model(config: RunConfig, model: ModelConfig, world_size: int, *, layout: bool) -> RunConfig:
+    """The configuration with a model, which gets the labels, and with the layers of lora.adapter, checked."""
     if config.training.objective == "classification" and isinstance(model, BertConfig):
         labels = config.data.instructions.labels or model.labels
         model = model.classifier(labels or labels_of(config.data.instructions.train, "data.instructions.train"))
@@ -45,6 +74,6 @@ def complete(config: RunConfig, world_size: int) -> RunConfig:
     if lora.adapter is not None:
         lora = peft_format.configured(lora, peft_format.read_peft(Path(lora.adapter), model, "lora.adapter"))
     config = replace(config, model=model, lora=lora)
-    if violations := check.training_violations(config, world_size):
+    if violations := check.training_violations(config, world_size) if layout else list(objectives.violations(config)):
         raise UserError(violations)
     return config

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
+from pipeline.common import metrics_file
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.schema import TrackingConfig
@@ -27,8 +28,10 @@ from pipeline.training.validation import Validation
 
 log = logging.getLogger("pipeline")
 
-FILE = "metrics.jsonl"
+FILE = metrics_file.FILE
 WANDB_ID = ".wandb_id"
+#: Corpora whose validation loss is logged, the largest ones; the file has all.
+_LOGGED_CORPORA = 10
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,33 @@ class Metrics:
             raise UserError.of("run_dir", self._run_dir, rule, fix)
 
     def validation(self, step: int, result: Validation) -> None:
-        """Write the line of a validation, with "validation_loss", "bits_per_byte" and more measures."""
+        """Write the line of a validation: loss, its standard error, targets, bits per byte, more measures, and the same by corpus."""
         self.flush()
-        if self._rank == 0:
-            self._emit({"step": step, "validation_loss": result.loss, "bits_per_byte": result.bits_per_byte, **result.measures})
-            bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
-            measures = "".join(f", {name} {value:.4f}" for name, value in result.measures.items())
-            log.info("step %d: validation loss %.4f%s%s", step, result.loss, bits, measures)
+        if self._rank > 0:
+            return
+        corpora = {
+            name: {"validation_loss": corpus.loss, "bits_per_byte": corpus.bits_per_byte, "validation_targets": corpus.targets}
+            for name, corpus in result.corpora.items()
+        }
+        line = {
+            "step": step,
+            "validation_loss": result.loss,
+            "validation_loss_stderr": result.standard_error,
+            "validation_targets": result.targets,
+            "bits_per_byte": result.bits_per_byte,
+            **result.measures,
+        }
+        self._emit(line | ({"corpora": corpora} if corpora else {}))
+        error = "" if result.standard_error is None else f" +- {result.standard_error:.4f}"
+        read = "the full split" if result.samples == result.available else f"{result.samples:,} of {result.available:,} samples"
+        bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
+        measures = "".join(f", {name} {value:.4f}" for name, value in result.measures.items())
+        text = "step %d: validation loss %.4f%s on %s targets (%s)%s%s"
+        log.info(text, step, result.loss, error, f"{result.targets:,}", read, bits, measures)
+        for name, corpus in sorted(result.corpora.items(), key=lambda item: -item[1].targets)[:_LOGGED_CORPORA]:
+            log.info("step %d, %s: validation loss %.4f on %s targets", step, name, corpus.loss, f"{corpus.targets:,}")
+        if len(result.corpora) > _LOGGED_CORPORA:
+            log.info("step %d: the other %d corpora are in %s", step, len(result.corpora) - _LOGGED_CORPORA, FILE)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -171,9 +194,7 @@ class Metrics:
             log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s, %s left", step, self._steps, loss, norm, lr, f"{mean:,.0f}", left)
 
     def _emit(self, line: dict[str, Any]) -> None:
-        # JSON has no NaN and no infinity.
-        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
@@ -189,6 +210,14 @@ class Metrics:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if kind in (None, ToBeContinued) else 1)
+
+
+def _finite(line: dict[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinity, which JSON does not have, by null."""
+    return {
+        key: _finite(value) if isinstance(value, dict) else None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in line.items()
+    }
 
 
 def memory_used() -> dict[str, float]:

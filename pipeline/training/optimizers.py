@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -28,9 +29,17 @@ class OptimizerKind:
     state: tuple[str, ...]
 
 
+class EagerAdamW(torch.optim.AdamW):
+    """AdamW without what PyTorch adds to its methods for torch.compile, which imports the compiler: nothing compiles an optimizer here."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def adamw(groups: Groups, config: OptimizerConfig, lr: float | Tensor) -> torch.optim.AdamW:
     """PyTorch's fused AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)."""
-    return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return EagerAdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 #: optimizer.name -> optimizer

@@ -18,32 +18,38 @@ from pipeline.common import signals
 from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
-from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.schema import ClusterConfig, PrecisionConfig, RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import loop, resume, run_directory, shard_verification
+from pipeline.training import epochs, loop, resume, run_directory, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
-from pipeline.training.metrics import Metrics
-from pipeline.training.starting_checkpoint import initial_checkpoint
+from pipeline.training.metrics import FILE, Metrics
+from pipeline.training.starting_checkpoint import initial_checkpoint, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 
+HooksOf = Callable[[RunConfig], CheckpointHooks]
+"""Configuration with the number of steps -> hooks."""
+PeakFlops = Callable[[ClusterConfig, PrecisionConfig, torch.device], Peak | None]
+"""Cluster settings, precision and device -> peak, for the model FLOPs utilization; None if it is unknown."""
 
-def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Callable[[ClusterConfig, torch.device], float | None]) -> None:
-    """Train up to training.steps, starting from the newest checkpoint of the run directory.
+
+def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlops) -> None:
+    """Train up to training.steps, or for training.epochs, starting from the newest checkpoint of the run directory.
 
     Args:
         config: configuration of the run.
         ranks: of the job.
-        hooks: further checkpoints, and what follows them.
-        peak_flops: cluster settings and device -> peak in FLOP/s, for the model FLOPs utilization; None if it is unknown.
+        hooks_of: further checkpoints, and what follows them.
+        peak_flops: of the devices.
 
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
@@ -54,6 +60,8 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Cal
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
     training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
+    config = epochs.with_steps(config, training_data, ranks.rank)
+    hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
@@ -63,6 +71,7 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Cal
             begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint.resume, claims))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
+            config = with_loss_weights(config, begin)
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)
@@ -74,10 +83,12 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Cal
                     log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
                 return
             if ranks.rank == 0:
+                run_directory.carry_original(config, begin)
                 run_directory.write_config(config)
-            length, peak = config.training.sequence_length, peak_flops(config.cluster, device)
+            length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
-            all_peaks = None if peak is None else peak * ranks.world_size
+            if peak is not None and ranks.rank == 0:
+                log.info("mfu in %s: share of %s", FILE, peak)
             writer = Metrics(
                 run_dir,
                 config.tracking,
@@ -87,7 +98,7 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Cal
                 steps=config.training.steps,
                 tokens_per_sample=length,
                 flops_per_token=flops,
-                peak_flops=all_peaks,
+                peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
             )
             with report_disk_full(run_dir), writer as metrics:
                 control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
@@ -103,7 +114,7 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Cal
 
 
 def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
-    """Return the first line of a run: ranks, layout, model and where it starts.
+    """Return the first line of the stage: ranks, layout, model and where it starts.
 
     Args:
         config: configuration of the run.

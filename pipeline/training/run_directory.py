@@ -13,14 +13,19 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint import imported
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file, remove_leftovers
 from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
 from pipeline.config.schema import RunConfig
+from pipeline.data.tokenize import chat_template
 from pipeline.training.metrics import last_loss
-from pipeline.training.starting_checkpoint import starting_checkpoint
+from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
+
+#: Folder of the tokenizer with the chat template of the run, in its run directory.
+TOKENIZER = "tokenizer"
 
 
 def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
@@ -45,9 +50,30 @@ def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write the resolved configuration to run_dir/config.yaml."""
+    """Write the resolved configuration to run_dir/config.yaml.
+
+    With tokenizer.chat_template, the tokenizer is written with this template to run_dir/tokenizer, and config.yaml names that folder.
+    """
+    if config.tokenizer.chat_template is not None and (template := chat_template.of(config.tokenizer)) is not None:
+        folder = Path(config.run_dir) / TOKENIZER
+        if folder.resolve() != Path(config.tokenizer.path).resolve():
+            chat_template.store(template, Path(config.tokenizer.path), folder)
+        config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(folder)))
     with atomic_file(Path(config.run_dir) / "config.yaml", "w") as handle:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def carry_original(config: RunConfig, begin: Path | None) -> None:
+    """Copy what a run keeps of an imported model, if it starts with a checkpoint of another run.
+
+    Args:
+        config: configuration of the run.
+        begin: the checkpoint that it resumes from; None for checkpoint.initialize_from, or the beginning.
+    """
+    if begin is None and config.checkpoint.initialize_from is not None:
+        begin = initial_checkpoint(config.checkpoint.initialize_from)
+    if begin is not None:
+        imported.carry(begin, Path(config.run_dir))
 
 
 def gather_hosts() -> list[str]:

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
+from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -38,7 +40,7 @@ class Trainer:
         self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision)
         self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
-        self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
         self._reference: Pipeline | None = None
 
     def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
@@ -48,11 +50,14 @@ class Trainer:
             tokens: int64 (sequences, sequence), this rank's share of the global batch, on the mesh's device.
             batch: the other model inputs, with targets.
             requests: of this rank, to be counted over all ranks.
-            step: steps before this one; selects the random numbers of dropout.
+            step: steps before this one; selects the random numbers of dropout, and weights of losses.
 
         Returns:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
+        weights = loss_weights.at(self._config.model, self._config.training, step)
+        for stage in self.model.stage_modules():
+            stage.set_loss_weights(weights)
         batch = self._with_reference(tokens, self._with_loss_scale(batch))
         pipeline = self._pipeline(tokens, batch)
         if self._config.lora.dropout:
@@ -61,7 +66,7 @@ class Trainer:
         with self.engine.accumulate(pipeline.micro_batches):
             loss = pipeline.train(tokens, batch, factor)
         result = self.engine.step()
-        mean, counted, rewards = self._global_mean(loss, requests, self._rewards() if "choices" in batch else None)
+        mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
         more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
         if "choices" in batch:
             chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
@@ -70,22 +75,35 @@ class Trainer:
         return mean, replace(result, requests=counted, more=more)
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the loss of the targets without a gradient; arguments as in train. BERT's next-sentence loss is not included.
+        """Compute the loss of each sequence without a gradient; arguments as in train. BERT's next-sentence loss is not included.
 
         Returns:
-            The mean loss over the targets of the global batch other than IGNORE, and their number; both 0-dim, the same on every rank.
+            For each sequence of the global batch, in the order of its samples, the sum of the loss over its targets other than IGNORE,
+            fp64 (sequences,), and their number, fp64 (sequences,); of preferences the loss of its pair, and whether it has one. Both are
+            the same on every rank.
         """
+        self._forget_measured()
         batch = batch.copy()
         batch.pop("next_sentence", None)
-        counts = self._counts(batch)
+        targets = self._is_counted(batch)
+        counts = targets.sum(dim=1) if targets.dim() > 1 else targets
         if self._config.lora.dropout:
             self.model.eval()
         with full_attention(self.model):
-            batch = self._with_reference(tokens, _with_scale(batch, counts))
-            loss = self._pipeline(tokens, batch).evaluate(tokens, batch)
+            batch = self._with_reference(tokens, batch)
+            batch["per_sequence"] = torch.ones(len(tokens), device=tokens.device)
+            losses = self._pipeline(tokens, batch).evaluate(tokens, batch).flatten()
         if self._config.lora.dropout:
             self.model.train()
-        return self._global_mean(loss)[0], counts[1]
+        return self._gather_sequences(losses, counts)
+
+    def measured(self, size: int) -> Tensor:
+        """Return the sums over the sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective.
+
+        Args:
+            size: Objective.sums.
+        """
+        return self._global_mean(torch.zeros((), device=self.mesh.device), sums=self._measured(size))[2]
 
     def _seed_dropout(self, step: int) -> None:
         """Seed the random numbers of a step: ranks with the same samples drop the same elements, others draw their own."""
@@ -106,32 +124,57 @@ class Trainer:
         if self._reference is None:
             self._reference = Pipeline(self.model.stages, self._config, self.mesh, tuple(tokens.shape), values=2)
         with without_adapters(self.model):
-            answers = self._reference.evaluate_each(tokens, batch).float()
+            answers = self._reference.evaluate(tokens, batch).float()
         beta = torch.full_like(answers[:, :1], self._config.training.dpo_beta)
-        for stage in self.model.stage_modules():
-            stage.rewards.clear()
+        self._forget_measured()
         return {**batch, "reference": torch.cat([beta, answers], dim=1)}
 
-    def _rewards(self) -> Tensor:
-        """Return the sums of preference_loss over the micro-batches of a step, (4,); zeros on ranks without the last stage."""
-        found = [rewards for stage in self.model.stage_modules() for rewards in stage.rewards]
-        return torch.stack(found).sum(dim=0) if found else torch.zeros(4, device=self.mesh.device)
+    def _measured(self, size: int) -> Tensor:
+        """Return the sums of Stack.measured over the micro-batches of a step, fp32 (size,); zeros on ranks without the last stage."""
+        found = [sums for stage in self.model.stage_modules() for sums in stage.measured]
+        return torch.stack(found).sum(dim=0) if found else torch.zeros(size, device=self.mesh.device)
+
+    def _forget_measured(self) -> None:
+        """Clear Stack.measured."""
+        for stage in self.model.stage_modules():
+            stage.measured.clear()
+
+    @staticmethod
+    def _is_counted(batch: Batch) -> Tensor:
+        """Which targets are not IGNORE, bool (sequences, positions); which pairs in a batch of preferences, bool (sequences,)."""
+        counted = batch["targets"] != IGNORE
+        return counted.any(dim=1) if "choices" in batch else counted
 
     def _counts(self, batch: Batch) -> Tensor:
         """The number of positions and of targets other than IGNORE in the global batch, int64 (2,); of pairs in a batch of preferences."""
-        counted = batch["targets"] != IGNORE
-        counted = counted.any(dim=1) if "choices" in batch else counted
+        counted = self._is_counted(batch)
         counts = torch.stack([torch.full((), counted.numel(), device=counted.device), counted.sum()])
         if self.mesh.dense.size() > 1:
             dist.all_reduce(counts, group=self.mesh.dense)
         return counts // self.mesh.layout.context  # context ranks have the same sequences
 
+    def _gather_sequences(self, losses: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather a loss and a count of each sequence from the shares of the batch; context ranks add parts of the same losses."""
+        layout, where = self.mesh.layout, self.mesh.coordinates
+        share = layout.batch_shard(where)
+        own = slice(share * len(losses), (share + 1) * len(losses))
+        gathered = torch.zeros(2, layout.batch_shards * len(losses), dtype=torch.float64, device=losses.device)
+        if where.tensor == 0:
+            gathered[0, own] = losses.double()
+            if where.context == 0 and where.pipeline == 0:
+                gathered[1, own] = counts.double()
+        for group in self.mesh.all_ranks if layout.world_size > 1 else ():
+            if group.size() > 1:
+                dist.all_reduce(gathered, group=group)
+        return gathered[0], gathered[1]
+
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
-        """Return the pipeline for batches of this shape; a warm-up has several shapes."""
+        """Return the pipeline for batches of this shape and their result; a warm-up has several shapes."""
         shape = (*tokens.shape, *batch["decoder_tokens"].shape[1:]) if "decoder_tokens" in batch else tuple(tokens.shape)
-        if shape not in self._pipelines:
-            self._pipelines[shape] = Pipeline(self.model.stages, self._config, self.mesh, shape)
-        return self._pipelines[shape]
+        values = 1 if "per_sequence" in batch else None
+        if (shape, values) not in self._pipelines:
+            self._pipelines[shape, values] = Pipeline(self.model.stages, self._config, self.mesh, shape, values=values)
+        return self._pipelines[shape, values]
 
     def _global_mean(self, loss: Tensor, requests: Sequence[bool] = (), sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Average the losses of all shares of the batch, which the ranks of the last stage hold; count requests; add `sums` of all shares.

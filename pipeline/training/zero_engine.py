@@ -36,7 +36,8 @@ def _prepare_deepspeed(device: torch.device) -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it on a CPU
+    # None of DeepSpeed's operators is used. To learn which ones it can compile, it would run compilers, and on a CPU it would compile one.
+    deepspeed.ops.__compatible_ops__ = {}
     deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 

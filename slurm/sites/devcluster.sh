@@ -1,3 +1,3 @@
 # tools/devcluster: four Slurm nodes on one machine.
-source slurm/sites/local.sh
+source "$PIPELINE_SLURM/sites/local.sh"
 export GLOO_SOCKET_IFNAME=lo

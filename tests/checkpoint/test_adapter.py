@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT's format: PEFT computes our logits with our adapter, and we its logits with its adapter."""
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint import peft_format
+from pipeline.checkpoint import peft_format, peft_settings
 from pipeline.checkpoint.lora_adapter import Adapter, Factors, base_hash, check_base
 from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
@@ -126,6 +127,59 @@ def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_pat
     assert {layer: lora.rank_of(layer) for layer in found.layers} == {layer: factors.rank for layer, factors in found.layers.items()}
 
 
+@pytest.mark.parametrize("kind", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_changed_its_base(kind, pair, tmp_path):  # noqa: F811 - the fixture
+    """It is refused as it is, since the changed base is not in it; converted by PEFT, it gives PEFT's logits on the unchanged base."""
+    import peft  # takes seconds
+
+    config, _, stock = pair("llama-grouped")
+    batch, before = tokens(config), {name: value.clone() for name, value in stock.state_dict().items()}
+    wrapped = peft.get_peft_model(stock, peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=kind, task_type="CAUSAL_LM")).eval()
+    try:
+        wrapped.peft_config["default"].init_lora_weights = True
+        wrapped.save_pretrained(tmp_path / "initial")
+        wrapped.peft_config["default"].init_lora_weights = kind
+        with torch.no_grad():
+            for name, weight in wrapped.named_parameters():
+                if ".lora_" in name:
+                    weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+            expected = wrapped(batch).logits
+        wrapped.save_pretrained(tmp_path / "plain")
+        wrapped.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    finally:
+        wrapped.unload()
+        stock.load_state_dict(before)
+    with pytest.raises(UserError, match=rf'(?s)init_lora_weights="{kind}": .*path_initial_model_for_weight_conversion'):
+        peft_format.read_peft(tmp_path / "plain", config, "stage.adapter")
+    found = peft_format.read_peft(tmp_path / "converted", config, "stage.adapter")
+    model = random_model(config).eval()
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for layer, factors in found.layers.items():
+            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+        torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_setting_of_peft_is_read_or_refused():
+    """Each field of the installed release is known, and those of other methods are refused with any value."""
+    import peft  # takes seconds
+
+    fields = {item.name for item in dataclasses.fields(peft.LoraConfig)}
+    assert fields <= peft_settings.KNOWN, f"{fields - peft_settings.KNOWN} must be read, refused or without effect in peft_settings.py"
+    others = fields - peft_settings.READ - peft_settings.INERT - {"peft_type"}
+    assert others >= {"use_dora", "kasa_config", "init_lora_weights", "target_parameters"}
+    for name in (*others, "of_a_newer_release"):
+        value = "lora_ga" if name == "init_lora_weights" else {"rank": 1}
+        with pytest.raises(UserError, match=f"has {name}="):
+            peft_settings.check({"peft_type": "LORA", name: value}, Path("adapter"), "stage.adapter")
+    default = json.loads(json.dumps(peft.LoraConfig(target_modules=["q_proj"]).to_dict(), default=list))
+    for kind in (True, False, None, "gaussian", "eva", "orthogonal", "mica"):
+        peft_settings.check({**default, "init_lora_weights": kind, "of_a_newer_release": False}, Path("adapter"), "stage.adapter")
+    for kind in ("pissa_niter_16", "corda", "loftq", "of_a_newer_release"):
+        with pytest.raises(UserError, match=r"(?s)its training changed the weights of the base first.*merge"):
+            peft_settings.check({**default, "init_lora_weights": kind}, Path("adapter"), "stage.adapter")
+
+
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     config = CONFIGS["llama-grouped"]
     _, ours = adapted(config)
@@ -157,5 +211,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48)}, tmp_path / "adapter_model.safetensors")
     unreadable("adapts lm_head, which is not a linear layer of model.family=llama")
+    magnitudes = {"base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(64)}
+    save_file(tensors | magnitudes, tmp_path / "adapter_model.safetensors")
+    unreadable("lora_magnitude_vector, which is no factor of a linear layer")
     with pytest.raises(UserError, match="has no readable adapter_config"):
         peft_format.read_peft(tmp_path / "none", config, "stage.adapter")

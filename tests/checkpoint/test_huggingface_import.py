@@ -1,7 +1,7 @@
 """Import (stage=convert with stage.input): a run that starts from a Hugging Face folder."""
 
-import dataclasses
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -22,18 +22,22 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from pipeline.checkpoint import native, save
+from pipeline.checkpoint import huggingface_export
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config, read_generation_config, weight_files
+from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.imported import copy_originals, original_of
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
 from tests.helpers import pipeline
 from tests.models.real_configs import CONFIGS, shrunk
+from tests.world import configured
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 64}
 
@@ -81,7 +85,7 @@ def run(tmp_path_factory, tokenizer) -> tuple[Path, Path, LlamaForCausalLM, list
     edit_config(source, **KEPT)
     (source / "generation_config.json").write_text(json.dumps(GENERATION))
     output = pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}", "stage.shard_gigabytes=0.00003")
-    overrides = output.partition("continue with stage=pretrain ")[2].split("\n")[0].split()
+    overrides = shlex.split(output.partition("continue with stage=pretrain ")[2].split("\n")[0])
     return source, run_dir, stock, overrides[1:]
 
 
@@ -252,16 +256,45 @@ def test_two_sources_of_one_weight(tmp_path):
         imported(tmp_path)
 
 
-def test_equal_tensors_that_a_file_holds_once(tmp_path):
-    """An untied T5 of transformers 5 has one tensor for embedding and head; our checkpoint has two."""
+def test_a_tied_t5_without_scaled_outputs(tmp_path):
+    """transformers 5 ties every T5; its file has one tensor for embedding and head. So has the export, with the same logits."""
     sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
-    T5ForConditionalGeneration(T5Config(**sizes, tie_word_embeddings=False)).save_pretrained(tmp_path / "hf")
+    stock = T5ForConditionalGeneration(T5Config(**sizes, tie_word_embeddings=False, pad_token_id=0)).eval()
+    stock.save_pretrained(tmp_path / "hf")
     weights = imported(tmp_path / "hf")
-    assert not weights.config.tie_embeddings
-    config = {"model": dataclasses.asdict(weights.config)}
-    path = save.save_full(tmp_path / "run", native.Index(native.TrainState(), config), weights.fragments(), 10**9)
-    checkpoint = Checkpoint(path)
-    assert torch.equal(checkpoint.tensor("head.weight"), checkpoint.tensor("embed.tokens.weight"))
+    assert weights.config.tie_embeddings
+    assert "head.weight" not in weights.names()
+    (tmp_path / "again").mkdir()
+    huggingface_export.write_weights(tmp_path / "again", weights, weights.config, dtype=torch.float32, shard_bytes=10**9)
+    huggingface_export.write_configs(tmp_path / "again", weights.config, dtype=torch.float32, end_of_document_id=1, padding_id=0)
+    assert "lm_head.weight" not in load_file(tmp_path / "again" / "model.safetensors")
+    again = T5ForConditionalGeneration.from_pretrained(tmp_path / "again").eval()
+    assert again.config.scale_decoder_outputs is stock.config.scale_decoder_outputs is False
+    tokens = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        expected = stock(tokens, decoder_input_ids=tokens).logits
+        torch.testing.assert_close(again(tokens, decoder_input_ids=tokens).logits, expected, rtol=0, atol=0)
+        ours = registry.build(weights.config)
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(weights.tensor(name))
+        torch.testing.assert_close(ours(tokens, decoder_tokens=tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_weight_of_the_balance_loss_is_a_training_setting(tmp_path, caplog):
+    caplog.set_level("INFO", "pipeline")
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "router_aux_loss_coef": 0.007}
+    MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(tmp_path / "hf")
+    import_model(configured("stage=convert", f"run_dir={tmp_path}/run"), tmp_path / "hf", file_bytes=10**9)
+    assert " training.balance_loss=0.007" in caplog.text, "a setting that pretrain needs"
+    checkpoint = Checkpoint(find(tmp_path / "run", "latest"))
+    assert checkpoint.config["training"]["balance_loss"] == 0.007
+    for training, expected in (({"balance_loss": 0.007}, 0.007), ({"balance_loss": 0.0}, 0.0), ({"balance_loss": None}, 0.02)):
+        model = imported(tmp_path / "hf").config
+        huggingface_export.write_configs(tmp_path, model, dtype=torch.float32, end_of_document_id=1, training=training)
+        assert AutoConfig.from_pretrained(tmp_path).router_aux_loss_coef == expected
+    edit_config(tmp_path / "hf", router_aux_loss_coef="none")
+    with pytest.raises(UserError, match=r"config\.json router_aux_loss_coef=none: must be a number of at least 0"):
+        import_model(configured("stage=convert", f"run_dir={tmp_path}/other"), tmp_path / "hf", file_bytes=10**9)
 
 
 def test_multi_token_prediction_that_the_files_lack(tmp_path):

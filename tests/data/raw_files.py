@@ -1,9 +1,11 @@
 """Files of every format with their expected documents, for the tests of the readers."""
 
+import bz2
 import datetime
 import gzip
 import io
 import json
+import lzma
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,19 +15,22 @@ import pyarrow.parquet as pq
 import zstandard
 
 from pipeline.data.read import input_files, reader
-from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped
 from tests.helpers import words
 
 
 def read(*named: Path | str, suffixes: tuple[str, ...] = (), **options: object) -> tuple[list[Document], list[Bad]]:
     """Every document below the inputs, and every Bad."""
-    found, bad = input_files.find({"default": [str(name) for name in named]}, suffixes, [".*"])
+    listing = input_files.find({"default": [str(name) for name in named]}, suffixes, [".*"])
     results = [
-        each for part in input_files.parts(found, 64 << 20) for span in part.spans for each in reader.read(span, ReadOptions(**options))
+        each
+        for part in input_files.parts(listing.files, 64 << 20)
+        for span in part.spans
+        for each in reader.read(span, ReadOptions(**options))
     ]
     documents = [each for each in results if isinstance(each, Document)]
     assert len({document.id for document in documents}) == len(documents)
-    return documents, bad + [each for each in results if isinstance(each, Bad)]
+    return documents, listing.bad + [each for each in results if isinstance(each, Bad)]
 
 
 def texts(documents: list[Document]) -> list[str]:
@@ -111,7 +116,13 @@ FORMATS: dict[str, tuple[bytes, list[str], dict]] = {
     ".parquet": (parquet_of(ROWS), ["eins", "zwei"], {"day": "2026-01-02", "more": {"a": [1]}}),
     ".tar": (tar_of(MEMBERS), ["eins", "zwei", "drei", LONG, "vier", "vier", "fünf"], {"lang": "de"}),
 }
-PACKED: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 
 GOOD = b'{"text": "good"}\n'
 PAGE = page(LONG)
@@ -124,5 +135,5 @@ def spans_of(path: Path, size: int) -> list[input_files.Span]:
     return [input_files.Span(source, start, start + size) for start in range(0, source.size, size)]
 
 
-def all_of(spans: list[input_files.Span]) -> list[Document | Bad]:
+def all_of(spans: list[input_files.Span]) -> list[Document | Bad | Skipped]:
     return [found for span in spans for found in reader.read(span, ReadOptions())]

@@ -120,7 +120,7 @@ def test_the_report_counts_what_cleaning_dropped_of_every_language():
     counts.add(other)
     empty = {"documents": 0, "bytes": 0}
     output = {"train": empty, "validation": empty, "corpora": {}, "languages": {}, "lengths": {}, "repeated_documents": 0}
-    built = report.build(counts, NOTHING, None, output, {})
+    built = report.build(counts, NOTHING, None, output, {}, [])
     assert built["languages"]["dz"] == {"gopher: mean word length": [30, 3000], KEPT: [10, 1000]}
     made = report.html(built)
     assert "Cleaning drops 75.0 % of the documents in <b>dz</b>: gopher: mean word length (75.0 %)" in made

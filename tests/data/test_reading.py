@@ -1,14 +1,16 @@
 """Reading documents from files of all supported formats."""
 
 import gzip
+import lzma
 import tarfile
+from pathlib import Path
 
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.read import input_files, reader, suffixes
-from pipeline.data.read.documents import ReadOptions
-from tests.data.raw_files import FORMATS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, json_line, page, read, tar_of, texts, warc_record
+from pipeline.data.read import input_files, inventory, reader, suffixes
+from pipeline.data.read.documents import ReadOptions, Skipped
+from tests.data.raw_files import FORMATS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, all_of, json_line, page, read, tar_of, texts, warc_record
 from tests.helpers import pipeline, words
 
 
@@ -27,7 +29,87 @@ def test_every_format_is_read(tmp_path, ending, packing):
     assert {document.source for document in documents} == {f"x{ending}{packing}"}
 
 
-@pytest.mark.parametrize("ending, padding", [(".gz", b""), (".gz", bytes(700)), (".zst", b"")])
+def test_the_case_of_a_suffix_does_not_matter(tmp_path):
+    (tmp_path / "a.JSONL").write_bytes(GOOD)
+    (tmp_path / "b.Txt.GZ").write_bytes(gzip.compress(b"good"))
+    (tmp_path / "c.MD").write_bytes(b"text")
+    assert texts(read(tmp_path)[0]) == ["good", "good"]
+    assert texts(read(tmp_path, suffixes=(".md",))[0]) == ["text"]
+
+
+def test_padding_between_the_streams_of_xz_is_valid(tmp_path):
+    (tmp_path / "x.jsonl.xz").write_bytes(lzma.compress(GOOD) + bytes(8) + lzma.compress(GOOD))
+    documents, bad = read(tmp_path)
+    assert (texts(documents), bad) == (["good"] * 2, [])
+
+
+def test_pages_of_a_web_archive_are_found_by_media_type_and_everything_else_is_counted(tmp_path):
+    page_types = ["Text/HTML; Charset=UTF-8", " TEXT/HTML ", "text/html;charset=utf-8", "application/XHTML+xml;x=y", "text/html,text/html"]
+    records = [warc_record(page(LONG), Content_Type=header) for header in page_types]
+    records.append(
+        warc_record(
+            page(LONG).replace(b'<meta charset="utf-8">', b"").decode().encode("latin-1"), Content_Type='text/html; charset="Latin1"'
+        )
+    )
+    other = [("image/PNG", "200 OK"), ("", "200 OK"), ("Jane Doe", "200 OK"), ("text/html", "404 Not Found"), ("text/html", "Jane Doe")]
+    records += [warc_record(b"Jane Doe", Content_Type=header, status=status) for header, status in other]
+    records += [warc_record(b"x", kind="revisit"), warc_record(b"x", kind="request"), warc_record(b"x", kind="resource")]
+    (tmp_path / "x.warc").write_bytes(b"".join(records))
+    assert texts(read(tmp_path)[0]) == [LONG] * 6
+    assert skipped(tmp_path) == [
+        "WARC record of media type image/png",
+        "WARC record without a media type",
+        "WARC record of media type other",
+        "WARC record with HTTP status 404",
+        "WARC record without an HTTP status",
+        "WARC record of type revisit",
+        "WARC record of type resource",
+    ]
+
+
+def test_members_of_a_tar_that_are_not_read_are_counted(tmp_path):
+    names = ["1.txt", "1.jpg", "2.rst.txt", "3", "4.txt", "4.html", "5.Jane Doe", "6.jsonl.gz"]
+    (tmp_path / "x.tar").write_bytes(tar_of(dict.fromkeys(names, b"text")))
+    assert texts(read(tmp_path)[0]) == ["text"] * 2
+    expected = [".jpg", ".rst.txt", "none", ".html beside .txt", "other", ".jsonl.gz"]
+    assert sorted(skipped(tmp_path)) == sorted(f"tar member with suffix {suffix}" for suffix in expected)
+
+
+def skipped(folder: Path) -> list[str]:
+    """The reasons why parts of the files are not read."""
+    spans = [input_files.Span(file) for file in input_files.find({"default": [str(folder)]}, [], []).files]
+    return [found.reason for found in all_of(spans) if isinstance(found, Skipped)]
+
+
+def test_files_that_are_not_read_are_counted_by_reason(tmp_path):
+    for name in ("a.jsonl", "b.MD", "c.csv", "d.csv", "README", ".hidden.txt", ".git/config", "x.Jane Doe"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(GOOD)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "again.jsonl").symlink_to(tmp_path / "a.jsonl")
+    listing = input_files.find({"default": [str(tmp_path)]}, [], [".*"])
+    assert len(listing.files) == 1
+    assert listing.skipped["default"] == {
+        "with suffix .md": [1, len(GOOD)],
+        "with suffix .csv": [2, 2 * len(GOOD)],
+        "with suffix none": [1, len(GOOD)],
+        "with suffix other": [1, len(GOOD)],
+        "excluded by data.exclude": [2, len(GOOD)],
+        "reached again by another path": [2, len(GOOD)],
+    }
+
+
+def test_names_that_differ_only_in_their_suffix_are_found(tmp_path):
+    for name in ("a/1.html", "a/1.txt", "b/1.txt", "lib/os.html", "_sources/lib/os.rst.txt", "x.y.jsonl", "x.y.jsonl.gz", "x.z.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(GOOD)
+    listing = input_files.find({"default": [str(tmp_path)]}, [], [])
+    assert inventory.same_names(listing.files) == {"default": (3, ["_sources/lib/os.rst.txt", "lib/os.html"])}
+
+
+@pytest.mark.parametrize(
+    "ending, padding", [(".gz", b""), (".gz", bytes(700)), (".zst", b""), (".bz2", b""), (".xz", b""), (".xz", bytes(8))]
+)
 def test_files_of_many_compressed_members_are_read_completely(tmp_path, ending, padding):
     lines = [json_line(words(n, 2000)) for n in range(30)]
     (tmp_path / f"x.jsonl{ending}").write_bytes(b"".join(PACKED[ending](line.encode()) for line in [*lines, ""]) + padding)
@@ -73,9 +155,12 @@ def test_corpora_are_named_by_the_user_and_kept_apart(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name)
-    found, _ = input_files.find({"web": [f"{tmp_path}/a", f"{tmp_path}/a/x.txt"], "default": [f"{tmp_path}/b"]}, [], [])
+    listing = input_files.find({"web": [f"{tmp_path}/a", f"{tmp_path}/a/x.txt"], "default": [f"{tmp_path}/b"]}, [], [])
     documents = [
-        document for part in input_files.parts(found, 64 << 20) for span in part.spans for document in reader.read(span, ReadOptions())
+        document
+        for part in input_files.parts(listing.files, 64 << 20)
+        for span in part.spans
+        for document in reader.read(span, ReadOptions())
     ]
     assert [(d.id, d.text, d.corpus) for d in documents] == [("x.txt:0", "b", "default"), ("web/x.txt:0", "a", "web")]
     refused = pipeline("stage=shard", "data.corpora={Web:[x],default:[x]}", "data.corpora.web=[x]", f"data.shards={tmp_path}/s", expect=2)

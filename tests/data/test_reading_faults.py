@@ -1,9 +1,12 @@
 """Faults in files are reported with file, position and reason, and never stop the reader."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import socket
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.data.read import input_files, reader, suffixes
-from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped
 from tests.data.raw_files import (
     FORMATS,
     GOOD,
@@ -81,6 +85,12 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "rubbish after gzip": ("x.jsonl.gz", gzip.compress(GOOD) + b"rubbish", 1, [("byte 17", "is damaged")]),
     "cut zstd": ("x.jsonl.zst", zstandard.compress(GOOD * 500 + INCOMPRESSIBLE)[:-9], 0, [("byte ", "ends within its zstd data")]),
     "no zstd": ("x.jsonl.zst", GOOD, 0, [("byte 0", "is damaged or truncated")]),
+    "cut bzip2": ("x.jsonl.bz2", bz2.compress(GOOD) + bz2.compress(GOOD)[:-9], 2, [("byte 34", "ends within its bzip2 data")]),
+    "no bzip2": ("x.jsonl.bz2", GOOD, 0, [("byte 0", "is damaged or truncated")]),
+    "large line of bzip2": ("x.jsonl.bz2", bz2.compress(bytes(50_000_000) + b"\n" + GOOD), 1, [("line 1", "larger than")]),
+    "cut xz": ("x.jsonl.xz", lzma.compress(GOOD) + lzma.compress(GOOD)[:-9], 2, [("byte 34", "ends within its xz data")]),
+    "bad checksum of xz": ("x.jsonl.xz", lzma.compress(GOOD)[:-40] + bytes(40), 0, [("byte ", "is damaged")]),
+    "no xz": ("x.jsonl.xz", GOOD, 0, [("byte 0", "is damaged or truncated")]),
     "cut text": ("x.txt.gz", gzip.compress(b"good")[:-3], 0, [("byte 4", "ends within its gzip data")]),
     "no Parquet": ("x.parquet", GOOD, 0, [("", "is damaged or truncated")]),
     "cut Parquet": ("x.parquet", PARQUET[: len(PARQUET) // 2], 0, [("", "is damaged or truncated")]),
@@ -181,6 +191,77 @@ def test_one_invalid_byte_does_not_change_the_encoding_of_a_page(tmp_path):
     assert documents[0].text == LONG + " \ufffd"
 
 
+JANE = "Jane Doe, jane@example.org " * 1000
+#: case -> (name, content): unreadable input whose faulty part is personal data.
+PERSONAL = {
+    "field": ("x.jsonl", json.dumps({JANE: 1, "jane@example.org": 1, "body": 1}).encode()),
+    "broken JSON": ("x.jsonl", b'{"text": "' + JANE.encode()),
+    "page as a record": ("x.jsonl", json.dumps(JANE).encode()),
+    "column": ("x.parquet", parquet_of([{JANE: 1, "jane@example.org": 1}])),
+    "type": ("x.parquet", parquet_of([{"text": {JANE: 1}}])),
+    "chunk header": ("x.warc", warc_record(JANE.encode(), Transfer_Encoding="chunked")),
+    "encoding": ("x.warc", warc_record(JANE.encode(), Content_Encoding="gzip")),
+    "no WARC": ("x.warc", JANE.encode()),
+    "tar header": ("x.tar", b"x" * 124 + b"Jane Doe    " + b"x" * 400),
+    "extended header": ("x.tar", tar_of({"ä" * 120: b""}, tarfile.PAX_FORMAT).replace(b"250 path=", b"Jane Doe=")),
+    "JSON of a tar": ("x.tar", tar_of({"1.json": JANE.encode()})),
+    "field of a tar": ("x.tar", tar_of({"1.json": json.dumps({JANE: 1}).encode()})),
+}
+
+
+@pytest.mark.parametrize("case", PERSONAL)
+def test_a_reason_contains_nothing_of_the_text(tmp_path, case):
+    name, content = PERSONAL[case]
+    (tmp_path / name).write_bytes(content)
+    documents, bad = read(tmp_path)
+    assert not documents
+    assert bad
+    for report in bad:
+        assert "jane" not in report.reason.lower()
+        assert len(report.reason) < 200
+
+
+def test_a_name_in_an_archive_is_cut_in_the_position(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar_of({f"{'long' * 1000}.txt": b"\xff"}, tarfile.PAX_FORMAT))
+    (bad,) = read(tmp_path)[1]
+    assert bad.position.startswith("member longlong")
+    assert len(bad.position) < 400
+
+
+CHANGES = {
+    "shrinks": lambda path: os.truncate(path, path.stat().st_size // 2 + 5),
+    "grows": lambda path: path.write_bytes(path.read_bytes() + GOOD),
+    "is replaced": lambda path: (path.with_name("new").write_bytes(path.read_bytes()), path.with_name("new").replace(path)),
+    "vanishes": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "ending, packing", [(".jsonl", ""), (".jsonl", ".gz"), (".jsonl", ".xz"), (".parquet", ""), (".tar", ""), (".warc", "")]
+)
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, ending, packing, change):
+    path = tmp_path / f"x{ending}{packing}"
+    path.write_bytes(PACKED[packing](FORMATS[ending][0]))
+    os.utime(path, (1, 1))  # else the replacement may have the same time
+    size = path.stat().st_size
+    (file,) = input_files.find({"web": [str(tmp_path)]}, [], []).files
+    found = reader.read(input_files.Span(file), ReadOptions())
+    next(found)
+    CHANGES[change](path)
+    with pytest.raises(UserError, match=rf"data.corpora.web={path}: had {size:,} bytes .*its bytes 0 to {size:,} were read"):
+        list(found)
+
+
+def test_a_part_of_a_file_that_has_shrunk_is_not_taken_for_empty(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(GOOD * 100)
+    (file,) = input_files.find({"default": [str(path)]}, [], []).files
+    os.truncate(path, 800)
+    with pytest.raises(UserError, match=r"had 1,700 bytes .* has 800 .*after its bytes 850 to 1,700 were read"):
+        list(reader.read(input_files.Span(file, 850, 1700), ReadOptions()))
+
+
 def test_a_file_that_disappears_is_reported(tmp_path):
     span = input_files.Span(input_files.InputFile(str(tmp_path / "x.jsonl"), "x.jsonl", 5))
     assert list(reader.read(span, ReadOptions())) == [Bad("x.jsonl", "", "cannot be read: No such file or directory", 5)]
@@ -210,7 +291,7 @@ def test_unreadable_folder_entries_are_reported(tmp_path, monkeypatch):
         ("broken.txt", "is a broken link"),
         ("socket.txt", "is a socket, not a file"),
         ("pipe.txt", "is a FIFO (named pipe), not a file"),
-        (str(tmp_path / "nothing"), f"contains no file with suffix {', '.join(suffixes.SEARCHED)}"),
+        (str(tmp_path / "nothing"), f"contains no file with suffix {suffixes.described(suffixes.SEARCHED)}"),
     }
 
 
@@ -235,13 +316,32 @@ def test_a_file_without_read_permission_is_reported():
     assert "permissions" in bad[0].reason
 
 
-def test_the_stage_quarantines_unreadable_input(tmp_path):
+def test_the_stage_counts_what_it_reads_and_quarantines_and_leaves_out(tmp_path):
     (tmp_path / "good.jsonl").write_bytes(GOOD * 500)
+    (tmp_path / "good.txt").write_bytes(b"text")
+    (tmp_path / "images.tar").write_bytes(tar_of({"1.jpg": b"\xff\xd8", "2.txt": b"text"}))
+    for name in ("notes.md", "more.md", ".hidden"):
+        (tmp_path / name).write_bytes(b"text")
     (tmp_path / "bad one.jsonl.gz").write_bytes(gzip.compress(GOOD * 3)[:-1])
     printed = pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s", ranks=2)
-    assert "1 unreadable documents" in printed
+    assert "1 unreadable documents; 4 files or parts of files not read" in printed
+    assert "shard: input of 4 files, 0.0 MB: 1 .jsonl (0.0 MB), 1 .jsonl.gz (0.0 MB), 1 .tar (0.0 MB), 1 .txt (0.0 MB)" in printed
+    assert "data.input: not read: 2 with suffix .md (0.0 MB), 1 excluded by data.exclude (0.0 MB)" in printed
+    assert "data.suffixes=[.jsonl,.jsonl.gz,.tar,.txt,.md]" in printed
+    assert "a name has several files that differ only in their suffix, such as good.jsonl and good.txt: all are read" in printed
+    report = json.loads((tmp_path / "s" / "report.json").read_text())
+    assert report["input"]["files"]["default"][".tar"] == [1, (tmp_path / "images.tar").stat().st_size]
+    assert report["input"]["skipped"]["default"] == {
+        "file excluded by data.exclude": [1, 4],
+        "file with suffix .md": [2, 8],
+        "tar member with suffix .jpg": [1, 2],
+    }
+    assert report["input"]["same_names"] == {"default": {"names": 1, "example": ["good.jsonl", "good.txt"]}}
+    shown = (tmp_path / "s" / "report.html").read_text()
+    assert all(text in shown for text in ("tar member with suffix .jpg", "good.jsonl and good.txt", ".jsonl.gz"))
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 503
+    assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 505
+    assert (manifest["totals"]["files"], manifest["totals"]["skipped"]) == (4, 4)
 
 
 def test_all_missing_inputs_are_named_at_once(tmp_path):
@@ -284,6 +384,8 @@ def test_no_kind_of_damage_stops_the_reader(tmp_path_factory, ending, packing, d
         if isinstance(found, Document):
             found.text.encode()
             json.dumps([found.id, found.meta], allow_nan=False)
+        elif isinstance(found, Skipped):
+            assert len(found.reason) < 100
         else:
             assert found.source == path.name
             assert found.reason

@@ -131,7 +131,6 @@ def test_attributes_come_from_the_manifest(tokens):
     dataset = TokenDataset(tokens, "validation", 8, seed=0)
     assert dataset.vocab_size == 300
     assert dataset.end_of_document == totals["end_of_document"]
-    assert dataset.bytes_per_token == totals["validation"]["bytes"] / totals["validation"]["tokens"]
 
 
 def test_a_missing_artifact_names_the_key_and_the_stage(tmp_path, shards):

@@ -21,9 +21,9 @@ from tests.models.small_decoders import CONFIGS
 
 #: A template whose answers are marked as transformers requires it, and the same without marks.
 MARKED = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}assistant: {% generation %}{{ m['content'] }}<|endoftext|>{% endgeneration %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}assistant:\n{% generation %}{{ m['content'] }}<|endoftext|>{% endgeneration %}"
     "{% else %}{{ m['role'] }}: {{ m['content'] }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CHATS = [
@@ -92,10 +92,10 @@ PAIRS = [
 BAD_PAIRS = {
     '"chosen" and "rejected" are the same': {"prompt": "x", "chosen": "y", "rejected": "y"},
     'has no "rejected"': {"prompt": "x", "chosen": "y"},
-    '"rejected" must be a text that is not empty': {"prompt": "x", "chosen": "y", "rejected": ""},
-    '"chosen" has no answer': {"prompt": CHATS[0][:1], "chosen": CHATS[0][:1], "rejected": CHATS[0][1:]},
+    '"rejected" must be a text that is not empty, as "prompt" is a text': {"prompt": "x", "chosen": "y", "rejected": ""},
+    '"chosen" message 2 has the role user': {"prompt": CHATS[0][:1], "chosen": CHATS[0][:1], "rejected": CHATS[0][1:]},
     "tokens with both answers; training.sequence_length=99": {"prompt": "x" * 45, "chosen": "y", "rejected": "z" * 20},
-    'either "messages" or "prompt"': ["x"],
+    'must be an object with "chosen"': ["x"],
 }
 
 
@@ -126,7 +126,7 @@ LINES = [{"prompt": f"{number} Nadeln" * (number % 4 + 1), "completion": f" {'gr
 
 def opened(folder: Path, path: Path, *, length: int = 60, pack: bool = True, seed: int | None = None, limit: float = 0.0) -> Supervised:
     encoder = TextEncoder(folder, "<|endoftext|>")
-    options = {"key": "data.instructions.train", "length": length, "pack": pack, "seed": seed, "limit": limit, "log_it": True}
+    options = {"key": "data.instructions.train", "length": length, "pack": pack, "seed": seed, "limit": limit, "report": path.parent}
     return Supervised(open_files([str(path)], ExampleReader(folder, 0, length + 1), encoder, **options), length)
 
 
@@ -181,13 +181,13 @@ def test_packed_examples_do_not_see_each_other(folder, tmp_path, name):
 BAD = {
     b"{broken": "is not JSON",
     b'{"prompt": "\xff", "completion": "a"}': "is not JSON",
-    b"[1]": "must be an object with either",
-    b'{"prompt": "a", "messages": []}': "must be an object with either",
-    b'{"prompt": "a"}': '"prompt" and "completion" must be texts',
-    b'{"prompt": "a", "completion": ""}': '"completion" is empty',
+    b"[1]": "must be an object with",
+    b'{"prompt": "a", "completion": "b", "messages": []}': "has the keys of several formats",
+    b'{"prompt": "a"}': 'has a "prompt" and no "completion"',
+    b'{"prompt": "a", "completion": ""}': '"completion" must be a text that is not empty',
     b'{"messages": [{"role": "user", "content": "a"}]}': "has no answer",
     b'{"messages": []}': '"messages" must be a list',
-    b'{"messages": [{"role": "user", "content": 1}, {"role": "assistant"}]}': "the chat template fails",
+    b'{"messages": [{"role": "user", "content": 1}, {"role": "assistant"}]}': 'message 1 has a "content"',
     json.dumps({"prompt": "a" * 200, "completion": "b"}).encode(): "training.sequence_length=60 has room for 61",
 }
 STRICT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}"

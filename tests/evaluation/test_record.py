@@ -4,9 +4,8 @@ import csv
 from xml.etree import ElementTree
 
 from pipeline.checkpoint import native
-from pipeline.common import page
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import checkpoint_selection, record
+from pipeline.evaluation import checkpoint_selection, record, report
 
 
 def test_table_and_plots_have_all_scores(tmp_path):
@@ -21,17 +20,43 @@ def test_table_and_plots_have_all_scores(tmp_path):
         ["100", "4.0", "0.5", "0.1"],
     ]
     written = (tmp_path / "evaluations/report.html").read_text()
-    assert written.count("<svg") == 2
-    assert "step 20: 8.0000" in written
+    assert written.count("<svg") == 1, "the accuracy has one checkpoint, which the table shows"
+    assert "step 20: 8" in written
     assert record.is_recorded(tmp_path, 100, "tasks", {"b": [2]})
     assert not record.is_recorded(tmp_path, 100, "tasks", {"b": [3]})
     assert not record.is_recorded(tmp_path, 20, "tasks", {"b": [2]})
 
 
-def test_a_plot_is_well_formed():
-    for points in ([(1, 2.0)], [(1, 2.0), (5, 2.0)], [(1, 2.0), (5, 3.0), (9, -1.0)]):
-        drawn = ElementTree.fromstring(page.macros("plot.svg.jinja").plot(record.curve("a < b", points)))
-        assert len([each for each in drawn.iter() if each.tag.endswith("circle")]) == len(points)
+def test_the_page_of_one_checkpoint_is_a_table(tmp_path):
+    """With the name of the run, what was read, and standard errors; there is nothing to plot."""
+    run = tmp_path / "llama <1>"
+    scores = {"": {"validation_loss": 2.5, "validation_loss_stderr": 0.03125, "perplexity": 12.1825}, "de": {"validation_loss": 2.25}}
+    record.write(run, 1500, "validation", scores, {}, {"read": {"sequences": 64, "available": 400, "targets": 4096}})
+    written = (run / "evaluations/report.html").read_text()
+    assert "<h1>Evaluation of llama &lt;1&gt;</h1>" in written
+    assert "Step 1,500: validation loss 2.5000 ± 0.0312 nats per target, perplexity 12.1825" in written
+    assert "on 64 of 400 sequences of the validation split, 4,096 targets" in written
+    assert ">full validation split<" in written
+    assert ">2.2500<" in written
+    assert "<svg" not in written
+    assert "All checkpoints" not in written
+    assert report.run_name(tmp_path / "lr-sweep" / "3") == "lr-sweep/3"
+
+
+def test_charts_have_axes_units_and_a_series_for_each_corpus(tmp_path):
+    for step in (20, 100):
+        scores = {"": {"perplexity": 8.0}, "de": {"perplexity": 9.0, "perplexity_stderr": 0.5}}
+        record.write(tmp_path, step, "validation", scores, {}, {"confusion": {"labels": ["no", "yes"], "counts": [[3, 1], [0, 4]]}})
+    written = (tmp_path / "evaluations/report.html").read_text()
+    drawn = ElementTree.fromstring(written[written.index("<svg") : written.index("</svg>") + 6])
+    texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
+    assert (texts[0], texts[-1]) == ("perplexity", "step")
+    assert {"8.0", "9.0", "20", "100"} <= set(texts)
+    assert len([each for each in drawn.iter() if each.tag.endswith("circle")]) == 4
+    assert "</i>full validation split</span>" in written
+    assert "</i>de</span>" in written
+    assert ">9.0000 ± 0.5000<" in written
+    assert ">predicted yes<" in written
 
 
 def test_tasks_of_an_array_share_the_checkpoints(tmp_path, monkeypatch):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import UserError
+from pipeline.config import paths
 from pipeline.config.schema import ClusterConfig
 from pipeline.launch import job
 from tests.helpers import ROOT
@@ -75,7 +79,36 @@ def test_violations_are_reported_together() -> None:
     wrong = ClusterConfig(account="a\n#SBATCH --nodes=9", time="soon", sbatch=["exclusive"])
     keys = {violation.key for violation in job.violations(wrong, "brew", ROOT)}
     assert keys == {"cluster.account", "cluster.time", "cluster.sbatch", "stage"}
-    assert [v.key for v in job.violations(ClusterConfig(), "shard", ROOT / "tests")] == ["working directory"]
+
+
+def test_jobs_of_another_folder_use_the_scripts_of_the_package(tmp_path: Path) -> None:
+    assert job.violations(ClusterConfig(), "shard", tmp_path) == []
+    scripts = paths.batch_scripts(tmp_path)
+    assert paths.batch_scripts(ROOT) is None
+    text = job.render(dataclasses.replace(PRETRAIN, directory=tmp_path, scripts=scripts), ClusterConfig())
+    assert f"\nexport PIPELINE_SLURM={scripts}\nexport PIPELINE_PYTHON={sys.executable}\nexec bash {scripts}/pretrain.sbatch " in text
+    line = job.sbatch_line(ClusterConfig(), "pretrain", 2, ["run_dir=my runs"], scripts)
+    assert line.startswith(f"env PIPELINE_SLURM={scripts} PIPELINE_PYTHON={sys.executable} sbatch --nodes=2 ")
+    assert line.endswith(f"{scripts}/pretrain.sbatch 'run_dir=my runs'")
+
+
+def test_scripts_of_another_folder_run_the_stage_with_its_python(tmp_path: Path) -> None:
+    """Their srun is replaced by a script that prints its arguments. The site's settings come from the working directory if it has some."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text('#!/bin/bash\necho "$SITE" "$@"\n')
+    (tmp_path / "bin/srun").chmod(0o755)
+    text = job.render(dataclasses.replace(PRETRAIN, directory=tmp_path, scripts=paths.SLURM_DIR), ClusterConfig())
+    variables = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_CLUSTER_NAME": "mine"}
+
+    def printed() -> str:
+        done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.strip()
+
+    command = f"--kill-on-bad-exit=1 {sys.executable} -m pipeline stage=pretrain {' '.join(PRETRAIN.overrides)}"
+    assert printed() == command
+    (tmp_path / "slurm/sites").mkdir(parents=True)
+    (tmp_path / "slurm/sites/mine.sh").write_text("export SITE=mine\n")
+    assert printed() == f"mine {command}"
 
 
 @pytest.mark.parametrize("time", ["01:00:00", "7-12", "1-00:30:00", "10:30", "UNLIMITED"])

@@ -1,5 +1,7 @@
 """fp8 training, emulated on CPU ranks: close to bf16, in every layout, and refused where the kernels of GPUs would fail."""
 
+import logging
+
 import pytest
 import torch
 
@@ -68,6 +70,37 @@ def test_layouts_train_as_one_process(worlds, layout):
 def test_master_weights_and_gradients_are_those_of_bf16():
     refused = violations(configured(*SIZES, "precision.fp8=tensorwise"), 1)
     assert [violation.rule for violation in refused] == ["requires precision.dtype=bf16, not fp32"]
+
+
+@pytest.mark.parametrize("layers, most", [(1, 0), (2, 0), (4, 1)])
+def test_fp8_that_converts_no_product_is_refused(layers, most):
+    fp8 = (*SIZES, "precision=fp8", f"model.layers={layers}")
+    (refused,) = violations(configured(*fp8, f"precision.fp8_exclude_layers={most + 1}"), 1)
+    assert f"{refused.key}={refused.value} {refused.rule}".startswith("precision.fp8=tensorwise multiplies no 8-bit numbers")
+    assert refused.fix == f"set precision.fp8_exclude_layers={most}, or precision=bf16"
+    assert not violations(configured(*fp8, f"precision.fp8_exclude_layers={most}"), 1)
+
+
+def logged(*overrides: str) -> list[str]:
+    """What building a model logs."""
+    records: list[str] = []
+    log, handler = logging.getLogger("pipeline"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: records.append(record.getMessage())
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        trainer(*SIZES, "precision=fp8", *overrides)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return records
+
+
+def test_the_log_names_the_products_that_stay_bf16(worlds):
+    dense, moe = (worlds(1).run(logged, *model)[0] for model in ((), ("model=mixtral-tiny", "model.experts=2")))
+    assert any(line.startswith("fp8 (tensorwise) in 14 linear layers") and "in bf16: blocks.0, blocks.3, head (5" in line for line in dense)
+    assert any("in bf16: blocks.0, blocks.*.mlp.router.weight, blocks.*.mlp.experts.gate, " in line for line in moe)
 
 
 def refusal(*overrides: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import hardware as hardware_files
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.schema import ClusterConfig, PrecisionConfig
 from pipeline.planner.flops import peak_flops
 
 #: torch.cuda.get_device_name() -> file of conf/hardware/, and the dense 16-bit peak of the manufacturer's data sheet, TFLOP/s.
@@ -51,13 +51,13 @@ def test_the_peak_follows_from_the_name_of_the_device(name, file, tflops, monkey
     matching = [other for other in hardware_files.names() if re.fullmatch(hardware_files.load(other).device, name, re.IGNORECASE)]
     assert matching == [file]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(ClusterConfig(), GPU) == tflops * 1e12
+    assert peak_flops(ClusterConfig(), PrecisionConfig(), GPU).tflops == tflops
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_device_has_no_peak(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(ClusterConfig(), GPU) is None
+    assert peak_flops(ClusterConfig(), PrecisionConfig(), GPU) is None
 
 
 def test_every_hardware_file_is_that_of_a_device():
@@ -66,8 +66,21 @@ def test_every_hardware_file_is_that_of_a_device():
 
 def test_the_configured_hardware_counts_before_the_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H20")
-    assert peak_flops(ClusterConfig(hardware="h100-pcie"), GPU) == 756e12
+    assert peak_flops(ClusterConfig(hardware="h100-pcie"), PrecisionConfig(), GPU).tflops == 756
 
 
 def test_a_cpu_has_no_peak():
-    assert peak_flops(ClusterConfig(hardware="h100"), torch.device("cpu")) is None
+    assert peak_flops(ClusterConfig(hardware="h100"), PrecisionConfig(), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    "hardware, precision, peak",
+    [
+        ("h100", PrecisionConfig("fp16"), "989.4 TFLOP/s, the fp16 peak of H100 SXM 80 GB"),
+        ("h100", PrecisionConfig("fp32"), "67 TFLOP/s, the fp32 peak of H100 SXM 80 GB"),
+        ("h100", PrecisionConfig("bf16", fp8="rowwise"), "1978.9 TFLOP/s, the fp8 peak of H100 SXM 80 GB"),
+        ("v100-16", PrecisionConfig("bf16", fp8="tensorwise"), "125 TFLOP/s, the bf16 peak of V100 SXM2 16 GB"),  # no 8-bit products
+    ],
+)
+def test_the_peak_is_that_of_the_trained_precision(hardware, precision, peak):
+    assert str(peak_flops(ClusterConfig(hardware=hardware), precision, GPU)) == peak

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.planner import memory_check
 from pipeline.planner.plan import hardware_of, plan
+from pipeline.planner.search import search
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -26,12 +27,25 @@ def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     refused = memory_check.violation(config, 4, result)
     assert refused is not None
     assert "nearest layout that fits" in refused.fix
-    nearest = memory_check.nearest_layout(config, 4)
+    nearest = memory_check.nearest_layout(config, search(config, 4, hardware_of(config)).choices)
     assert nearest is not None
+    assert " ".join(nearest.settings) in refused.fix
     again = plan(nearest.plan.config, 4, hardware_of(config))
     assert again.estimate.fits
     anyway = replace(config, cluster=replace(config.cluster, check_memory=False))
     assert memory_check.violation(anyway, 4, result) is None
+
+
+def test_adapters_are_planned_with_their_own_memory():
+    """What does not fit with all weights trained may fit with adapters, and less memory holds weights in 4 bits."""
+    job = ("stage=finetune", "model=llama3.2-3b", "training.sequence_length=512", "training.micro_batch_size=1", *V100)
+    totals = []
+    for words in ((), ("lora.rank=16",), ("lora.rank=16", "lora.quantize=nf4")):
+        result = memory_check.planned(configured(*job, *words), 4)
+        assert result is not None
+        totals.append((result.estimate.memory.total, result.estimate.fits))
+    assert [fits for _, fits in totals] == [False, True, True]
+    assert totals[1][0] - totals[2][0] > 1e9
 
 
 def test_without_hardware_nothing_is_planned():

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
-from pipeline.planner.communication import gathers, reductions, sends
+from pipeline.planner.communication import step_exchanges
 from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.plan import hidden_bytes, hidden_states
-from pipeline.planner.planned_buckets import planned_buckets
+from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import trace
 from tests.world import configured, trainer
 
 #: (kind, axis, bytes) -> count
 Events = Counter[tuple[str, str, int]]
-SMALL = ("stage=pretrain", "training.sequence_length=32", "training.micro_batch_size=1", "training.compile=off", "model.vocab_size=512")
+SMALL = ("training.sequence_length=32", "training.micro_batch_size=1", "training.compile=off", "model.vocab_size=512")
 #: Norms, losses and router statistics: a step sums a few numbers over all ranks.
 SCALARS = 96
 #: Settings and ranks of each run. Micro-batches: two a rank.
@@ -75,6 +75,61 @@ LAYOUTS = {
             *("parallel.zero_stage=0", "training.global_batch_size=2"),
         ),
         (4, "model=deepseek-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=3", "training.global_batch_size=8"),
+    ],
+}
+BATCH = "training.global_batch_size=4"
+TINY = {family: (f"model={family}", "model.layers=2") for family in ("llama-tiny", "gpt-tiny", "mixtral-tiny", "bert-tiny")}
+LAYOUTS |= {
+    "ZeRO with a pipeline": [
+        (4, *TINY[family], "parallel.pipeline=2", f"parallel.zero_stage={stage}", "training.global_batch_size=4")
+        for family, stage in (("llama-tiny", 1), ("llama-tiny", 2), ("gpt-tiny", 1), ("gpt-tiny", 2), ("gpt-tiny", 3))
+    ]
+    + [
+        (4, *TINY["llama-tiny"], "model.layers=4", "parallel.pipeline=2", *words, "training.global_batch_size=8")
+        for words in (
+            ("parallel.schedule=interleaved", "parallel.zero_stage=2"),
+            ("parallel.schedule=interleaved", "parallel.zero_stage=3"),
+            ("parallel.schedule=zbv", "parallel.zero_stage=1"),
+            ("parallel.schedule=zbv", "parallel.zero_stage=2"),
+        )
+    ],
+    "two axes": [
+        (4, *TINY["gpt-tiny"], "parallel.pipeline=2", "parallel.tensor=2", "parallel.zero_stage=1", "training.global_batch_size=2"),
+        *(
+            (4, *TINY["llama-tiny"], "parallel.context=2", axis, f"parallel.zero_stage={stage}", "training.global_batch_size=2")
+            for axis in ("parallel.pipeline=2", "parallel.tensor=2")
+            for stage in (1, 2, 3)
+        ),
+        *(
+            (4, *TINY["mixtral-tiny"], "parallel.expert=2", "parallel.pipeline=2", f"parallel.zero_stage={stage}", BATCH)
+            for stage in (1, 2, 3)
+        ),
+        (4, *TINY["mixtral-tiny"], "parallel.expert=2", "parallel.tensor=2", "parallel.zero_stage=3", "training.global_batch_size=4"),
+        (4, *TINY["mixtral-tiny"], "parallel.expert=2", "parallel.context=2", "parallel.zero_stage=1", "training.global_batch_size=4"),
+        (4, *TINY["mixtral-tiny"], "parallel.expert=2", "parallel.context=2", "parallel.zero_stage=3", "training.global_batch_size=4"),
+    ],
+    "fine-tuning": [
+        (2, *TINY["llama-tiny"], "lora.rank=4", f"lora.quantize={quantize}", f"parallel.zero_stage={stage}", BATCH)
+        for quantize, stage in (("none", 1), ("nf4", 1), ("nf4", 3))
+    ]
+    + [
+        (2, *TINY["llama-tiny"], "lora.rank=4", "lora.modules_to_save=[embed.*]", *words, "training.global_batch_size=4")
+        for words in (("parallel.tensor=2",), ("parallel.pipeline=2",))
+    ]
+    + [
+        (2, *TINY["llama-tiny"], "model.layers=4", f"training.frozen=[{frozen}]", "parallel.zero_stage=2", "training.global_batch_size=4")
+        for frozen in ("embed.*", "embed.*,blocks.0.*,blocks.1.*", "blocks.3.*,head.*")
+    ]
+    + [
+        (2, *TINY["llama-tiny"], "lora.rank=4", "training.objective=dpo", *words, "training.global_batch_size=4")
+        for words in (("parallel.zero_stage=1",), ("parallel.zero_stage=3",), ("parallel.tensor=2",), ("parallel.pipeline=2",))
+    ]
+    + [
+        (
+            *(2, *TINY["bert-tiny"], "training.objective=classification", "model.labels=[a,b,c]", "model.next_sentence=false"),
+            *("model.tie_embeddings=false", *words, "training.global_batch_size=4"),
+        )
+        for words in (("parallel.zero_stage=1",), ("parallel.tensor=2",), ("lora.rank=4", "parallel.zero_stage=2"))
     ],
 }
 #: The default tier runs one of every four families, and all other cases.
@@ -157,6 +212,12 @@ def step(*settings: str) -> tuple[Events, float]:
         batch["decoder_tokens"] = tokens
     if getattr(config.model, "next_sentence", False):
         batch["next_sentence"] = torch.zeros(sequences, dtype=torch.int64)
+    if config.objective == "dpo":
+        batch["choices"] = torch.ones_like(tokens)
+        batch["choices"][:, length // 2 :] = -1
+    if config.objective == "classification":
+        batch["targets"] = torch.full_like(tokens, -100)
+        batch["targets"][:, 0] = 1
     counted = Counted(axes)
     with counted, mock.patch.object(dist, "batch_isend_irecv", counted.batch):
         job.train(tokens, batch)
@@ -168,20 +229,22 @@ def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, flo
     config = configured(*settings)
     layout, traced = Layout.of(config, ranks), trace(config)
     names = {"data": "dense"} if layout.expert == 1 else {}
-    if layout.data == 1 and layout.context * layout.expert > 1:  # these axes have the same ranks
-        names["dense"] = names["data"] = "context" if layout.context > 1 else "expert"
+    if layout.data == 1 and layout.context > 1:  # these axes have the same ranks
+        names["data"] = "context"
+        if layout.expert == 1:
+            names["dense"] = "context"
+    elif layout.data == 1 and layout.expert > 1:
+        names["dense"] = "expert"
     if layout.pipeline == 2:
         names["tied_embedding"] = "pipeline"
     for rank in range(layout.pipeline):
         events: Events = Counter()
         flops = 0.0
-        buckets = planned_buckets(traced, layout, layout.stages(rank))
-        exchanges = reductions(buckets, layout, config.parallel.zero_stage) + gathers(buckets, layout, config.parallel.zero_stage, 4)
-        for exchange in exchanges + sends(layout, rank, hidden_bytes(config), hidden_states(config)):
+        for exchange in step_exchanges(traced, layout, rank, state_format_of(config), hidden_bytes(config), hidden_states(config)):
             c = exchange.collective
             events[c.kind, names.get(c.axis, c.axis), int(c.bytes)] += exchange.count
         for stage in layout.stages(rank):
-            for operation in (o for part in traced.stage_parts(layout, stage) for o in part.operations):
+            for operation in (o for part in traced.stage_parts(layout, stage) for o in (*part.operations, *part.reference)):
                 if isinstance(operation, Collective):
                     events[operation.kind, operation.axis, int(operation.bytes)] += layout.micro_batches
                 elif isinstance(operation, Product) and operation.batch == 1:
@@ -194,7 +257,9 @@ def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, flo
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_collectives_and_flops_of_a_step_are_those_of_a_real_run(worlds, kind, case):
     ranks, *settings = case
-    settings = (*SMALL, "precision=fp32", *settings)
+    if kind == "fine-tuning":
+        settings = ["data.instructions.train=[unread.jsonl]", *settings]
+    settings = (f"stage={'finetune' if kind == 'fine-tuning' else 'pretrain'}", *SMALL, "precision=fp32", *settings)
     real = worlds(ranks).run(step, *settings)
     layout = Layout.of(configured(*settings), ranks)
     plans = list(planned(settings, ranks))
@@ -202,7 +267,7 @@ def test_collectives_and_flops_of_a_step_are_those_of_a_real_run(worlds, kind, c
     by_stage = [real[rank] for rank in range(ranks)]
     for pipeline_rank, (expected, _) in enumerate(plans):
         mine = [events for rank, (events, _) in enumerate(by_stage) if layout.coordinates(rank).pipeline == pipeline_rank]
-        if kind == "experts":  # how many tokens go where depends on the router: only their sum over all ranks is known
+        if layout.expert > 1:  # how many tokens go where depends on the router: only their sum over all ranks is known
             for routed in (("all_to_all", "expert"), ("all_gather", "tensor"), ("reduce_scatter", "tensor")):
                 assert _total(mine, *routed) == _total([expected], *routed) * len(mine)
                 mine, expected = [_without(events, *routed) for events in mine], _without(expected, *routed)

@@ -1,5 +1,6 @@
 """Quantized exports: stock transformers computes the logits of the dequantized weights."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.t5.config import T5Config
 from pipeline.quantization import compressed_tensors
+from pipeline.quantization.export import scores
 from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of
 from tests.checkpoint.test_huggingface_export import InMemory, load, random_model
 from tests.models.small_decoders import CONFIGS
@@ -52,6 +54,19 @@ def test_logits_of_stock_transformers_are_those_of_the_dequantized_weights(name,
         ours, theirs, before = model(tokens), load(tmp_path)(tokens).logits, random_model(config)(tokens)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert 1e-3 < (ours - before).abs().mean() < before.std(), "quantization has an effect"
+
+
+def test_perplexities_report_their_progress(caplog):
+    """Both on the same sequences, with a line at the end of each; on a terminal a bar."""
+    config = CONFIGS["llama-tied"]
+    weights = InMemory(random_model(config))
+    held_out = torch.randint(config.vocab_size, (19, 9), generator=torch.Generator().manual_seed(7))
+    with caplog.at_level("INFO"):
+        found = scores(held_out, config, weights, QuantizedWeights(weights, config, CHANNEL, torch.float32))
+    logged = [message.partition(" sequences")[0] for message in caplog.messages]
+    assert logged[1:] == ["perplexity before: 19 of 19", "perplexity after: 19 of 19"]
+    losses = [float(random_model(config)(row[None, :-1], targets=row[None, 1:])) for row in held_out]
+    assert found["perplexity_before"] == pytest.approx(math.exp(sum(losses) / 19), rel=1e-5)
 
 
 def test_models_and_sizes_that_cannot_be_quantized_are_refused():

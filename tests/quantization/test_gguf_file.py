@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.checkpoint.huggingface_export import TokenIds
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.quantization import gguf_file
@@ -19,7 +20,7 @@ from tests.models.small_decoders import CONFIGS
 def write(folder: Path, config, tokenizer: Path, kind: str) -> torch.nn.Module:
     model = random_model(config).eval()
     end = TextEncoder(tokenizer, "<|endoftext|>").end_of_document
-    tokens = gguf_file.read_tokens(tokenizer, config.vocab_size, end)
+    tokens = gguf_file.read_tokens(tokenizer, config.vocab_size, TokenIds(end, [end], None))
     gguf_file.write(folder / gguf_file.FILE, InMemory(model), config, tokens, kind=kind, name="test")
     return model
 

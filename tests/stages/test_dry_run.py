@@ -44,8 +44,11 @@ def test_one_rank_of_a_large_job():
     assert shown["sequences"] == "1,536 of 2,048 tokens = 3,145,728 tokens"
     assert shown["a rank"] == "192 micro-batches of 1"
     assert shown["token budget"] == "300,000,000,000 tokens = training.steps=95368"
+    assert "sbatch --" not in text  # how many tasks a node has is not known
+    assert "set cluster.tasks_per_node to the GPUs of a node" in text
+    text = pipeline(*LARGE, "dry_run.world_size=1024", "cluster.tasks_per_node=8")
     command = next(line for line in text.splitlines() if line.startswith("sbatch "))
-    assert "--nodes=1024" in command
+    assert "--nodes=128 --ntasks-per-node=8" in command
     assert " model=gpt3-175b " in command
     assert "dry_run" not in command
 

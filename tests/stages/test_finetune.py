@@ -4,10 +4,12 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.native import complete
 from pipeline.checkpoint.reader import Checkpoint
@@ -16,8 +18,8 @@ from tests.checkpoint.test_huggingface_export import export, random_model, token
 from tests.helpers import pipeline
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% else %}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% else %}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 NUMBERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier"}
 
@@ -60,6 +62,7 @@ def settings(base: Path, run_dir: Path, *more: str) -> tuple[str, ...]:
         "training.validation_batches=1",
         "optimizer.lr=0.02",
         "optimizer.warmup_steps=3",
+        "optimizer.weight_decay=0.1",
         "tracking=disabled",
         "parallel.zero_stage=0",
         *more,
@@ -74,6 +77,26 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics(run_dir) if "loss" in line]
 
 
+def answer_log_probabilities(model: Any, base: Path, messages: list[dict[str, str]]) -> torch.Tensor:
+    """Log-probabilities of the tokens of the last message, by a stock model and its chat template."""
+    text = AutoTokenizer.from_pretrained(base / "stock", chat_template=TEMPLATE)
+    prompt, whole = (
+        text.apply_chat_template(part, add_generation_prompt=part != messages, tokenize=False) for part in (messages[:-1], messages)
+    )
+    encoded = text(whole, return_offsets_mapping=True, add_special_tokens=False)
+    tokens, is_answer = torch.tensor([encoded["input_ids"]]), torch.tensor([last > len(prompt) for _, last in encoded["offset_mapping"]])
+    with torch.no_grad():
+        found = model(tokens).logits.log_softmax(-1)[0, :-1]
+    return found.gather(1, tokens[0, 1:, None])[is_answer[1:], 0]
+
+
+def evaluated(base: Path, run_dir: Path, *more: str) -> dict[str, Any]:
+    paths = (f"run_dir={run_dir}", f"tokenizer.path={base / 'imported'}")
+    sizes = ("precision=fp32", "training.sequence_length=64", "training.global_batch_size=8")
+    pipeline("stage=evaluate", *paths, *sizes, *more)
+    return json.loads((run_dir / "evaluation.json").read_text())
+
+
 @pytest.mark.slow
 def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     """In two jobs as in one, with frozen weights unchanged; then it answers, and is evaluated."""
@@ -84,6 +107,8 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     found = losses(tmp_path / "run")
     assert found[-1] < 0.5 < 2 < found[0]
     assert metrics(tmp_path / "run")[-1]["validation_loss"] < 0.5
+    scores = evaluated(base, tmp_path / "run", f"data.instructions.validation=[{base / 'validation.jsonl'}]", "stage.batches=1")
+    assert scores["validation_loss"] == pytest.approx(metrics(tmp_path / "run")[-1]["validation_loss"], rel=1e-4)
 
     (trained, start) = (Checkpoint(complete(folder)[-1]) for folder in (tmp_path / "run", base))
     changed = {name for name in trained.names() if not torch.equal(trained.tensor(name), start.tensor(name))}
@@ -112,7 +137,7 @@ def test_a_model_gets_a_longer_context(base, tmp_path):
     run = tmp_path / "run"
     long = (
         *("training.context_factor=2", "training.sequence_length=128", "training.attention_group=32", "checkpoint.every=10"),
-        *("lora.rank=4", "lora.modules_to_save=[embed.*,*norm]", "optimizer.lr=0.01", "training.global_batch_size=4"),
+        *("lora.rank=4", "lora.modules_to_save=[embed.*,*norm]", "optimizer.lr=0.02", "training.global_batch_size=4"),
     )
     printed = pipeline(*settings(base, run, *long, "training.sequence_length=192"), expect=2)
     assert "training.sequence_length=192: must not exceed model.max_positions=128" in printed
@@ -156,6 +181,12 @@ def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
 
     paths = (f"tokenizer.path={base / 'imported'}", "precision=fp32")
     pipeline("stage=convert", *paths, f"run_dir={run}", "stage.format=peft")
+    lines = [json.loads(line)["messages"] for line in (base / "validation.jsonl").read_text().splitlines()]
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "stock"), run / "adapter").eval()
+    answers = [answer_log_probabilities(adapted, base, chat[: end + 1]) for chat in lines for end in (1, 3)]
+    scores = evaluated(base, run, f"data.instructions.validation=[{base / 'validation.jsonl'}]")
+    assert scores["validation_loss"] == pytest.approx(-float(torch.cat(answers).mean()), rel=1e-4)
+
     pipeline("stage=convert", *paths, f"run_dir={run}")
     assert "nothing to do" in pipeline("stage=convert", *paths, f"run_dir={run}", "stage.format=peft")
     assert "has none" in pipeline("stage=convert", *paths, f"run_dir={base}", "stage.format=peft", expect=2)
@@ -191,7 +222,7 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"prompt": "x"}\n')
     files = (f"data.instructions.train=[{tmp_path / 'pairs.jsonl'}]", f"data.instructions.validation=[{tmp_path / 'pairs.jsonl'}]")
     run = tmp_path / "run"
-    dpo = ("training.objective=dpo", "lora.rank=4", "optimizer.lr=0.005", "training.steps=12", *files)
+    dpo = ("training.objective=dpo", "training.dpo_beta=0.3", "lora.rank=4", "optimizer.lr=0.005", "training.steps=12", *files)
     printed = pipeline(*settings(base, run, *dpo), expect=2)
     assert 'pairs.jsonl, line 33: has no "chosen"' in printed
     pipeline(*settings(base, run, *dpo, "data.quarantine_limit=0.1"))
@@ -200,7 +231,31 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     assert found[-1] < 0.5
     assert metrics(run)[-1]["validation_loss"] < 0.5
     pipeline("stage=convert", f"run_dir={run}", f"tokenizer.path={base / 'imported'}", "stage.format=peft")
-    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "stock"), run / "adapter")
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "stock"), run / "adapter").eval()
+
+    # Held-out pairs, of the run and of its adapter beside the base; the beta is that of the run.
+    pairs = [{"messages": [{"role": "user", "content": a}], "chosen": NUMBERS[b], "rejected": "null"} for a in NUMBERS for b in NUMBERS]
+    pairs += [{**pair, "chosen": "null", "rejected": pair["chosen"]} for pair in pairs[:5]]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in pairs))
+    rewards = []
+    for pair in pairs:
+        chats = [[*pair["messages"], assistant(pair[kind])] for kind in ("chosen", "rejected")]
+        policy = [answer_log_probabilities(adapted, base, chat).sum() for chat in chats]
+        with adapted.disable_adapter():
+            reference = [answer_log_probabilities(adapted, base, chat).sum() for chat in chats]
+        rewards.append([0.3 * float(mine - other) for mine, other in zip(policy, reference, strict=True)])
+    chosen, rejected = torch.tensor(rewards).unbind(1)
+    held_out = f"data.instructions.validation=[{tmp_path / 'held_out.jsonl'}]"
+    of_run = evaluated(base, run, held_out)
+    of_adapter = evaluated(base, base, held_out, "training.objective=dpo", "training.dpo_beta=0.3", f"stage.adapter={run / 'adapter'}")
+    for found in (of_run, of_adapter):
+        assert found["validation_loss"] == pytest.approx(-float(F.logsigmoid(chosen - rejected).mean()), rel=1e-4)
+        assert found["validation_rewards_margin"] == pytest.approx(float((chosen - rejected).mean()), rel=1e-4)
+        assert found["validation_rewards_accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
+        assert "perplexity" not in found
+    paths = (f"run_dir={base}", f"tokenizer.path={base / 'imported'}", "training.sequence_length=64")
+    assert "has no adapter" in pipeline("stage=evaluate", *paths, "training.objective=dpo", held_out, expect=2)
+    assert "data.instructions.validation=[]: names no file" in pipeline("stage=evaluate", *paths, "training.objective=supervised", expect=2)
     assert "training.objective=dpo: trains adapters only" in pipeline(*settings(base, tmp_path / "no", *dpo, "lora.rank=0"), expect=2)
 
 
@@ -231,6 +286,10 @@ def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
         adapted = peft.PeftModel.from_pretrained(stock, run / "adapter").eval()(tokens).logits
         gap = (merged(tokens).logits - adapted).norm()  # only that of the rounded base
         assert 0 < gap < 0.3 * (adapted - plain).norm()
+    validation = f"data.instructions.validation=[{base / 'validation.jsonl'}]"
+    assert evaluated(base, run, validation, "stage.batches=1")["validation_loss"] == pytest.approx(
+        metrics(run)[-1]["validation_loss"], rel=1e-4
+    )
     assert "lora.quantize=nf4: requires adapters" in pipeline(*settings(base, tmp_path / "no", "lora.quantize=nf4"), expect=2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import confusion_matrix, f1_score
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -78,40 +79,43 @@ class Plain(nn.Module):
 
 
 @functools.cache
-def reference() -> tuple[list[tuple[float, ...]], float]:
-    """Loss and gradient norm of every step, and the accuracy of the first batch before training."""
+def reference() -> tuple[list[tuple[float, ...]], torch.Tensor]:
+    """Loss and gradient norm of every step, and the confusion matrix of the first batch before training."""
     config = configured(*tiny(*SETTINGS))
     model = registry.build(config.model)
     initialize(model, config.model, config.training.seed)
     batches = [texts(config, step) for step in range(STEPS)]
     tokens, batch = batches[0]
     with torch.no_grad():
-        right = (model(tokens, documents=batch["documents"]).argmax(1) == batch["targets"][:, 0])[:-1]
-    return train_plain(config, batches, model=Plain(model), own_loss=True).numbers, float(right.float().mean())
+        predicted = model(tokens, documents=batch["documents"]).argmax(1)[:-1]
+    confusion = torch.zeros(3, 3)
+    for label, guess in zip(batch["targets"][:-1, 0].tolist(), predicted.tolist(), strict=True):
+        confusion[label, guess] += 1
+    return train_plain(config, batches, model=Plain(model), own_loss=True).numbers, confusion
 
 
-def train(layout: str) -> tuple[list[tuple[float, float]], float]:
+def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
     config, mine = trainer(*tiny(*SETTINGS, *(f"parallel.{word}" for word in layout.split())))
-    numbers, accuracy = [], 0.0
+    numbers, confusion = [], torch.zeros(3, 3)
     for step in range(STEPS):
         tokens, batch = texts(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not step:
-            measured, count = mine.evaluate(tokens, {**batch, "accuracy": torch.ones(len(tokens))})
-            accuracy = float(measured)
-            assert int(count) == config.training.global_batch_size - 1
+            _, counts = mine.evaluate(tokens, batch)
+            confusion = mine.measured(9).view(3, 3)
+            assert int(counts.sum()) == config.training.global_batch_size - 1
         loss, result = mine.train(tokens, batch)
         numbers.append((float(loss), float(result.gradient_norm)))
-    return numbers, accuracy
+    return numbers, confusion
 
 
 @pytest.mark.parametrize("layout", ["zero_stage=1 tensor=2", "zero_stage=3", "zero_stage=0 pipeline=2"])
 def test_two_ranks_equal_a_plain_loop(worlds, layout):
-    expected, right = reference()
-    for found, accuracy in worlds(2).run(train, layout):
+    expected, confusion = reference()
+    for found, counted in worlds(2).run(train, layout):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-        assert accuracy == pytest.approx(right, abs=1e-6)
+        assert torch.equal(counted, confusion)
 
 
 WORDS = ["film", "boring", "superb", "plot", "is", "was", "the", "a", "end", "song"]
@@ -177,15 +181,27 @@ def test_a_run_learns_and_its_export_classifies_texts_alike(tmp_path):
         AutoTokenizer.from_pretrained(tmp_path / "run/hf"),
     )
     assert stock.config.id2label == {0: "-1", 1: "0", 2: "1"}
-    total, right = 0.0, 0
+    total, right, predicted = 0.0, 0, []
     for each in lines["validation"]:
         inputs = text(each["text"], each["text_pair"], return_tensors="pt", return_token_type_ids=True)
         with torch.no_grad():
             logits = stock(**inputs).logits
         total += float(F.cross_entropy(logits, torch.tensor([each["label"] + 1]))) / 40
-        right += int(logits.argmax()) == each["label"] + 1
+        predicted.append(int(logits.argmax()))
+        right += predicted[-1] == each["label"] + 1
     assert total == pytest.approx(found[-1]["validation_loss"], abs=1e-5)
     assert right / 40 == pytest.approx(found[-1]["accuracy"])
+
+    printed = pipeline("stage=evaluate", *common, files[1], "training.sequence_length=16", "precision=fp32", "data.quarantine_limit=0.1")
+    scores, labels = json.loads((tmp_path / "run/evaluation.json").read_text()), [each["label"] + 1 for each in lines["validation"]]
+    assert scores["validation_loss"] == pytest.approx(total, abs=1e-5)
+    assert scores["accuracy"] == pytest.approx(right / 40)
+    assert scores["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    assert scores["confusion"] == {"labels": ["-1", "0", "1"], "counts": confusion_matrix(labels, predicted).tolist()}
+    assert "texts by label (row) and predicted label (column)" in printed
+    assert "stage.stride=8: requires a causal" in pipeline(
+        "stage=evaluate", *common, files[1], "training.sequence_length=16", "stage.stride=8", expect=2
+    )
 
 
 def test_lines(tmp_path):
@@ -197,7 +213,7 @@ def test_lines(tmp_path):
     assert labels_of([str(tmp_path / "dashes.jsonl")], "key") == ["--1", "10", "9"]
     write_tokenizer(tmp_path / "tokenizer")
     special = (2, (3, 3), 3)
-    reader = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, truncate=True)
+    reader = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, too_long="truncate")
     lines = [{"text": "film plot end song was", "text_pair": "is a", "label": "yes"}, {"text": "film [SEP]", "label": "no"}]
     cut, plain = reader.read([json.dumps(line).encode() for line in lines])
     film, plot, end, is_, a = (6 + WORDS.index(word) for word in ("film", "plot", "end", "is", "a"))
@@ -213,7 +229,7 @@ def test_lines(tmp_path):
         b'{"text": "a", "text_pair": 1, "label": "no"}': '"text_pair" must be a text',
         b'{"text": "a a a a a a a a", "label": "no"}': "has 8 tokens of text; training.sequence_length=9 has room for 7",
     }
-    strict = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, truncate=False)
+    strict = LabelReader(tmp_path / "tokenizer", 5, 9, ["no", "yes"], special, too_long="refuse")
     for found, reason in zip(strict.read(list(bad)), bad.values(), strict=True):
         assert isinstance(found, BadLine)
         assert reason in str(found)

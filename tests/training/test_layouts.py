@@ -9,7 +9,7 @@ import torch
 
 from tests.training.expected import STATISTICS, Trained, train_plain
 from tests.training.layouts import CASES, MODELS, STEPS, TIERS, combinations, packed
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import configured, mean_loss, share, tiny, trainer, unsharded
 
 
 def train(name: str, layout: str) -> Trained:
@@ -23,8 +23,8 @@ def train(name: str, layout: str) -> Trained:
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
         if not hasattr(config.model, "experts"):  # in training their loss has more terms
-            validated.append(float(mine.evaluate(tokens, batch)[0]))
-        loss, result = mine.train(tokens, batch)
+            validated.append(float(mean_loss(mine, tokens, batch)))
+        loss, result = mine.train(tokens, batch, step=step)
         numbers.append((float(loss), float(result.gradient_norm), *(float(result.more[key]) for key in STATISTICS if key in result.more)))
     weights, moments = unsharded(mine), unsharded(mine, "exp_avg")
     if mine.mesh.rank == 0:

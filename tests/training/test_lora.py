@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.config.lora import is_adapter
 from pipeline.layers.attention import sdpa
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear
-from pipeline.layers.moe import moe_layers
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.models import registry
@@ -22,7 +22,7 @@ from pipeline.parallel.parallelize import adapter_std, attention_layers, build_m
 from pipeline.parallel.pieces import Piece
 from tests.training.expected import Trained, train_plain
 from tests.training.layouts import MODELS
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import configured, mean_loss, share, tiny, trainer, unsharded
 
 STEPS = 3
 LORA = (
@@ -94,8 +94,7 @@ def is_trained(config: Any, name: str) -> bool:
 def reference(name: str) -> Trained:
     config = configured(*settings(name))
     model = initialized(config)
-    for moe in moe_layers(model):
-        moe.router.bias_update_speed = 0.0  # with LoRA, routers are not changed
+    config = knobs.changed(config, {"training.bias_update_speed": 0.0})  # with LoRA, routers are not changed
     return train_plain(config, [model_of(name).batch(config, step) for step in range(STEPS)], model=model)
 
 
@@ -107,7 +106,7 @@ def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
     for step in range(STEPS):
         tokens, batch = model_of(name).batch(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
+        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
         numbers.append((float(loss), float(result.gradient_norm)))
     fragments = mine.engine.fragments()
     state = {f.piece.name for f in fragments if "exp_avg" in f.tensors}
@@ -151,7 +150,7 @@ def dropped(layout: str) -> list[float]:
     for step in (0, 1, 0):
         tokens, batch = MODELS["llama"].batch(config, step)
         loss, result = mine.train(tokens, batch, step=step)
-        numbers += [float(loss), float(result.gradient_norm), float(mine.evaluate(tokens, batch)[0])]
+        numbers += [float(loss), float(result.gradient_norm), float(mean_loss(mine, tokens, batch))]
     return numbers
 
 

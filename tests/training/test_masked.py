@@ -59,7 +59,7 @@ def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
 def pseudo_perplexity(export, config, count):
     """A plain loop over the tokens of validation sequences with the stock class."""
     data = Masked.open_validation(config)
-    arrays = data.arrays(np.arange(count))
+    arrays = data.arrays(data.validation_sample(count))
     tokens = torch.tensor(np.where(arrays["targets"] == IGNORE, arrays["tokens"], arrays["targets"]).astype(np.int64))
     text = AutoTokenizer.from_pretrained(export)
     special = set(SpecialTokens(Path(config.tokenizer.path), data.samples.corpora[0].totals["tokenizer"]).ids.values())

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
 from tests.training.expected import train_plain
@@ -81,12 +82,15 @@ def train(name: str, layout: str) -> list[tuple[float, ...]]:
     for step in range(STEPS):
         tokens, batch = pairs(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
-        validated, count = mine.evaluate(tokens, dict(zip(batch, values, strict=True)))
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
-        assert int(count) == config.training.global_batch_size - (name == "llama")
-        torch.testing.assert_close(validated, loss)
+        losses, counts = mine.evaluate(tokens, dict(zip(batch, values, strict=True)))
+        measured = mine.measured(4)
+        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
+        assert int(counts.sum()) == config.training.global_batch_size - (name == "llama")
+        torch.testing.assert_close(losses.sum() / counts.sum(), loss, check_dtype=False)
         rewards = (result.more[f"rewards_{kind}"] for kind in ("chosen", "rejected", "margin", "accuracy"))
         numbers.append((float(loss), float(result.gradient_norm), *map(float, rewards)))
+        evaluated = Preferences.measures(None, measured.double().numpy())
+        assert list(evaluated.values()) == pytest.approx(numbers[-1][2:], abs=1e-6)
     return numbers
 
 
@@ -119,4 +123,4 @@ def test_models_with_a_head_of_their_own_have_this_loss():
         beta = torch.full((len(tokens), 1), BETA)
         loss = model(tokens, **batch, reference=torch.cat([beta, answers], dim=1))
     assert float(loss) == pytest.approx(math.log(2))
-    assert model.rewards[0].tolist() == [0.0, 0.0, 0.0, len(tokens)]
+    assert model.measured[0].tolist() == [0.0, 0.0, 0.0, len(tokens)]

@@ -110,6 +110,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "t5": {
         "tied": {"layers": 4, "head_width": 12},
         "v1.1": {"layers": 4, "head_width": 16, "gated": True, "tie_embeddings": False, "init_std": 0.3},
+        "unscaled": {"layers": 4, "head_width": 16, "gated": True, "scale_head": False, "init_std": 0.3},
         "uneven": {"layers": 3, "encoder_layers": 1, "buckets": 8, "max_distance": 16},
     },
     "transformer": {"tied": {"layers": 4}, "uneven": {"layers": 3, "encoder_layers": 2}},

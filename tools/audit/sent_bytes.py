@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner.communication import gathers, reductions, sends
+from pipeline.planner.communication import step_exchanges
 from pipeline.planner.operations import AttentionCall, Collective
 from pipeline.planner.plan import hidden_bytes, hidden_states
-from pipeline.planner.planned_buckets import planned_buckets
+from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import Trace
 
 #: Columns of a table, in the order of its axes.
@@ -21,11 +20,9 @@ def sent_bytes(config: RunConfig, trace: Trace, layout: Layout, rank: int) -> di
     Of a collective over n ranks, a rank sends (n - 1) / n of the whole buffer, of an all-reduce twice as much. Gradients and weights are
     counted as data, also where context and expert ranks hold the same ones; those of a tied embedding as pipeline.
     """
-    coordinates, zero_stage = layout.coordinates(rank), config.parallel.zero_stage
-    stages = layout.stages(coordinates.pipeline)
-    buckets = planned_buckets(trace, layout, stages)
-    exchanges = reductions(buckets, layout, zero_stage) + gathers(buckets, layout, zero_stage, DTYPES[config.precision.dtype].itemsize)
-    exchanges += sends(layout, coordinates.pipeline, hidden_bytes(config), hidden_states(config))
+    coordinates = layout.coordinates(rank)
+    stages, states = layout.stages(coordinates.pipeline), hidden_states(config)
+    exchanges = step_exchanges(trace, layout, coordinates.pipeline, state_format_of(config), hidden_bytes(config), states)
     sent = dict.fromkeys(AXES, 0.0)
     for exchange in exchanges:
         _add(sent, exchange.collective, layout, exchange.count)

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.config.planned import planned_job
 from pipeline.config.rules import (
     checkpoint,
     clean,
+    cluster,
     data,
     dedup,
     dry_run,
     evaluation,
     lora,
+    model,
     objectives,
     optimizer,
     parallel,
+    paths,
     precision,
-    run,
     stage,
     tokenizer,
     training,
 )
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Evaluate, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, Plan, plans_other_layouts
 
 #: Groups whose keys occur in rules between keys, which assume that every value is in its range.
-_RELATED = ("clean", "data", "dedup", "model", "tokenizer", "parallel", "training")
+_RELATED = ("clean", "cluster", "data", "dedup", "dry_run", "model", "tokenizer", "parallel", "training")
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -47,25 +50,37 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found = knobs.range_violations(config)
     if any(violation.key.partition(".")[0] in _RELATED for violation in found):
         return found
-    found += [*config.model.violations(), *run.violations(config), *dry_run.violations(config, world_size)]
+    found += [
+        *model.violations(config.model),
+        *cluster.violations(config.cluster),
+        *paths.violations(config),
+        *dry_run.violations(config, world_size),
+    ]
     found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
-    found += [*lora.stage_violations(config.lora, config.stage.name), *training.stage_violations(config)]
-    name = config.stage.name
+    name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan) else config
+    found += [*lora.stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
     if name == "shard":
         found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
     if name == "train_tokenizer":
         found += tokenizer.violations(config.tokenizer)
-    if name in PARALLEL_STAGES:
-        has_tasks = isinstance(config.stage, Evaluate) and bool(config.stage.tasks)
-        if not plans_other_layouts(config.stage) and not has_tasks:
-            found += _training_violations(config, world_size)
-        found += [*training.warmup_violations(config.training), *objectives.violations(config)]
+    if name in PARALLEL_STAGES and name != "evaluate":  # its model is that of the checkpoint: evaluation_violations
+        found += training.warmup_violations(config.training)
+        if name == "plan" and job.stage.name == "finetune":
+            return found  # its other rules are checked once its model is complete
+        if not plans_other_layouts(config.stage):
+            found += _training_violations(job, world_size)
+        found += objectives.violations(job)
     return found
 
 
 def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Return the rules of training that a configuration violates whose model is read from a checkpoint."""
     return [*_training_violations(config, world_size), *objectives.violations(config)]
+
+
+def evaluation_violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """Return the rules of an evaluation of the validation split that a configuration violates whose model is read from a checkpoint."""
+    return [*training_violations(config, world_size), *stage.evaluated_model_violations(config)]
 
 
 def layout_violations(config: RunConfig) -> list[Violation]:

@@ -18,6 +18,6 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield Violation("evaluation.validation", False, "leaves nothing to evaluate", "set it to true, or set evaluation.tasks")
     if wanted.tasks and wanted.task_folder is None:
         yield Violation("evaluation.task_folder", None, "is required by evaluation.tasks", "set it to the folder with their .yaml files")
-    if wanted.validation and config.stage.name == "finetune":
-        fix = "set it to false; training.validate_every reports the loss of data.instructions.validation"
-        yield Violation("evaluation.validation", True, "is not supported by stage=finetune, which has no validation split", fix)
+    if wanted.validation and config.stage.name == "finetune" and not config.data.instructions.validation:
+        fix = "name files in data.instructions.validation, or set it to false"
+        yield Violation("evaluation.validation", True, "requires data.instructions.validation in stage=finetune", fix)

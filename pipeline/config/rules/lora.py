@@ -26,5 +26,5 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 
 def stage_violations(lora: LoraConfig, stage: str) -> Iterator[Violation]:
     """Yield a violation if the stage does not read the group."""
-    if lora.rank and stage in ("certify", "plan"):
+    if lora.rank and stage == "certify":
         yield Violation("lora.rank", lora.rank, f"is not supported by stage={stage}", "remove it, for the job that trains all weights")

@@ -86,6 +86,8 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
 def _preferences(config: RunConfig) -> Iterator[Violation]:
     """The reference model is the model without adapters."""
     yield from _supervised(config)
+    if config.stage.name == "evaluate":
+        return
     if config.lora.rank == 0:
         rule = "trains adapters only: the reference model is the model without them"
         yield Violation("training.objective", "dpo", rule, "set lora.rank=16, or another rank above 0")
@@ -96,9 +98,6 @@ def _preferences(config: RunConfig) -> Iterator[Violation]:
         rule = "would not be part of the reference model, which is the model without adapters"
         fix = "merge it into the weights first (stage=convert stage.adapter), and start from those"
         yield Violation("lora.adapter", config.lora.adapter, rule, fix)
-    if config.stage.name == "evaluate":
-        rule = "needs the adapter apart from the weights, and stage=evaluate merges it"
-        yield Violation("training.objective", "dpo", rule, "read validation_loss in metrics.jsonl (data.instructions.validation)")
 
 
 def _classification(config: RunConfig) -> Iterator[Violation]:
@@ -107,10 +106,13 @@ def _classification(config: RunConfig) -> Iterator[Violation]:
     if config.model.objective not in ("masked", "classification"):
         rule = f"classifies with a bidirectional encoder; model.family={config.model.family} is none"
         yield Violation("training.objective", "classification", rule, "choose a BERT or RoBERTa")
-    elif config.stage.name != "finetune":
+    elif config.stage.name not in ("finetune", "evaluate"):
         rule = f"is not supported by stage={config.stage.name}"
-        yield Violation("training.objective", "classification", rule, "use stage=finetune, whose metrics.jsonl has the accuracy")
-    elif not config.data.instructions.train:
+        yield Violation("training.objective", "classification", rule, "use stage=finetune")
+    elif config.stage.name == "evaluate" and not labels:
+        rule = "needs a model with labels, and the checkpoint has none"
+        yield Violation("training.objective", "classification", rule, "train one: stage=finetune training.objective=classification")
+    elif config.stage.name == "finetune" and not config.data.instructions.train:
         fix = 'name .jsonl files with lines {"text": ..., "label": ...}'
         yield Violation("data.instructions.train", [], "names no file", fix)
     elif len(set(labels)) < max(2, len(labels)):

@@ -11,6 +11,6 @@ from pipeline.config.schema import RunConfig
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield a violation if warm-up and decay are longer than the run."""
     optimizer, steps = config.optimizer, config.training.steps
-    if optimizer.warmup_steps + optimizer.decay_steps > steps:
+    if steps and optimizer.warmup_steps + optimizer.decay_steps > steps:  # 0: known once the data is open
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")

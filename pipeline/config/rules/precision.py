@@ -18,5 +18,10 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if (rounding := config.training.fake_quantize) != "none":
         fix = f"remove it, or set training.fake_quantize=none instead of {rounding}"
         yield Violation(key, fp8, "is not supported with training.fake_quantize", fix)
+    layers, excluded = config.model.layers, config.precision.fp8_exclude_layers
+    if layers <= 2 * excluded:
+        rule = f"multiplies no 8-bit numbers: precision.fp8_exclude_layers={excluded} excludes the first and last of model.layers={layers}"
+        fix = f"set precision.fp8_exclude_layers={(layers - 1) // 2}, or precision=bf16"
+        yield Violation(key, fp8, rule, fix)
     if config.lora.rank:
         yield Violation(key, fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")

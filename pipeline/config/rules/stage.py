@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.common import knobs
 from pipeline.common.errors import Violation
+from pipeline.config.planned import planned_job
 from pipeline.config.rules import quantization
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
 
+#: Logits divided by less would exceed the range of fp32.
+LEAST_TEMPERATURE = 1e-6
 #: What is planned instead of the configured job.
 PLANS = ("search", "scaling", "run")
 
@@ -23,22 +27,30 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield from _replicas(config, world_size)
     if isinstance(stage, Evaluate):
         yield from _tasks(stage)
-        yield from _pseudo_perplexity(config, stage)
-        yield from _stride(config, stage)
         if stage.tasks:
             yield from _replicas(config, world_size)
     if isinstance(stage, Plan):
-        yield from _plan(stage)
+        yield from _plan(config, stage)
     if isinstance(stage, Certify):
         yield from _certify(config)
     if isinstance(stage, Convert):
         yield from quantization.violations(stage)
 
 
+def evaluated_model_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the rules of an evaluation that depend on the model of the checkpoint."""
+    assert isinstance(config.stage, Evaluate)
+    yield from _pseudo_perplexity(config, config.stage)
+    yield from _stride(config, config.stage)
+
+
 def _generate(stage: Generate) -> Iterator[Violation]:
     """Prompts are given, and each way of decoding has its own settings."""
     if stage.prompts is None:
         yield Violation("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
+    if 0 < stage.temperature < LEAST_TEMPERATURE:
+        rule = f"divides the logits, and must be 0 or at least {LEAST_TEMPERATURE:g}"
+        yield Violation("stage.temperature", stage.temperature, rule, "set it to 0, which chooses the most probable token")
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:
@@ -74,25 +86,29 @@ def _template(stage: Generate) -> Iterator[Violation]:
 
 
 def _tasks(stage: Evaluate) -> Iterator[Violation]:
-    """Tasks are local files."""
+    """Tasks are local files, and no validation split."""
     if stage.tasks and stage.task_folder is None:
         yield Violation("stage.task_folder", None, "is required by stage.tasks", "set it to the folder with their .yaml files")
+    if stage.tasks and stage.stride is not None:
+        yield Violation("stage.stride", stage.stride, "is read without stage.tasks only", "remove it")
+    if stage.tasks and stage.pseudo_perplexity:
+        rule = "is computed on the validation split, without stage.tasks"
+        yield Violation("stage.pseudo_perplexity", True, rule, "set it to false")
+    if stage.fewshot_as_multiturn is not None and not stage.apply_chat_template:
+        rule = "is read with stage.apply_chat_template=true only"
+        yield Violation("stage.fewshot_as_multiturn", stage.fewshot_as_multiturn, rule, "set that, or remove it")
     if stage.tasks:
         return
-    for key in ("task_folder", "few_shot", "limit"):
-        if (value := getattr(stage, key)) is not None:
+    for key in ("task_folder", "few_shot", "limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"):
+        if (value := getattr(stage, key)) not in (None, False):
             yield Violation(f"stage.{key}", value, "is read with stage.tasks only", "set stage.tasks, or remove it")
 
 
 def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
     """Only masked language models have one."""
-    if stage.pseudo_perplexity and (stage.tasks or config.model.objective != "masked"):
-        rule = (
-            "is computed on the validation split, without stage.tasks"
-            if stage.tasks
-            else f"is not defined for family {config.model.family}"
-        )
-        yield Violation("stage.pseudo_perplexity", True, rule, "set it to false" + (", or choose BERT or RoBERTa" * (not stage.tasks)))
+    if stage.pseudo_perplexity and config.objective != "masked":
+        rule = f"is not defined for family {config.model.family} with the objective {config.objective}"
+        yield Violation("stage.pseudo_perplexity", True, rule, "set it to false, or choose a masked language model: BERT or RoBERTa")
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
@@ -107,8 +123,13 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
 
 
-def _plan(stage: Plan) -> Iterator[Violation]:
-    """One kind of plan at a time, and pictures of those that have one."""
+def _plan(config: RunConfig, stage: Plan) -> Iterator[Violation]:
+    """One kind of plan at a time, pictures of those that have one, and a run that is not too long."""
+    training = planned_job(config).training
+    if training != config.training and knobs.range_violations(training):
+        batch = f"{training.global_batch_size:,} x {training.sequence_length:,}"
+        rule = f"takes training.steps={training.steps} of {batch} tokens, which is not a legal number"
+        yield Violation("stage.tokens", stage.tokens, rule, "reduce it, or increase training.global_batch_size")
     kinds = [kind for kind in PLANS if getattr(stage, kind)]
     for other in kinds[1:]:
         rule = f"plans something else than stage.{kinds[0]}={getattr(stage, kinds[0])}"
@@ -121,10 +142,8 @@ def _stride(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
     """Overlapping windows are those of the validation split of a causal model."""
     if stage.stride is None:
         return
-    if stage.tasks:
-        yield Violation("stage.stride", stage.stride, "is read without stage.tasks only", "remove it")
-    elif config.model.objective != "causal":
-        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.model.objective}"
+    if config.objective != "causal":
+        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.objective}"
         yield Violation("stage.stride", stage.stride, rule, "remove it")
     elif stage.stride > config.training.sequence_length:
         rule = f"must not exceed training.sequence_length={config.training.sequence_length}"

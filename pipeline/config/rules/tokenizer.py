@@ -10,6 +10,9 @@ from pipeline.config.data import TokenizerConfig
 
 def violations(wanted: TokenizerConfig) -> Iterator[Violation]:
     """Yield the violated limits of each kind of tokenizer."""
+    for name, tokens in (("end_of_document", [wanted.end_of_document]), ("special_tokens", wanted.special_tokens)):
+        if "" in tokens:
+            yield Violation(f"tokenizer.{name}", tokens, "contains an empty token", "name it, for example <|endoftext|>, or leave it out")
     key = "tokenizer.vocab_sizes" if wanted.vocab_sizes else "tokenizer.vocab_size"
     runs = 45 if wanted.whitespace == "runs" else 0
     least = {"bpe": 257, "unigram": 512, "wordpiece": 512}[wanted.kind] + len(wanted.special_tokens) + runs

@@ -127,4 +127,5 @@ def _benchmark_texts(files: list[str]) -> Iterable[str]:
         for document in read(Span(source), ReadOptions()):
             if isinstance(document, Bad):
                 raise UserError.of("clean.contamination.files", path, f"{document.position}: {document.reason}", "repair the file")
-            yield document.text
+            if isinstance(document, Document):
+                yield document.text

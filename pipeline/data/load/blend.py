@@ -25,6 +25,7 @@ from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.token_stream import TokenStream
+from pipeline.data.load.validation_split import ValidationSamples
 from pipeline.data.load.windows import Windows
 
 log = logging.getLogger("pipeline")
@@ -81,7 +82,7 @@ def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -
 
 def open_validation(
     config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
-) -> Samples | None:
+) -> ValidationSamples | None:
     """The concatenated validation splits of all corpora of the run; None if they contain no window.
 
     Args:
@@ -92,27 +93,32 @@ def open_validation(
         UserError: as open_training.
     """
     parts = _corpora(config.data, "validation")
-    shards = [shard for part in parts for shard in part.shards]
-    return _in_order(config, Corpus("", shards, parts[0].totals, ""), share, length, stride)
+    # Two corpora of a blend may be the same shards, which are read once.
+    names = {shard.path: part.name or shard.entry["corpus"] for part in reversed(parts) for shard in part.shards}
+    shards = {shard.path: shard for part in parts for shard in part.shards}
+    corpus = Corpus("", list(shards.values()), parts[0].totals, "")
+    return _in_order(config, corpus, [names[path] for path in shards], share, length, stride)
 
 
 def open_validation_corpora(
     config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
-) -> dict[str, Samples | None]:
+) -> dict[str, ValidationSamples | None]:
     """The validation split of each corpus of the run by name; None for one without a window. Arguments and errors as open_validation."""
     parts = _corpora(config.data, "validation")
     if not config.data.blend:
         names = sorted({shard.entry["corpus"] for shard in parts[0].shards})
         shards = {name: [shard for shard in parts[0].shards if shard.entry["corpus"] == name] for name in names}
         parts = [Corpus(name, shards[name], parts[0].totals, "") for name in names]
-    return {part.name: _in_order(config, replace(part, name=""), share, length, stride) for part in parts}
+    return {part.name: _in_order(config, replace(part, name=""), [part.name] * len(part.shards), share, length, stride) for part in parts}
 
 
-def _in_order(config: SampleConfig, corpus: Corpus, share: tuple[int, int], length: int | None, stride: int | None) -> Samples | None:
-    """The windows of a corpus in order; None if it contains none."""
+def _in_order(
+    config: SampleConfig, corpus: Corpus, names: Sequence[str], share: tuple[int, int], length: int | None, stride: int | None
+) -> ValidationSamples | None:
+    """The windows of a corpus in order; None if it contains none. `names` are the corpora of its shards."""
     stream = _stream(config.data.verify, [corpus], share)
     windows = Windows(stream, [corpus], length or config.training.sequence_length, stride)
-    return Samples([corpus], stream, windows, None) if windows.counts[0] > 0 else None
+    return ValidationSamples(corpus, stream, windows, names) if windows.counts[0] > 0 else None
 
 
 def fingerprint(config: SampleConfig, samples: Dataset, consumed: int, settings: dict[str, Any]) -> str:

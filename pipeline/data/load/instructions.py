@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from pipeline.common import json_lines
+from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.json_lines import BadLine
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.packing import best_fit
 from pipeline.data.load.permutation import permute
-from pipeline.data.load.prompts_and_answers import Example, ExampleReader
+from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
+from pipeline.data.load.records import Notes
 from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -97,7 +101,7 @@ def open_files(
     pack: bool,
     seed: int | None,
     limit: float,
-    log_it: bool,
+    report: Path | None = None,
 ) -> Instructions:
     """Read, tokenize and pack files.
 
@@ -110,7 +114,7 @@ def open_files(
         pack: put several examples into a sequence.
         seed: of the order; None reads in order.
         limit: maximum fraction of the lines that are unusable (data.quarantine_limit).
-        log_it: log what was read, and the lines that are skipped.
+        report: run directory that gets the list of all unusable lines; what was read is logged. None: neither.
 
     Raises:
         UserError: a file is missing or has no example, or too many lines are unusable; the message names lines with reasons.
@@ -118,27 +122,38 @@ def open_files(
     problems = [Violation(key, path, "is not a file", "list files of JSON lines") for path in paths if not Path(path).is_file()]
     if problems:
         raise UserError(problems)
-    state = xxhash.xxh3_128()
+    state, lengths = xxhash.xxh3_128(), _Lengths()
     examples: list[Example] = []
-    bad: list[str] = []
+    bad: list[_Unusable] = []
     for path in paths:
+        reader.notes = Notes()
         with open(path, "rb") as handle:
             lines = ((number, line) for number, line in enumerate(handle, 1) if line.strip())
             while chunk := list(islice(lines, _CHUNK_LINES)):
                 for (number, line), found in zip(chunk, reader.examples([line for _, line in chunk]), strict=True):
                     state.update(line)
                     if isinstance(found, BadLine):
-                        bad.append(f"{path}, line {number}: {found}")
+                        bad.append(_Unusable(path, number, str(found), left_out=isinstance(found, TooLongError)))
                     else:
+                        lengths.add(found)
                         examples += found
-    shown = "; ".join(bad[:_SHOWN]) + (f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-    usable = len(examples) // reader.per_line
-    if len(bad) > limit * (len(bad) + usable):
-        rule = f"{len(bad):,} of {len(bad) + usable:,} lines are unusable: {shown}"
+        _check_format(reader.notes, key, path)
+        if report is not None:
+            _log_notes(reader.notes, key, path)
+    listed = _write_list(report, key, bad) if report is not None else None
+    unusable, usable = [line for line in bad if not line.left_out], len(examples) // reader.per_line
+    lengths.left_out = len(bad) - len(unusable)
+    shown = "; ".join(map(str, unusable[:_SHOWN])) + (f"; and {len(unusable) - _SHOWN} more" if len(unusable) > _SHOWN else "")
+    all_of_them = f" ({listed} lists all)" if listed is not None else ""
+    if len(unusable) > limit * (len(bad) + usable):
+        rule = f"{len(unusable):,} of {len(bad) + usable:,} lines are unusable: {shown}{all_of_them}"
         fix = f"correct them, or raise data.quarantine_limit={limit:g} to skip them"
         raise UserError.of(key, ", ".join(paths), rule, fix)
     if not examples:
-        raise UserError.of(key, ", ".join(paths), "has no usable lines", f"write lines such as {reader.example_line}")
+        fix = f"raise training.sequence_length={length}" if lengths.left_out else f"write lines such as {reader.example_line}"
+        rule = f"has no usable lines: all are too long{all_of_them}" if lengths.left_out else "has no usable lines"
+        raise UserError.of(key, ", ".join(paths), rule, fix)
+    changed = f" {lengths.cut} cut, {lengths.left_out} left out" if lengths.cut or lengths.left_out else ""
     opened = Instructions(
         examples,
         length,
@@ -146,11 +161,79 @@ def open_files(
         seed=seed,
         encoder=encoder,
         per_line=reader.per_line,
-        content=f"{state.hexdigest()} {xxhash.xxh3_64_hexdigest(reader.template_text.encode())}",
+        content=f"{state.hexdigest()} {xxhash.xxh3_64_hexdigest(reader.template_text.encode())}{changed}",
     )
-    if log_it:
-        if bad:
-            log.warning("%s: skipped %d unusable lines: %s", key, len(bad), shown)
+    if report is not None:
+        if unusable:
+            log.warning("%s: skipped %d unusable lines: %s%s", key, len(unusable), shown, all_of_them)
+        if changed:
+            text = "%s: training.sequence_length=%d is too short for %s of %s lines (data.instructions.too_long): %s"
+            log.warning(text, key, length, f"{lengths.cut + lengths.left_out:,}", f"{usable + len(bad):,}", lengths.text(examples))
         text = "%s: %s %s in %s sequences, %.1f %% padding; %.1f %% of the tokens are targets"
         log.info(text, key, f"{opened.examples:,}", reader.kind, f"{opened.counts[0]:,}", 100 * opened.padding, 100 * opened.answers)
     return opened
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """A line that is not used, and why."""
+
+    path: str
+    line: int
+    error: str
+    left_out: bool
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.error}"
+
+
+@dataclass
+class _Lengths:
+    """What training.sequence_length has no room for: lines that are cut, their tokens, and lines that are left out."""
+
+    cut: int = 0
+    tokens: int = 0
+    left_out: int = 0
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Count the examples of a line."""
+        removed = sum(example.cut for example in examples)
+        self.cut, self.tokens = self.cut + (removed > 0), self.tokens + removed
+
+    def text(self, examples: Sequence[Example]) -> str:
+        """Return the counts, for the log."""
+        share = 100 * self.tokens / (self.tokens + sum(len(example.tokens) for example in examples))
+        return f"{self.cut:,} are cut ({share:.1f} % of the tokens), and {self.left_out:,} are left out"
+
+
+def _check_format(notes: Notes, key: str, path: str) -> None:
+    """Refuse a file with records of several formats.
+
+    Raises:
+        UserError: it has some.
+    """
+    if len(notes.formats) > 1:
+        found = ", ".join(f"{count:,} {name}" for name, count in notes.formats.most_common())
+        raise UserError.of(key, path, f"has records of several formats: {found}", "write a file for each format")
+
+
+def _log_notes(notes: Notes, key: str, path: str) -> None:
+    """Log the format of a file, and the keys that are not used."""
+    for name, count in notes.formats.items():
+        log.info("%s: %s: %s lines of the format: %s", key, path, f"{count:,}", name)
+    if notes.ignored:
+        found = ", ".join(f"{name} ({count:,})" for name, count in notes.ignored.most_common())
+        log.info("%s: %s: these keys are not used: %s", key, path, found)
+
+
+def _write_list(run_dir: Path, key: str, bad: Sequence[_Unusable]) -> Path | None:
+    """Write all lines that are not used to a file of the run directory, and return its path; None, and no file, without such lines."""
+    path = run_dir / f"unusable-{key.rpartition('.')[2]}.jsonl"
+    if not bad:
+        path.unlink(missing_ok=True)
+        return None
+    make_folder(run_dir)
+    with atomic_file(path, "w") as handle:
+        for line in bad:
+            handle.write(json_lines.dump({"file": line.path, "line": line.line, "error": line.error}) + "\n")
+    return path

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.common import json_lines
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.json_lines import BadLine
-from pipeline.data.load.prompts_and_answers import Example, ExampleReader
+from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
 
 
 class LabelReader(ExampleReader):
@@ -26,7 +26,7 @@ class LabelReader(ExampleReader):
         longest: maximum number of tokens of a sequence.
         labels: names of the labels.
         special: the token before the texts, those between two texts, and the one after them.
-        truncate: cut longer texts at the end; of a pair, the longer one.
+        too_long: data.instructions.too_long; texts are cut at the end, of a pair the longer one.
     """
 
     kind = "texts"
@@ -40,11 +40,11 @@ class LabelReader(ExampleReader):
         labels: Sequence[str],
         special: tuple[int, tuple[int, ...], int],
         *,
-        truncate: bool,
+        too_long: str,
     ) -> None:
-        super().__init__(folder, end_of_document, longest)
+        super().__init__(folder, end_of_document, longest, too_long)
         self._numbers = {label: number for number, label in enumerate(labels)}
-        self._special, self._truncate = special, truncate
+        self._special = special
         self.template_text = ""  # of chats, which are not read
 
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
@@ -67,6 +67,7 @@ class LabelReader(ExampleReader):
         for key, text in zip(("text", "text_pair"), texts, strict=False):
             if not isinstance(text, str) or not text:
                 return BadLine(f'"{key}" must be a text that is not empty' if key in fields else f'has no "{key}"')
+        self.notes.add("labeled texts", (key for key in fields if key not in ("text", "text_pair", "label")))
         return texts, self._numbers[name]
 
     def _joined(self, texts: list[list[int]], label: int) -> Example | BadLine:
@@ -74,15 +75,15 @@ class LabelReader(ExampleReader):
         first, between, last = self._special
         room = self._longest - 2 - (len(texts) - 1) * len(between)
         if (needed := sum(map(len, texts))) > room:
-            if not self._truncate:
+            if self._too_long != "truncate":
                 rule = f"has {needed} tokens of text; training.sequence_length={self._longest} has room for {room}"
-                return BadLine(f"{rule} (data.instructions.truncate=true cuts it)")
+                return TooLongError(rule) if self._too_long == "drop" else BadLine(rule)
             for _ in range(needed - room):
                 max(reversed(texts), key=len).pop()
         tokens = [first, *texts[0], *(token for text in texts[1:] for token in (*between, *text)), last, label]
         is_label = np.zeros(len(tokens), dtype=bool)
         is_label[-1] = True
-        return Example(np.array(tokens, dtype=np.int64), is_label)
+        return Example(np.array(tokens, dtype=np.int64), is_label, max(0, needed - room))
 
 
 def label_of(fields: Any) -> str:

@@ -1,12 +1,7 @@
-"""Examples of prompts and chats with answers, from JSON lines, tokenized.
-
-A line is `{"messages": [...]}` or `{"prompt": TEXT, "completion": TEXT}`; a pair of answers has `chosen` and `rejected` instead of the
-completion.
-"""
+"""Examples of prompts and chats with answers, from JSON lines, tokenized. records.py has the formats of a line."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +11,11 @@ import numpy as np
 
 from pipeline.common import json_lines
 from pipeline.common.json_lines import BadLine
+from pipeline.data.load.records import ChatRecord, Notes, TextRecord, pair_of, record_of
 from pipeline.data.tokenize import chat_template
-from pipeline.data.tokenize.chat_template import ChatError, Span
+from pipeline.data.tokenize.chat_encoding import ChatEncoder
+from pipeline.data.tokenize.chat_template import ChatTemplate, Span
+from pipeline.data.tokenize.chats import ChatError, chat_of
 from pipeline.data.tokenize.tokenizer import load
 
 
@@ -28,27 +26,26 @@ class Example:
     Attributes:
         tokens: (n,) int64.
         is_answer: (n,) bool, the tokens that the model learns to write; never the first one.
+        cut: number of tokens that were removed from its end.
     """
 
     tokens: np.ndarray
     is_answer: np.ndarray
+    cut: int = 0
+
+
+class TooLongError(BadLine):
+    """A line that is left out because of its length."""
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """A rendered chat: its text, its answers, and whether an answer comes last."""
+    """A rendered chat: its text, where its answers begin, the answers to learn, and whether the last message is one of them."""
 
     text: str
+    begins: list[int]
     answers: list[Span]
     ends: bool
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A prompt and its completion."""
-
-    prompt: str
-    completion: str
 
 
 class ExampleReader:
@@ -61,16 +58,25 @@ class ExampleReader:
         folder: Hugging Face folder of the tokenizer.
         end_of_document: token that ends every example whose last part is an answer.
         longest: maximum number of tokens of an example.
+        too_long: data.instructions.too_long.
+        template: of chats; default: that of the folder.
+
+    Attributes:
+        notes: formats and unused keys of the lines that were read; a caller may replace it.
 
     Raises:
         UserError: the folder has no tokenizer, or its chat template cannot be compiled.
     """
 
-    def __init__(self, folder: Path, end_of_document: int, longest: int) -> None:
-        self._folder, self._end, self._longest = folder, end_of_document, longest
+    def __init__(
+        self, folder: Path, end_of_document: int, longest: int, too_long: str = "refuse", template: ChatTemplate | None = None
+    ) -> None:
+        self._folder, self._end, self._longest, self._too_long = folder, end_of_document, longest, too_long
         self._tokenizer = load(folder)
-        self._template = chat_template.load(folder)
+        self._chats = ChatEncoder(self._tokenizer)
+        self._template = template or chat_template.load(folder)
         self.template_text = self._template.text if self._template else ""
+        self.notes = Notes()
 
     #: Examples of a line.
     per_line = 1
@@ -83,119 +89,124 @@ class ExampleReader:
 
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
         """Return the example of every line, or why it is none."""
-        parsed = [self._try_to_parse(line) for line in lines]
+        records: list[ChatRecord | TextRecord | BadLine] = []
+        for line in lines:
+            try:
+                records.append(record_of(json_lines.parse(line)))
+            except BadLine as error:
+                records.append(error)
+        return [found if isinstance(found, BadLine) else self._fitted(found) for found in self._encoded(records)]
+
+    def _encoded(self, records: Sequence[ChatRecord | TextRecord | BadLine]) -> list[Example | BadLine]:
+        """Return the examples of records, of any length."""
+        parsed = [self._rendered(record) if isinstance(record, ChatRecord) else record for record in records]
         examples: dict[int, Example | BadLine] = {number: line for number, line in enumerate(parsed) if isinstance(line, BadLine)}
         chats = {number: line for number, line in enumerate(parsed) if isinstance(line, _Chat)}
-        pairs = {number: line for number, line in enumerate(parsed) if isinstance(line, _Pair)}
-        encoded = self._encode([chat.text for chat in chats.values()], special=True)
-        for (number, chat), encoding in zip(chats.items(), encoded, strict=True):
-            examples[number] = self._finished(encoding.ids, _in_spans(encoding.offsets, chat.answers), ends=chat.ends)
+        pairs = {number: line for number, line in enumerate(parsed) if isinstance(line, TextRecord)}
+        encoded = self._chats.encode([(chat.text, chat.begins) for chat in chats.values()])
+        for (number, chat), (tokens, places) in zip(chats.items(), encoded, strict=True):
+            examples[number] = self._finished(tokens, _in_spans(places, chat.answers), ends=chat.ends)
         prompts = self._encode([pair.prompt for pair in pairs.values()], special=False, complete=True)
         completions = self._encode([pair.completion for pair in pairs.values()], special=False)
         for number, prompt, completion in zip(pairs, prompts, completions, strict=True):
             before = prompt.ids or [self._end]
             is_answer = np.arange(len(before) + len(completion.ids)) >= len(before)
             examples[number] = self._finished([*before, *completion.ids], is_answer, ends=True)
-        return [examples[number] for number in range(len(lines))]
+        for number, record in enumerate(records):
+            if not isinstance(record, BadLine) and not isinstance(examples[number], BadLine):
+                self.notes.add(record.format, record.unused)
+        return [examples[number] for number in range(len(records))]
 
-    def _try_to_parse(self, line: bytes) -> _Chat | _Pair | BadLine:
-        """As _parse, or the reason why the line cannot be used."""
+    def _rendered(self, record: ChatRecord) -> _Chat | BadLine:
+        """Return a chat in the template of the tokenizer, or why it cannot be used."""
+        if self._template is None:
+            fix = f"set tokenizer.chat_template={chat_template.NAMES}, or a file"
+            return BadLine(f"is a chat, and {self._folder} has no chat template ({fix})")
         try:
-            return self._parse(line)
-        except (BadLine, ChatError) as error:
-            return BadLine(str(error))
-
-    def _parse(self, line: bytes) -> _Chat | _Pair:
-        """Return the content of a line."""
-        fields = json_lines.parse(line)
-        if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
-            raise BadLine('must be an object with either "messages", or "prompt" and "completion"')
-        if "messages" in fields:
-            if self._template is None:
-                raise BadLine(f"{self._folder} has no chat template")
-            text, answers = self._template.answers(fields["messages"])
-            return _Chat(text, answers, fields["messages"][-1].get("role") == "assistant")
-        prompt, completion = fields["prompt"], fields.get("completion")
-        if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise BadLine('"prompt" and "completion" must be texts')
-        if not completion:
-            raise BadLine('"completion" is empty')
-        return _Pair(prompt, completion)
+            chat = chat_of(record.messages, self._template.names, record.fields, answered=True, given=record.given)
+            text, answers, learned = self._template.answers(chat)
+        except ChatError as error:
+            return error
+        self.notes.ignored.update({f"messages.{key}": count for key, count in chat.ignored.items()})
+        return _Chat(text, [first for first, _ in answers], learned, chat.learned[-1])
 
     def _encode(self, texts: list[str], *, special: bool, complete: bool = False) -> Any:
         self._tokenizer.encode_special_tokens = not special
         return self._tokenizer.encode_batch(texts, add_special_tokens=complete)
 
     def _finished(self, tokens: list[int], is_answer: np.ndarray, *, ends: bool) -> Example | BadLine:
-        """Append the end-of-document token where an answer comes last, and check the example."""
+        """Append the end-of-document token where an answer comes last, unless this ends with it."""
         if not is_answer[1:].any():
             return BadLine("has no answer")
-        if ends and tokens[-1] != self._end:
+        last = tokens[int(np.flatnonzero(is_answer)[-1])]
+        if ends and self._end not in (last, tokens[-1]):
             tokens, is_answer = [*tokens, self._end], np.append(is_answer, True)
-        if len(tokens) > self._longest:
-            return BadLine(f"has {len(tokens)} tokens; training.sequence_length={self._longest - 1} has room for {self._longest}")
         is_answer[0] = False
         return Example(np.array(tokens, dtype=np.int64), is_answer)
 
+    def _fitted(self, example: Example, room: int | None = None, needed: str = "") -> Example | BadLine:
+        """Return an example that there is room for, cut at its end if data.instructions.too_long allows it.
+
+        Args:
+            example: of any length.
+            room: maximum number of its tokens; default: that of a sequence.
+            needed: what does not fit, for messages; default: its tokens.
+        """
+        room, count = self._longest if room is None else room, len(example.tokens)
+        if count <= room:
+            return example
+        rule = f"has {needed or f'{count} tokens'}; training.sequence_length={self._longest - 1} has room for {self._longest}"
+        if self._too_long == "refuse":
+            return BadLine(rule)
+        if self._too_long == "drop" or not example.is_answer[:room].any():
+            return TooLongError(rule if self._too_long == "drop" else f"{rule}, and its answers begin later")
+        return Example(example.tokens[:room], example.is_answer[:room], count - room)
+
 
 class PairReader(ExampleReader):
-    """Reads pairs of answers: {"prompt", "chosen", "rejected"}, all texts or all lists of messages, or {"messages", "chosen", "rejected"}.
+    """Reads pairs of answers: {"prompt", "chosen", "rejected"}, with texts or lists of messages; or chats with the same first messages.
 
-    A line has two examples, the preferred answer and the other one, each with the prompt.
+    A line has two examples, the preferred answer and the other one, each with the prompt, whose answers are not learned.
     """
 
     per_line = 2
 
     def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
         """See ExampleReader."""
-        both = [self._try_to_split(line) for line in lines]
-        answers = iter(self.read([text for pair in both if not isinstance(pair, BadLine) for text in pair]))
+        both: list[tuple[ChatRecord | TextRecord, ChatRecord | TextRecord] | BadLine] = []
+        for line in lines:
+            try:
+                both.append(pair_of(json_lines.parse(line)))
+            except BadLine as error:
+                both.append(error)
+        answers = iter(self._encoded([record for pair in both if not isinstance(pair, BadLine) for record in pair]))
         return [pair if isinstance(pair, BadLine) else self._joined(next(answers), next(answers)) for pair in both]
 
-    def _try_to_split(self, line: bytes) -> tuple[bytes, bytes] | BadLine:
-        """Return the lines of the two examples, or the reason why the line cannot be used."""
-        try:
-            fields = json_lines.parse(line)
-        except BadLine as error:
-            return error
-        if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
-            return BadLine('must be an object with either "messages" or "prompt", and with "chosen" and "rejected"')
-        if missing := [name for name in ("chosen", "rejected") if name not in fields]:
-            return BadLine(f'has no "{missing[0]}"')
-        if fields["chosen"] == fields["rejected"]:
-            return BadLine('"chosen" and "rejected" are the same')
-        prompt = fields.get("messages", fields.get("prompt"))
-        chosen = self._example_of(prompt, fields["chosen"], "chosen")
-        rejected = self._example_of(prompt, fields["rejected"], "rejected")
-        if isinstance(chosen, BadLine):
-            return chosen
-        return rejected if isinstance(rejected, BadLine) else (chosen, rejected)
-
-    @staticmethod
-    def _example_of(prompt: Any, answer: Any, name: str) -> bytes | BadLine:
-        """Return an answer and its prompt as a line of instructions."""
-        if isinstance(prompt, list):
-            messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            if not isinstance(messages, list) or not messages:
-                return BadLine(f'"{name}" must be a text or a list of messages')
-            return json.dumps({"messages": [*prompt, *messages]}).encode()
-        if not isinstance(answer, str) or not answer:
-            return BadLine(f'"{name}" must be a text that is not empty')
-        return json.dumps({"prompt": prompt, "completion": answer}).encode()
-
     def _joined(self, chosen: Example | BadLine, rejected: Example | BadLine) -> list[Example] | BadLine:
-        """Return both examples if they fit in a sequence together."""
-        for name, example in (("chosen", chosen), ("rejected", rejected)):
-            if isinstance(example, BadLine):
-                return BadLine(f'"{name}" {example}')
-        pair = [example for example in (chosen, rejected) if isinstance(example, Example)]
-        needed, room = sum(len(example.tokens) - 1 for example in pair), self._longest - 1
-        return BadLine(f"has {needed} tokens with both answers; training.sequence_length={room}") if needed > room else pair
+        """Return both examples if a sequence has room for them together; else the longer one is cut, or both."""
+        if isinstance(chosen, BadLine):
+            return BadLine(f'"chosen" {chosen}')
+        if isinstance(rejected, BadLine):
+            return BadLine(f'"rejected" {rejected}')
+        first, second = len(chosen.tokens), len(rejected.tokens)
+        room = self._longest + 1  # an example takes one token less than it has
+        if first + second <= room:
+            return [chosen, rejected]
+        needed, half = f"{first + second - 2} tokens with both answers", room // 2
+        one = self._fitted(chosen, max(room - second, half), needed)
+        other = self._fitted(rejected, max(room - first, room - half), needed)
+        if isinstance(one, BadLine):
+            return one
+        if isinstance(other, BadLine):
+            return other
+        if one.tokens.tolist() == other.tokens.tolist():
+            return TooLongError(f"has {needed}; training.sequence_length={self._longest - 1} cuts the part in which they differ")
+        return [one, other]
 
 
-def _in_spans(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+def _in_spans(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
     """Return which tokens have a character in one of the spans, bool (tokens,)."""
-    first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    first, last = offsets.T
     inside = np.zeros(len(first), dtype=bool)
     for start, stop in spans:
         inside |= (last > np.maximum(first, start)) & (first < stop)

@@ -13,6 +13,10 @@ class SampleConfig(Protocol):
     """What data and objectives read of a RunConfig, which implements it."""
 
     @property
+    def run_dir(self) -> str:
+        """The run directory, which gets the list of unusable lines."""
+
+    @property
     def data(self) -> DataConfig:
         """Corpora, blend, packing, and the settings of each objective."""
 

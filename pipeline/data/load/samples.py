@@ -73,7 +73,6 @@ class Samples(Dataset):
         counts: (corpora,) int64, samples per epoch of each corpus.
         end_of_document: id of the token that closes every document.
         vocab_size: one more than the largest token id.
-        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Samples(Dataset):
         self._seeds = np.array([corpus.permutation_seed(seed or 0) & ((1 << 64) - 1) for corpus in corpora], dtype=np.uint64)
         self.end_of_document = int(corpora[0].totals["end_of_document"])
         self.vocab_size = int(corpora[0].totals["vocab_size"])
-        self.bytes_per_token = sum(corpus.total("text_bytes") for corpus in corpora) / max(stream.tokens, 1)
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Read samples. Indices beyond an epoch of their corpus continue with the next epoch.

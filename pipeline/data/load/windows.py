@@ -19,6 +19,8 @@ class Windows:
 
     Attributes:
         counts: (corpora,) int64, windows per epoch of each corpus.
+        length: tokens per window, not counting the last label.
+        stride: tokens from the begin of a window to that of the next.
     """
 
     def __init__(self, stream: TokenStream, corpora: Sequence[Corpus], sequence_length: int, stride: int | None = None) -> None:
@@ -30,10 +32,10 @@ class Windows:
             sequence_length: tokens per window, not counting the last label.
             stride: tokens from the begin of a window to that of the next; sequence_length when None.
         """
-        self._stream, self._length, self._stride = stream, sequence_length, stride or sequence_length
+        self._stream, self.length, self.stride = stream, sequence_length, stride or sequence_length
         tokens = np.array([corpus.total("tokens") for corpus in corpora], dtype=np.int64)
         self._starts = np.cumsum(tokens) - tokens
-        self.counts = np.maximum((tokens - 1 - sequence_length) // self._stride + 1, 0)
+        self.counts = np.maximum((tokens - 1 - sequence_length) // self.stride + 1, 0)
 
     def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Read windows.
@@ -45,4 +47,4 @@ class Windows:
         Returns:
             (n, sequence_length + 1) in the stream's dtype.
         """
-        return self._stream.read(self._starts[corpora] + indices * self._stride, self._length + 1)
+        return self._stream.read(self._starts[corpora] + indices * self.stride, self.length + 1)

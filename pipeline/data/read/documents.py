@@ -1,4 +1,4 @@
-"""The output of the readers: documents, and records of unreadable input."""
+"""The output of the readers: documents, records of unreadable input, and what is not read because it is no document."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pipeline.config.data import DataConfig
 
 DEFAULT_CORPUS = "default"
 """The corpus of the documents that `data.input` names."""
+
+REASON_CHARACTERS = 300
+"""Longest position and reason of unreadable input: a name in an archive and a message of a library have no limit of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,26 @@ class Bad:
     reason: str
     lost_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        """Cut the position and the reason."""
+        for name in ("position", "reason"):
+            text = getattr(self, name)
+            if len(text) > REASON_CHARACTERS:
+                object.__setattr__(self, name, f"{text[:REASON_CHARACTERS]}...")
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A part of a file that is not read because it is no document, such as an image in a web archive.
+
+    Attributes:
+        reason: a short text, identical for every part of this kind.
+        size: its bytes.
+    """
+
+    reason: str
+    size: int
+
 
 @dataclass(frozen=True)
 class ReadOptions:
@@ -72,6 +95,11 @@ class ReadOptions:
     def of(cls, data: DataConfig) -> ReadOptions:
         """The options of a configuration."""
         return cls(data.text_field, round(data.document_megabytes * 1e6), data.main_content)
+
+
+def library_reason(error: Exception) -> str:
+    """The message of a library up to the first colon, after which it may quote what it has read."""
+    return str(error).partition(":")[0][:80] or type(error).__name__
 
 
 def utf8_length(text: str) -> int:

@@ -10,7 +10,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from pipeline.data.read.streams import is_remote
 
 #: Numbers in WebDataset's notation.
 _NUMBERS = re.compile(r"\{\d+\.\.\d+\}")
+EXCLUDED, AGAIN = "excluded by data.exclude", "reached again by another path"
+"""Reasons not to read a file or a folder."""
+
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime", "modified")
 """Fields of fsspec's file information that change when a file is written; every protocol has its own."""
 
@@ -34,7 +37,8 @@ class Entry:
         size: size as stored, in bytes.
         version: changes when the file is written: its modification time, or the ETag or modification time of a remote file.
         problem: why it cannot be read; empty if it can.
-        folder: whether it is a folder; folders are returned only with a problem.
+        skipped: why it is not read although it could be; empty if it is.
+        folder: whether it is a folder; folders are returned only if they are not searched.
     """
 
     path: str
@@ -43,6 +47,7 @@ class Entry:
     size: int = 0
     version: str = ""
     problem: str = ""
+    skipped: str = ""
     folder: bool = False
 
 
@@ -109,20 +114,29 @@ def _local(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         for match in matches:
             if not any(_matches(part, exclude) for part in match.relative_to(root).parts):
                 yield from _walk(match, root, exclude) if match.is_dir() else [_file(match, root)]
+            else:
+                yield _skipped_folder(match, root, EXCLUDED) if match.is_dir() else replace(_file(match, root), skipped=EXCLUDED)
 
 
 def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
-    """Yield every file below a folder. Symbolic links to folders are followed; each real folder is visited once."""
+    """Yield every file below a folder, and the folders that are not searched.
+
+    Symbolic links to folders are followed; each real folder is visited once.
+    """
     seen: set[str] = set()
     refused: list[OSError] = []
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=refused.append):
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
+            yield _skipped_folder(Path(parent), root, AGAIN)
             continue
         seen.add(real)
+        yield from (_skipped_folder(Path(parent, name), root, EXCLUDED) for name in sorted(folders) if _matches(name, exclude))
         folders[:] = sorted(name for name in folders if not _matches(name, exclude))
-        yield from (_file(Path(parent, name), root, real) for name in sorted(names) if not _matches(name, exclude))
+        for name in sorted(names):
+            entry = _file(Path(parent, name), root, real)
+            yield replace(entry, skipped=EXCLUDED) if _matches(name, exclude) else entry
     for error in refused:
         where = str(error.filename)
         yield Entry(where, printable(os.path.relpath(where, root)), where, problem=f"cannot be listed: {error.strerror}", folder=True)
@@ -143,9 +157,33 @@ def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
     if not stat.S_ISREG(info.st_mode):
         return Entry(location, name, real, problem=f"is {atomic_files.kind(info)}, not a file")
     problem = "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it"
+    return Entry(location, name, real, info.st_size, _version(info), problem)
+
+
+def _skipped_folder(path: Path, root: Path, reason: str) -> Entry:
+    return Entry(str(path), printable(path.relative_to(root).as_posix()), str(path), skipped=reason, folder=True)
+
+
+def _version(info: os.stat_result) -> str:
     seconds, nanoseconds = divmod(info.st_mtime_ns, 10**9)
-    version = f"modified {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d} UTC"
-    return Entry(location, name, real, info.st_size, version, problem)
+    return f"modified {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{nanoseconds:09d} UTC"
+
+
+def change(path: str, size: int, version: str) -> str:
+    """What has changed in a local file since its entry was made; empty if nothing has.
+
+    Args:
+        size, version: of the entry. A file without a version, and a remote one, is not compared.
+    """
+    if is_remote(path) or not version:
+        return ""
+    try:
+        info = Path(path).stat()
+    except FileNotFoundError:
+        return f"had {size:,} bytes when it was listed, and no longer exists"
+    if (info.st_size, _version(info)) == (size, version):
+        return ""
+    return f"had {size:,} bytes ({version}) when it was listed, and has {info.st_size:,} ({_version(info)})"
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -168,10 +206,11 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
         raise InputPathError("no such file, folder or match", "correct the URL")
     for path in sorted(infos):
         name = path.removeprefix(root).lstrip("/")
-        if infos[path]["type"] == "file" and (path == given_path or not any(_matches(part, exclude) for part in name.split("/"))):
+        if infos[path]["type"] == "file":
+            skipped = EXCLUDED if path != given_path and any(_matches(part, exclude) for part in name.split("/")) else ""
             url = system.unstrip_protocol(path)
             version = next((f"{key} {infos[path][key]}" for key in _VERSION_KEYS if infos[path].get(key)), "")
-            yield Entry(url, printable(name), url, infos[path]["size"] or 0, version)
+            yield Entry(url, printable(name), url, infos[path]["size"] or 0, version, skipped=skipped)
 
 
 def _listed(system: Any, path: str) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.data.read import file_search
@@ -143,7 +143,27 @@ def assigned(parts: Sequence[InputPart], rank: int, size: int) -> list[InputPart
     return mine
 
 
-def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> tuple[list[InputFile], list[Bad]]:
+@dataclass
+class Listing:
+    """What was found in the input.
+
+    Attributes:
+        files: the files to read, the default corpus first, each corpus sorted by name.
+        bad: broken links, unreadable files, folders without documents.
+        skipped: corpus -> reason -> [files and folders, bytes] that are not read.
+    """
+
+    files: list[InputFile] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
+    skipped: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+
+    def skip(self, corpus: str, reason: str, size: int) -> None:
+        """Count a file or folder that is not read."""
+        total = self.skipped.setdefault(corpus, {}).setdefault(reason, [0, 0])
+        total[:] = total[0] + 1, total[1] + size
+
+
+def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> Listing:
     """Find the files of `data.input` and `data.corpora`.
 
     Args:
@@ -151,34 +171,30 @@ def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude:
         suffixes: file name suffixes of documents; empty selects all supported formats.
         exclude: globs on single path components; a file or folder below a searched folder that matches one is skipped.
 
-    Returns:
-        The files, the default corpus first, each corpus sorted by name; and broken links, unreadable files, folders without documents.
-
     Raises:
         UserError: no input is given or found, an input does not exist, or two files have the same name. All problems in one error.
     """
     if not any(corpora.values()):
         raise UserError.of("data.input", "[]", "names no documents", "specify files, globs or folders: data.input=[corpus/*.jsonl]")
-    input_files: list[InputFile] = []
-    bad: list[Bad] = []
+    listing = Listing()
     violations: list[Violation] = []
     for corpus in sorted(corpora, key=lambda name: (name != DEFAULT_CORPUS, name)):
         key = "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"
         try:
-            input_files += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, bad)
+            listing.files += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, listing)
         except UserError as error:
             violations += error.violations
-    if not input_files and not violations:
-        violations = [Violation("data.input", at.source, at.reason, "specify other files, or other data.suffixes") for at in bad]
+    if not listing.files and not violations:
+        violations = [Violation("data.input", at.source, at.reason, "specify other files, or other data.suffixes") for at in listing.bad]
     if violations:
         raise UserError(violations)
-    return input_files, bad
+    return listing
 
 
 def _corpus(
-    corpus: str, key: str, inputs: Sequence[str], suffixes: tuple[str, ...], exclude: Sequence[str], bad: list[Bad]
+    corpus: str, key: str, inputs: Sequence[str], suffixes: tuple[str, ...], exclude: Sequence[str], listing: Listing
 ) -> list[InputFile]:
-    """The files of one corpus, sorted by name; unreadable entries are appended to `bad`."""
+    """The files of one corpus, sorted by name; what is unreadable or not read is added to the listing."""
     violations: list[Violation] = []
     by_name: dict[str, InputFile] = {}
     seen: set[str] = set()  # a file that is found twice is read once
@@ -186,12 +202,18 @@ def _corpus(
         matched = False
         try:
             for entry in file_search.search(given, exclude):
-                if not entry.name.endswith(suffixes) and not entry.folder:
+                if entry.skipped:
+                    listing.skip(corpus, entry.skipped, entry.size)
+                    continue
+                if not file_suffixes.has_suffix(entry.name, suffixes) and not entry.folder:
+                    listing.skip(corpus, file_suffixes.UNREAD + file_suffixes.of_name(entry.name), entry.size)
                     continue
                 matched = True
                 if entry.problem:
-                    bad.append(Bad(label(corpus, entry.name), "", entry.problem, entry.size))
-                elif entry.real not in seen:
+                    listing.bad.append(Bad(label(corpus, entry.name), "", entry.problem, entry.size))
+                elif entry.real in seen:
+                    listing.skip(corpus, file_search.AGAIN, entry.size)
+                else:
                     seen.add(entry.real)
                     source = InputFile(entry.path, entry.name, entry.size, corpus, entry.version)
                     if by_name.setdefault(entry.name, source) is not source:
@@ -201,9 +223,10 @@ def _corpus(
             violations.append(Violation(key, given, str(error), error.fix))
             continue
         if not matched and file_search.is_folder(given):
-            bad.append(Bad(label(corpus, file_search.printable(given)), "", f"contains no file with suffix {', '.join(suffixes)}"))
+            reason = f"contains no file with suffix {file_suffixes.described(suffixes)}"
+            listing.bad.append(Bad(label(corpus, file_search.printable(given)), "", reason))
         elif not matched:
-            rule = f"does not have the suffix {', '.join(suffixes)}"
+            rule = f"does not have the suffix {file_suffixes.described(suffixes)}"
             violations.append(Violation(key, given, rule, "specify other data.suffixes, or other files"))
     if violations:
         raise UserError(violations)

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 
-from pipeline.data.read import suffixes
-from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.common.errors import UserError
+from pipeline.data.read import file_search, suffixes
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions, Skipped
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.streams import DamageError
 
 
-def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """Yield the documents that begin in a span, in file order, including empty ones, and a Bad for each unreadable record.
+def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+    """Yield the documents that begin in a span, in file order, including empty ones, a Bad for each unreadable record, and what is skipped.
 
     If a file is damaged, truncated or unreadable, the documents before the damage are returned, then one Bad.
+
+    Raises:
+        UserError: the file has changed since it was listed. Some of its parts would be of one version, and some of another.
     """
+    yield from _read(span, options)
+    source = span.file
+    if change := file_search.change(source.path, source.size, source.version):
+        key = "data.input" if source.corpus == DEFAULT_CORPUS else f"data.corpora.{source.corpus}"
+        rule = f"{change}, after its bytes {span.start:,} to {span.start + span.size:,} were read"
+        raise UserError.of(key, source.path, rule, "end what writes it, or read a copy; then begin again, in an empty data.shards")
+
+
+def _read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+    """Yield the content of a span, as read()."""
     file_format = suffixes.file_format(span.file.name)
     if span.file.size == 0 and file_format != "text":
         yield Bad(span.file.label, "", "is an empty file")
@@ -23,11 +37,12 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     try:
         # Imported on demand: each format imports its own library.
         documents = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
-        first = next(documents, None)
-        if first is not None:
-            yield first
-            yield from documents
-        elif span.covers_file:
+        for found in documents:
+            yield found
+            if not isinstance(found, Skipped):
+                yield from documents  # the remainder, without a test per document
+                return
+        if span.covers_file:
             yield Bad(span.file.label, "", "contains no document")
     except DamageError as error:
         source = span.file

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import io
+import lzma
 import zlib
+from collections.abc import Callable
 from typing import IO, Any
 
 import zstandard
@@ -11,8 +14,17 @@ import zstandard
 from pipeline.data.read.suffixes import split_compression
 
 BUFFER_BYTES = 1 << 20
-_COMPRESSED_BYTES = 1 << 12  # decompressed at once; the result is held in memory and may be ten thousand times as large
+_COMPRESSED_BYTES = 1 << 12  # decompressed at once; of gzip and Zstandard the result may be ten thousand times as large
 _GZIP = 31  # zlib window bits: gzip header, largest window
+_XZ_MEMORY = 1 << 30  # bytes that a file may demand of its reader; the largest dictionary of a preset of xz is 64 MB
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "gzip": lambda: zlib.decompressobj(_GZIP),
+    "zstd": lambda: zstandard.ZstdDecompressor().decompressobj(),
+    "bzip2": bz2.BZ2Decompressor,
+    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY),
+}
+"""Compression -> an object for one gzip member, Zstandard frame, bzip2 or xz stream, all with the same interface."""
 
 
 class DamageError(Exception):
@@ -91,14 +103,14 @@ class UntilDamage(io.RawIOBase):
 
 
 class _Decompressed(io.RawIOBase):
-    """Decompresses a stream of any number of gzip members or Zstandard frames.
+    """Decompresses a stream of any number of gzip members, Zstandard frames, bzip2 or xz streams.
 
     gzip.GzipFile drops its decompressed data on damage; the zstandard reader accepts a truncated frame as complete.
     """
 
     def __init__(self, handle: IO[bytes], compression: str) -> None:
         self._handle, self._compression = handle, compression
-        self._decompressor: Any = None  # for one gzip member or Zstandard frame; both have the same interface
+        self._decompressor: Any = None
         self._compressed = b""
         self._pending = memoryview(b"")
         self._position = self._stored = 0
@@ -125,21 +137,24 @@ class _Decompressed(io.RawIOBase):
     def _refill(self) -> bool:
         """Decompress the next chunk; return False at the end of the stream."""
         stored = self._stored - len(self._compressed)
-        if not (compressed := self._compressed):
+        pending = not getattr(self._decompressor, "needs_input", True)  # more of the output than was asked for
+        if not (compressed := self._compressed) and not pending:
             compressed = self._handle.read(_COMPRESSED_BYTES)
             self._stored += len(compressed)
         self._compressed = b""
-        if not compressed:
+        if not compressed and not pending:
             if self._decompressor is not None:
                 raise DamageError(self._position, f"the file ends within its {self._compression} data")
             return False
         if self._decompressor is None:
-            if self._position and not compressed.strip(b"\0"):
-                return True  # zero padding after the last member is valid (gzip on tapes)
-            self._decompressor = zlib.decompressobj(_GZIP) if self._compression == "gzip" else zstandard.ZstdDecompressor().decompressobj()
+            if self._position and not (compressed := compressed.lstrip(b"\0")):
+                return True  # zero padding is valid after a member (gzip on tapes) and between streams (xz)
+            self._decompressor = _DECOMPRESSORS[self._compression]()
         try:
-            self._pending = memoryview(self._decompressor.decompress(compressed))
-        except (zlib.error, zstandard.ZstdError) as error:
+            # One byte of bzip2 may be a million bytes of text: its output, and that of xz, is limited.
+            limit = (BUFFER_BYTES,) if self._compression in ("bzip2", "xz") else ()
+            self._pending = memoryview(self._decompressor.decompress(compressed, *limit))
+        except (zlib.error, zstandard.ZstdError, lzma.LZMAError, OSError) as error:  # OSError: of bzip2
             raise DamageError(self._position, str(error), stored) from error
         if self._decompressor.eof:
             self._compressed = self._decompressor.unused_data

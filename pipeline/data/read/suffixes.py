@@ -1,6 +1,9 @@
-"""The table of file formats: the suffix of a file name determines its format."""
+"""The table of file formats: the suffix of a file name determines its format. The case of a suffix does not matter."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
 
 FORMATS = {
     ".jsonl": "lines",
@@ -16,7 +19,7 @@ FORMATS = {
 }
 """Suffix -> format, the module of formats/ that reads it. All may be compressed, except .parquet, which is compressed internally."""
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 """Suffix -> compression."""
 
 EXPANSION = 3
@@ -32,14 +35,54 @@ SEARCHED = tuple(
 """The suffixes that are read from a folder unless data.suffixes specifies others."""
 
 
+UNREAD = "with suffix "
+"""Begins the reason why a file is not read if its suffix is the reason."""
+
+_SHOWN = re.compile(r"(\.[a-z0-9_+-]{1,16}){1,3}")
+"""What is shown as the suffix of a file or a tar member that is not read; a longer or other one may be a part of its name."""
+
+
 def file_format(name: str) -> str:
     """The format of a file; a suffix that is not in the table means text."""
-    name, _ = split_compression(name)
-    return FORMATS.get("." + name.rpartition(".")[2], "text")
+    return FORMATS.get(_ending(split_compression(name)[0]), "text")
 
 
 def split_compression(name: str) -> tuple[str, str]:
     """Return (the name without the suffix of its compression, the compression or "")."""
-    stem, dot, ending = name.rpartition(".")
-    compression = COMPRESSIONS.get(dot + ending, "")
-    return (stem, compression) if compression else (name, "")
+    compression = COMPRESSIONS.get(_ending(name), "")
+    return (name.rpartition(".")[0], compression) if compression else (name, "")
+
+
+def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
+    """Whether a file name ends in one of the suffixes."""
+    return name.lower().endswith(tuple(suffix.lower() for suffix in suffixes))
+
+
+def stem(name: str) -> str:
+    """A name without the suffixes of its compression and its format."""
+    name, _ = split_compression(name)
+    return name.rpartition(".")[0] if _ending(name) in FORMATS else name
+
+
+def of_name(name: str) -> str:
+    """The suffix of a file in lower case, with that of its compression, such as ".md" or ".jsonl.gz"; without one, "none"."""
+    base, _ = split_compression(name)
+    return shown(_ending(base) + name[len(base) :].lower())
+
+
+def shown(suffix: str) -> str:
+    """A suffix in lower case for logs and reports."""
+    return suffix if _SHOWN.fullmatch(suffix) else "other" if suffix else "none"
+
+
+def described(suffixes: Sequence[str]) -> str:
+    """The suffixes that a folder is searched for, in words."""
+    if tuple(suffixes) != SEARCHED:
+        return ", ".join(suffixes)
+    return f"{', '.join(ending for ending in FORMATS if ending in SEARCHED)}, or compressed with {', '.join(COMPRESSIONS)}"
+
+
+def _ending(name: str) -> str:
+    """The last suffix of a name, in lower case; empty if it has none."""
+    _, dot, ending = name.rpartition("/")[2].rpartition(".")
+    return (dot + ending).lower() if dot else ""

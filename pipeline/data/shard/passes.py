@@ -22,8 +22,8 @@ from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import clusters, duplicates, signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
-from pipeline.data.read.documents import Bad, ReadOptions
-from pipeline.data.read.input_files import InputPart
+from pipeline.data.read.documents import ReadOptions
+from pipeline.data.read.input_files import InputPart, Listing
 from pipeline.data.shard import dropped, shards
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
@@ -37,7 +37,8 @@ class ShardPasses:
 
     def __init__(self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished) -> None:
         self._data, self._dedup, self._comm, self._parts, self._unfinished = data, dedup, comm, parts, unfinished
-        files = {span.file for part in parts for span in part.spans}
+        files = list(dict.fromkeys(span.file for part in parts for span in part.spans))
+        self._files = files
         size = sum(file.size * file.expansion for file in files)
         self._input_bytes = sum(file.size for file in files)
         self._order = Order.plan([file.corpus for file in files], size, data.shard_megabytes, data.seed, data.validation_fraction)
@@ -62,11 +63,11 @@ class ShardPasses:
         """Whether every part is spilled, by any rank or task."""
         return all(self._unfinished.note(_name(part)) is not None for part in self._parts)
 
-    def write(self, bad: list[Bad]) -> dict[str, Any]:
+    def write(self, listing: Listing) -> dict[str, Any]:
         """Passes 2 and 3: duplicates, then shards, report and manifest.
 
         Args:
-            bad: input files and folders that cannot be read.
+            listing: with the files and folders that cannot be read, or are not.
 
         Returns:
             The totals of the manifest on rank 0; an empty dict on the other ranks.
@@ -75,14 +76,17 @@ class ShardPasses:
             UserError: too many documents could not be read, or no document remains.
         """
         comm, unfinished = self._comm, self._unfinished
-        counts = PartCounts(bad=[listed(entry) for entry in bad])
+        counts = PartCounts(bad=[listed(entry) for entry in listing.bad])
+        for corpus, reasons in listing.skipped.items():
+            for reason, (number, size) in reasons.items():
+                counts.count_skipped(corpus, f"file {reason}", number, size)
         runs = []
         for part in self._parts if comm.rank == 0 else ():
             part_counts = PartCounts.from_json(unfinished.note(_name(part)))
             counts.add(part_counts)
             runs.append(part_counts.runs)
         if comm.rank == 0:
-            input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in bad)
+            input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in listing.bad)
             _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
         pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
         duplicated, plan = self._planned(pool, counts)
@@ -102,7 +106,7 @@ class ShardPasses:
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
         self._count_duplicates(pool, duplicated, counts)
-        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, duplicated, pool)
+        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, duplicated, pool, self._files)
         unfinished.clear()
         return totals
 

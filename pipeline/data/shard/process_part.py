@@ -15,7 +15,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.shard import dropped
@@ -34,6 +34,7 @@ class PartCounts:
         documents, bytes: non-empty documents that were read.
         empty: documents without text.
         bad: [file, position, reason, lost bytes] of unreadable input.
+        skipped: corpus -> reason -> [number, bytes] of files, and parts of files, that are no documents and are not read.
         read: corpus -> [documents, bytes].
         steps: cleaning step -> counts.
         lost: corpus -> step and reason -> [documents, bytes] that cleaning dropped.
@@ -46,6 +47,7 @@ class PartCounts:
     bytes: int = 0
     empty: int = 0
     bad: list[list[Any]] = field(default_factory=list)
+    skipped: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     read: dict[str, list[int]] = field(default_factory=dict)
     steps: dict[str, StepCounts] = field(default_factory=dict)
     lost: dict[str, dict[str, list[int]]] = field(default_factory=dict)
@@ -78,18 +80,28 @@ class PartCounts:
             for reason, (documents, size) in reasons.items():
                 self.count_language(language, reason, documents, size)
         self.notes |= other.notes
+        for corpus, reasons in other.skipped.items():
+            for reason, (number, size) in reasons.items():
+                self.count_skipped(corpus, reason, number, size)
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
     def count_lost(self, corpus: str, reason: str, documents: int, size: int) -> None:
         """Count dropped documents of a corpus."""
-        total = self.lost.setdefault(corpus, {}).setdefault(reason, [0, 0])
-        total[:] = total[0] + documents, total[1] + size
+        _count(self.lost, corpus, reason, documents, size)
+
+    def count_skipped(self, corpus: str, reason: str, number: int, size: int) -> None:
+        """Count files, or parts of files, of a corpus that are not read."""
+        _count(self.skipped, corpus, reason, number, size)
 
     def count_language(self, language: str, reason: str, documents: int, size: int) -> None:
         """Count documents of a language that cleaning dropped for a reason, or kept."""
-        total = self.languages.setdefault(language, {}).setdefault(reason, [0, 0])
-        total[:] = total[0] + documents, total[1] + size
+        _count(self.languages, language, reason, documents, size)
+
+
+def _count(totals: dict[str, dict[str, list[int]]], corpus: str, reason: str, number: int, size: int) -> None:
+    total = totals.setdefault(corpus, {}).setdefault(reason, [0, 0])
+    total[:] = total[0] + number, total[1] + size
 
 
 def listed(bad: Bad) -> list[Any]:
@@ -137,12 +149,14 @@ def process(
 
 
 def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
-    """Yield the non-empty documents; count empty documents and unreadable input."""
+    """Yield the non-empty documents; count empty documents, unreadable input and what is not read."""
     for span in part.spans:
         total = counts.read.setdefault(span.file.corpus, [0, 0])
         for document in read(span, options):
             if isinstance(document, Bad):
                 counts.bad.append(listed(document))
+            elif isinstance(document, Skipped):
+                counts.count_skipped(span.file.corpus, document.reason, 1, document.size)
             elif not document.text or document.text.isspace():
                 counts.empty += 1
             else:

@@ -14,6 +14,8 @@ from pipeline.common import page
 from pipeline.common.page import Bar, Bold, megabytes
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
+from pipeline.data.read import inventory
+from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard.process_part import KEPT, PartCounts
 from pipeline.data.shard.shuffle import SPLITS
 from pipeline.data.shard.spilled_documents import Pool
@@ -24,18 +26,23 @@ WARN_SHARE = 0.5
 WARN_LANGUAGE = 20
 """The page does not warn of a language with fewer documents: texts of other languages are taken for it."""
 LISTED_BAD = 100
+LISTED_REASONS = 30
+"""Suffixes, and reasons for what is not read, of a corpus on the HTML page; report.json lists all of them."""
 SHOWN_CLUSTERS = 20
 """Clusters of each kind on the HTML page; report.json lists more."""
 
 _BAD = ("file", "position", "reason", "lost_bytes")
 
 
-def build(counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any]) -> dict[str, Any]:
+def build(
+    counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any], files: list[InputFile]
+) -> dict[str, Any]:
     """Build the report as a JSON object.
 
     Args:
         output: content of the shards: totals, languages and lengths.
         made_with: the settings of the run.
+        files: the files that were read.
     """
     written = output["corpora"]
     return {
@@ -52,6 +59,9 @@ def build(counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, 
             "empty_documents": counts.empty,
             "bad_documents": len(counts.bad),
             "corpora": counts.read,
+            "files": inventory.by_suffix(files),
+            "skipped": {corpus: dict(sorted(reasons.items())) for corpus, reasons in sorted(counts.skipped.items())},
+            "same_names": {corpus: {"names": number, "example": names} for corpus, (number, names) in inventory.same_names(files).items()},
         },
         "bad": [dict(zip(_BAD, bad, strict=True)) for bad in sorted(counts.bad)[:LISTED_BAD]],
         "steps": [{"step": name, "notes": counts.notes.get(name, {}), **_step(step)} for name, step in counts.steps.items()],
@@ -132,6 +142,8 @@ def html(report: dict[str, Any]) -> str:
         ],
         language_rows=_share_rows([(code or "unknown", number, size) for code, (number, size) in output["languages"].items()]),
         length_rows=_share_rows([(f"{1 << int(bit):,} to {(2 << int(bit)) - 1:,}", n, n) for bit, n in output["lengths"].items()]),
+        file_rows=list(_input_rows(report["input"]["files"])),
+        skipped_rows=list(_input_rows(report["input"]["skipped"])),
         bad_rows=[[bad["file"], bad["position"], bad["reason"], bad["lost_bytes"] or ""] for bad in report["bad"]],
     )
 
@@ -143,6 +155,16 @@ def _corpus(report: dict[str, Any], name: str) -> dict[str, Any]:
     warned = bool(read) and min(kept / read, kept_bytes / max(1, read_bytes)) <= 1 - WARN_SHARE
     sizes = {"read": read, "read_bytes": read_bytes, "kept": kept, "kept_bytes": kept_bytes}
     return {"name": name, **sizes, "reasons": reasons, "warned": warned}
+
+
+def _input_rows(counts: dict[str, dict[str, list[int]]]) -> Iterator[list[Any]]:
+    """The rows of a table of files: corpus, suffix or reason, number, MB; of every corpus the most frequent ones first."""
+    for corpus, entries in counts.items():
+        ordered = sorted(entries.items(), key=lambda entry: (-entry[1][0], entry[0]))
+        yield from ([corpus, name, number, megabytes(size)] for name, (number, size) in ordered[:LISTED_REASONS])
+        if more := ordered[LISTED_REASONS:]:
+            number, size = (sum(counted[field] for _, counted in more) for field in (0, 1))
+            yield [corpus, f"{len(more):,} others", number, megabytes(size)]
 
 
 def _lost_rows(corpus: dict[str, Any]) -> Iterator[list[Any]]:
@@ -244,6 +266,8 @@ def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
     ):
         if totals[f"{what}_documents"]:
             yield f"{totals[f'{what}_documents']:,} {words}"
+    if totals.get("skipped"):  # since manifests count it
+        yield f"{totals['skipped']:,} files or parts of files not read, see report.html"
     if totals["exact_duplicates"] or totals["near_duplicates"]:
         yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped"
     if totals["repeated_documents"]:

@@ -10,18 +10,17 @@ from pipeline.common.atomic_files import digest
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.read import input_files
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, ReadOptions
-from pipeline.data.read.input_files import InputFile
+from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions
+from pipeline.data.read.input_files import Listing
 
 
-def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tuple[list[InputFile], list[Bad], dict[str, Any]]:
-    """Return the input files, the unreadable inputs, and all settings that determine the shards, except the content of the files."""
-    files, bad = input_files.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
+def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tuple[Listing, dict[str, Any]]:
+    """Return what was found in the input, and all settings that determine the shards, except the content of the files."""
+    listing = input_files.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in dedup.against]
     fields = ("seed", "shard_megabytes", "validation_fraction", "documents_per_member", "save_dropped")
     return (
-        files,
-        bad,
+        listing,
         {
             **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
             **{f"data.{name}": getattr(data, name) for name in fields},

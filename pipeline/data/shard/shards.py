@@ -15,6 +15,7 @@ from pipeline.common.atomic_files import atomic_file
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
+from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard import dropped, report, text_shards
 from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
@@ -75,15 +76,20 @@ def write(
     return {"files": files, "languages": languages, "lengths": lengths, "repeated": repeated}
 
 
-def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: PartCounts, found: Clusters, pool: Pool) -> dict[str, Any]:
+def publish(
+    folder: Path, settings: dict[str, Any], written: Entries, counts: PartCounts, found: Clusters, pool: Pool, inputs: list[InputFile]
+) -> dict[str, Any]:
     """Write report and manifest after all shards are written; return the totals.
 
     Args:
         written: shard -> result of `write`.
+        inputs: the files that were read.
     """
     files: Entries = {name: entry for shard in written.values() for name, entry in shard["files"].items()}
     totals = {
         **totals_of(files, ("documents", "text_bytes")),
+        "files": len(inputs),
+        "skipped": sum(number for reasons in counts.skipped.values() for number, _ in reasons.values()),
         "empty_documents": counts.empty,
         "bad_documents": len(counts.bad),
         "cleaned_documents": sum(n for step in counts.steps.values() for n, _ in step.dropped.values()),
@@ -101,7 +107,7 @@ def publish(folder: Path, settings: dict[str, Any], written: Entries, counts: Pa
         "languages": _sorted_languages(written),
         "lengths": _lengths(written),
     }
-    made = report.build(counts, found, pool, output, settings)
+    made = report.build(counts, found, pool, output, settings, inputs)
     pages = {
         "report.json": report.as_json(made),
         "report.html": report.html(made).encode("utf-8", "replace"),

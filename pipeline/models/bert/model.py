@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.layers.attention import Attention, AttentionContext
@@ -24,7 +25,8 @@ class Encoder(Stack):
         """See Stack."""
         assert self.head is not None
         if isinstance(self.head, ClassificationHead):
-            return self.head(x, batch.get("targets"), batch.get("loss_scale"), accuracy="accuracy" in batch)
+            measured = None if torch.is_grad_enabled() else self.measured
+            return self.head(x, batch.get("targets"), batch.get("loss_scale"), measured)
         return self.head(x, batch.get("targets"), batch.get("loss_scale"), batch.get("next_sentence"))
 
 

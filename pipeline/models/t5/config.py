@@ -27,7 +27,14 @@ class T5Config(EncoderDecoderSizes):
     max_distance: int = knob(128, "distance from which all positions share the last bucket", unit="tokens", at_least=2)
     norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
-    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding, and scale the head's input by hidden^-1/2")
+    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
+    scale_head: bool | None = knob(None, "scale the head's input by hidden^-1/2; if the embeddings are tied when null")
+
+    @property
+    def head_factor(self) -> float:
+        """Factor of the head's input."""
+        scaled = self.tie_embeddings if self.scale_head is None else self.scale_head
+        return float(self.hidden**-0.5) if scaled else 1.0
 
     @property
     def objective(self) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pipeline.models.config_json_keys import layer_counts
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, refusal, tensors
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
 from pipeline.models.t5.config import T5Config
 
 #: feed_forward_proj of T5 and of T5 1.1 in config.json
 _PLAIN, _GATED = "relu", "gated-gelu"
+#: names of the embedding in files
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
@@ -25,19 +28,28 @@ def _read_feed_forward(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_tie(config: T5Config) -> dict[str, Any]:
-    return {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": config.tie_embeddings}
+    return {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": config.head_factor != 1}
 
 
 def _read_tie(content: dict[str, Any]) -> dict[str, Any]:
-    """Newer releases set tie_word_embeddings even for untied models; scale_decoder_outputs is reliable.
+    """Return whether the head is tied, and whether its input is scaled, if the two differ.
 
-    The class takes a tie_word_embeddings of null for true.
+    scale_decoder_outputs states the second. Without it, tie_word_embeddings states both, and null is true. Releases that write
+    scale_decoder_outputs set tie_word_embeddings even for untied models; only the tensors tell (`_tied_by_the_files`).
     """
-    if "scale_decoder_outputs" not in content:
-        return {"tie_embeddings": content.get("tie_word_embeddings") is not False}
-    if not isinstance(content["scale_decoder_outputs"], bool):
-        raise refusal("scale_decoder_outputs", content["scale_decoder_outputs"], "must be of type bool", "fix config.json")
-    return {"tie_embeddings": content["scale_decoder_outputs"]}
+    tied = content.get("tie_word_embeddings") is not False
+    scaled = content.get("scale_decoder_outputs", tied)
+    if not isinstance(scaled, bool):
+        raise refusal("scale_decoder_outputs", scaled, "must be of type bool", "fix config.json")
+    return {"tie_embeddings": scaled}
+
+
+def _tied_by_the_files(config: T5Config, stored: StoredTensors) -> T5Config:
+    """Tie a head that is not scaled if the files have one tensor for head and embedding, as the class does."""
+    names = set(stored.names())
+    if config.tie_embeddings or ("lm_head.weight" in names and not names.isdisjoint(_EMBEDDINGS)):
+        return config
+    return replace(config, tie_embeddings=True, scale_head=False)
 
 
 def _attention(part: str, layer: int, hf: str, name: str) -> tuple[StockTensor, ...]:
@@ -124,8 +136,8 @@ MAPPING = HuggingFaceMapping(
     ),
     ignored_keys=("is_decoder",),  # the class sets it for each part
     legacy_architectures=("T5WithLMHeadModel",),
-    copies={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
-    fallbacks={"lm_head.weight": "shared.weight"},
+    copies=dict.fromkeys(_EMBEDDINGS[1:], _EMBEDDINGS[0]),
+    from_weights=_tied_by_the_files,
     ignored_weights=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     table=_table,
 )

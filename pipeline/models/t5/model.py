@@ -49,7 +49,7 @@ def build(config: T5Config) -> EncoderDecoder:
         encoder=[block(last=index == config.encoder_blocks - 1) for index in range(config.encoder_blocks)],
         decoder=[block(decoder=True) for _ in range(config.decoder_blocks)],
         norm=norm(),
-        head=OutputHead(config.vocab_size, config.hidden, factor=config.hidden**-0.5 if config.tie_embeddings else 1.0),
+        head=OutputHead(config.vocab_size, config.hidden, factor=config.head_factor),
         encoder_bias=bias(causal=False),
         decoder_bias=bias(causal=True),
         tie_embeddings=config.tie_embeddings,

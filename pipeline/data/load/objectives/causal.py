@@ -10,6 +10,7 @@ from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
+from pipeline.data.load.validation_split import ValidationSamples
 
 
 class Causal(TokenShardObjective):
@@ -23,8 +24,7 @@ class Causal(TokenShardObjective):
             document_mask: return document numbers, for attention within documents.
             padded: samples are packed documents followed by end-of-document tokens, which get no targets.
         """
-        self.samples, self.bytes_per_token = samples, samples.bytes_per_token
-        self._document_mask, self._padded = document_mask, padded
+        self.samples, self._document_mask, self._padded = samples, document_mask, padded
 
     @staticmethod
     def every_position_counts(config: SampleConfig) -> bool:
@@ -40,6 +40,10 @@ class Causal(TokenShardObjective):
     def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
+
+    def bytes_per_target(self, indices: np.ndarray) -> np.ndarray | None:
+        """See Objective."""
+        return self.samples.bytes_per_token(indices) if isinstance(self.samples, ValidationSamples) else None
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and targets; documents under a document mask."""

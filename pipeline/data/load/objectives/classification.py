@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,8 +22,7 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 class Classification(Supervised):
     """One text, or pair of texts, in each sequence. The first position has the target: the number of the label in model.labels."""
 
-    settings: ClassVar[tuple[str, ...]] = ("data.instructions.truncate", "tokenizer.path", "tokenizer.end_of_document")
-    measures: ClassVar[tuple[str, ...]] = ("accuracy",)
+    settings: ClassVar[tuple[str, ...]] = ("data.instructions.too_long", "tokenizer.path", "tokenizer.end_of_document")
 
     _between: int
     _segments: int
@@ -44,18 +44,19 @@ class Classification(Supervised):
             raise UserError.of("tokenizer.path", folder, rule, "use the tokenizer of the pretraining")
         # Between the texts of a pair RoBERTa has two separators (Liu et al. 2019), and BERT another segment.
         separators = (between,) * (2 if model.family == "roberta" else 1)
-        truncate, limit = config.data.instructions.truncate, config.data.quarantine_limit
-        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), truncate=truncate)
-        log_it = share[0] == 0
-        samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, log_it=log_it)
+        too_long, limit = config.data.instructions.too_long, config.data.quarantine_limit
+        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), too_long=too_long)
+        report = Path(config.run_dir) if share[0] == 0 else None
+        samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, report=report)
         objective = cls(samples, length)
         objective._between, objective._segments = between, model.segments
+        objective.sums = len(model.labels) ** 2
         return objective
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, and truncation; the labels are those of the model."""
         corpus = self.samples.corpora[0]
-        content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.truncate)
+        content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.too_long == "truncate")
         return xxhash.xxh3_64_hexdigest(repr(content).encode())
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -69,3 +70,14 @@ class Classification(Supervised):
             segments[row, text.index(self._between) + 1 : len(text)] = 1
         arrays: dict[str, np.ndarray] = {"tokens": tokens, "targets": targets, "documents": documents}
         return arrays | ({"segments": segments} if self._segments > 1 else {})
+
+    def measures(self, sums: np.ndarray) -> dict[str, float]:
+        """See Objective: the share of correct labels, and the mean of the labels' F1 (labels that occur nowhere do not count)."""
+        confusion = self.confusion(sums)
+        occurrences = confusion.sum(axis=0) + confusion.sum(axis=1)
+        f1 = 2 * confusion.diagonal()[occurrences > 0] / occurrences[occurrences > 0]
+        return {"accuracy": float(confusion.trace() / confusion.sum()), "macro_f1": float(f1.mean())}
+
+    def confusion(self, sums: np.ndarray) -> np.ndarray:
+        """The number of texts by label (row) and by predicted label (column), in the order of model.labels; int64 (labels, labels)."""
+        return sums.astype(np.int64).reshape(2 * (math.isqrt(self.sums),))

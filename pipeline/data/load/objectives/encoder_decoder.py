@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.config.data import DECODER_STARTS
 from pipeline.data.load.special_tokens import SpecialTokens
-
-#: The default of data.decoder_start: the first of these that the tokenizer has.
-DECODER_STARTS = ("<pad>", "[PAD]")
 
 
 def decoder_start(named: str | None, special: SpecialTokens) -> int:

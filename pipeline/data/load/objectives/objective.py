@@ -17,6 +17,7 @@ from pipeline.data.load import blend
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples
 from pipeline.data.load.special_tokens import SpecialTokens
+from pipeline.data.load.validation_split import ValidationSamples, choose
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
 IGNORE = -100
@@ -31,19 +32,17 @@ class Objective(ABC):
         settings: configuration keys that determine a sample besides the training group's seed and sequence_length; a resumed run that
             differs is refused with the names of those that differ.
         data_key: the configuration key that names the data.
-        measures: keys of Batch with which the model returns a mean over the targets other than the loss; a validation reports them.
+        sums: number of the sums over sequences that the model measures besides the loss (Stack.measured); 0 for none.
         samples: the data.
         decoder_length: tokens of the decoder's input, 0 without a decoder.
-        bytes_per_token: UTF-8 bytes of text per target, for bits per byte; None if the loss does not cover all of the text.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
     data_key: ClassVar[str] = "data.tokens"
-    measures: ClassVar[tuple[str, ...]] = ()
 
     samples: Dataset
+    sums: int = 0
     decoder_length: int = 0
-    bytes_per_token: float | None = None
 
     @staticmethod
     def every_position_counts(config: SampleConfig) -> bool:  # noqa: ARG004
@@ -77,6 +76,24 @@ class Objective(ABC):
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:
         """A short text that is equal for two runs if their first `consumed` samples are equal."""
 
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Corpus and number of samples of each part of a validation split, in the order of its samples; "" without corpora."""
+        return [("", int(self.samples.counts[0]))]
+
+    @property
+    def documents(self) -> int:
+        """Number of documents or examples of a validation split."""
+        return int(self.samples.counts[0])
+
+    def validation_sample(self, size: int | None) -> np.ndarray:
+        """The samples of a validation split that a validation reads; arguments and result as in validation_split.choose."""
+        return choose([count for _, count in self.parts], size)
+
+    def bytes_per_target(self, indices: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
+        """UTF-8 bytes of text per target of samples of a validation split, (n,); None if the loss does not cover all of the text."""
+        return None
+
     @abstractmethod
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The inputs and targets of samples.
@@ -87,6 +104,14 @@ class Objective(ABC):
         Returns:
             "tokens" and the other entries of a Batch (layers/batch.py) that this objective has, n rows each, in any integer type.
         """
+
+    def measures(self, sums: np.ndarray) -> dict[str, float]:  # noqa: ARG002
+        """What a validation reports besides the loss, by name.
+
+        Args:
+            sums: fp64 (self.sums,), over all sequences of the validation.
+        """
+        return {}
 
 
 class TokenShardObjective(Objective):
@@ -127,6 +152,16 @@ class TokenShardObjective(Objective):
         """See Objective."""
         corpora = blend.open_validation_corpora(config, share, cls.text_length(config))
         return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """See Objective."""
+        return self.samples.parts if isinstance(self.samples, ValidationSamples) else super().parts
+
+    @property
+    def documents(self) -> int:
+        """See Objective."""
+        return sum(corpus.total("documents") for corpus in self.samples.corpora)
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:
         """See Objective."""

@@ -13,8 +13,22 @@ class Preferences(Supervised):
 
     reader: type[ExampleReader] = PairReader
 
+    #: Those of layers/preference.py preference_loss, which loads torch.
+    sums: int = 4
+
+    @property
+    def documents(self) -> int:
+        """See Objective: pairs."""
+        return int(self.samples.counts[0])
+
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Supervised, and the choices."""
         arrays = super().arrays(indices)
         arrays["choices"] = np.select([arrays["documents"] == 0, arrays["documents"] == 1], [1, -1], 0)
         return arrays
+
+    def measures(self, sums: np.ndarray) -> dict[str, float]:
+        """See Objective: mean rewards of both answers, their difference, and how often the preferred one has the larger."""
+        chosen, rejected, accuracy = (sums[:3] / max(sums[3], 1)).tolist()
+        named = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": accuracy}
+        return {f"validation_rewards_{name}": value for name, value in named.items()}

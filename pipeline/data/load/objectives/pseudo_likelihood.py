@@ -10,6 +10,7 @@ from pipeline.data.load.objectives.masked import Masked, Vocabulary
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
+from pipeline.data.load.validation_split import choose
 
 
 class PseudoLikelihood(Masked):
@@ -23,6 +24,16 @@ class PseudoLikelihood(Masked):
         super().__init__(samples, vocabulary, config)
         self.samples = copy.copy(samples)
         self.samples.counts = samples.counts * self._length
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """See Objective."""
+        return [(name, count * self._length) for name, count in super().parts]
+
+    def validation_sample(self, size: int | None) -> np.ndarray:
+        """See Objective: all positions of the sequences that Masked would read."""
+        sequences = choose([count for _, count in super().parts], None if size is None else size // self._length)
+        return (sequences[:, None] * self._length + np.arange(self._length)).ravel()
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Masked, with one target in each row at most."""

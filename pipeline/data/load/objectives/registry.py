@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 from pipeline.common.errors import UserError
+from pipeline.data import few_documents
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import Masked
@@ -12,6 +15,8 @@ from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.span_corruption import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.sample_config import SampleConfig
+
+log = logging.getLogger("pipeline")
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "causal": Causal,
@@ -51,7 +56,19 @@ def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, 
     """
     training = open_training(config, share)
     check_vocabulary(config, training)
-    return training, open_validation(config, share)
+    validation = open_validation(config, share)
+    if validation is not None:
+        warn_of_few_documents(validation)
+    elif config.training.validate_every:
+        log.warning("training.validate_every=%d has no effect: there is no validation split", config.training.validate_every)
+    return training, validation
+
+
+def warn_of_few_documents(validation: Objective) -> None:
+    """Warn if the loss of a validation split says little."""
+    shards = validation.data_key == "data.tokens"
+    fix = "stage=shard with a larger data.validation_fraction writes more" if shards else "list files with more lines"
+    few_documents.warn(validation.documents, fix)
 
 
 def check_vocabulary(config: SampleConfig, data: Objective) -> None:

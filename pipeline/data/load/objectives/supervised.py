@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -12,13 +13,19 @@ from pipeline.data.load.instructions import Instructions, open_files
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
+
+log = logging.getLogger("pipeline")
 
 
 class Supervised(Objective):
     """Packed examples. Only tokens of answers are targets; an example attends to nothing but itself, and its positions begin at 0."""
 
-    settings: ClassVar[tuple[str, ...]] = ("data.instructions.pack", "tokenizer.path", "tokenizer.end_of_document")
+    settings: ClassVar[tuple[str, ...]] = (
+        *("data.instructions.pack", "data.instructions.too_long"),
+        *("tokenizer.path", "tokenizer.end_of_document", "tokenizer.chat_template"),
+    )
     data_key: ClassVar[str] = "data.instructions.train"
 
     #: How a line is read.
@@ -46,9 +53,18 @@ class Supervised(Objective):
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         encoder = TextEncoder(folder, config.tokenizer.end_of_document)
         pack, limit = config.data.instructions.pack, config.data.quarantine_limit
-        reader = cls.reader(folder, encoder.end_of_document, length + 1)
-        samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, log_it=share[0] == 0)
+        template = chat_template.of(config.tokenizer)
+        reader = cls.reader(folder, encoder.end_of_document, length + 1, config.data.instructions.too_long, template)
+        report = Path(config.run_dir) if share[0] == 0 else None
+        if template is not None and template.is_dated and report is not None:
+            log.warning("the chat template writes the date of today: on another day the same chats have other tokens")
+        samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, report=report)
         return cls(samples, length)
+
+    @property
+    def documents(self) -> int:
+        """See Objective: examples, of which a sequence may have several."""
+        return self.samples.examples
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, its chat template, and packing."""

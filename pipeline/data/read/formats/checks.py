@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +16,24 @@ META_BYTES = 1024
 """Largest metadata field that is kept with a document: strings in characters, lists and objects in bytes of JSON."""
 
 
+_FIELD = re.compile(r"[^\W\d][\w.-]{0,39}")
+_FIELDS = 8
+"""Fields of a record that a reason names, if they look like names: a field may also be an e-mail address or a whole text."""
+
+
 class UnusableError(Exception):
-    """The reason why a record is not a document; the reader of its format adds the position."""
+    """The reason why a record is not a document; the reader of its format adds the position.
+
+    It is logged and written to reports: it contains nothing of the text.
+    """
+
+
+def field_names(names: Iterable[str]) -> str:
+    """The fields of a record for a reason: the first ones that look like names, and the number of the others."""
+    given = list(names)
+    shown = [name for name in given if _FIELD.fullmatch(name)][:_FIELDS]
+    more = [f"{len(given) - len(shown):,} further"] if len(given) > len(shown) else []
+    return ", ".join([*map(repr, shown), *more]) or "none"
 
 
 def utf8(raw: bytes) -> str:
@@ -40,7 +57,7 @@ def text_of(record: Any, field: str) -> str:
     if not isinstance(record, dict):
         raise UnusableError(f"is a JSON {type(record).__name__}, not an object")
     if field not in record:
-        raise UnusableError(f"has no field {field!r} (data.text_field), only {', '.join(map(repr, record)) or 'none'}")
+        raise UnusableError(f"has no field {field!r} (data.text_field), only {field_names(record)}")
     text = record.pop(field)
     if not isinstance(text, str):
         raise UnusableError(f"has {'null' if text is None else type(text).__name__} instead of text in field {field!r}")

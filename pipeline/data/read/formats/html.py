@@ -10,7 +10,7 @@ from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 from resiliparse.parse.html import HTMLTree
 
 from pipeline.data.read import streams
-from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.documents import Bad, Document, ReadOptions, library_reason
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large
 from pipeline.data.read.input_files import Span
 
@@ -50,7 +50,7 @@ def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, st
         text = extract_plain_text(tree, preserve_formatting=True, main_content=options.main_content)
         return text, (tree.title or "").strip()
     except Exception as error:  # the parser's exceptions have no common base
-        raise UnusableError(f"cannot be parsed as HTML: {error}") from error
+        raise UnusableError(f"cannot be parsed as HTML: {library_reason(error)}") from error
 
 
 def _decoded(raw: bytes, charset: str | None) -> str:

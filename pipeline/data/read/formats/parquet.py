@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.read import streams
-from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, within_limit
+from pipeline.data.read.documents import Bad, Document, ReadOptions, library_reason
+from pipeline.data.read.formats.checks import UnusableError, field_names, small_fields, text_of, within_limit
 from pipeline.data.read.input_files import Span
 
 _BATCH_ROWS = 64
@@ -31,7 +31,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                 return
             columns, groups = _columns(file.schema_arrow, options.text_field), list(_groups(file.metadata, span))
         except _DAMAGE as error:
-            yield Bad(source.label, "", f"is damaged or truncated: {error}", span.size)
+            yield Bad(source.label, "", f"is damaged or truncated: {library_reason(error)}", span.size)
             return
         for group, row, stored_bytes in groups:
             try:
@@ -46,17 +46,17 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                             yield Bad(source.label, f"row {row}", str(error))
                         row += 1
             except _DAMAGE as error:
-                yield Bad(source.label, f"row {row}", f"is damaged or truncated: {error}", stored_bytes)
+                yield Bad(source.label, f"row {row}", f"is damaged or truncated: {library_reason(error)}", stored_bytes)
 
 
 def _mismatch(schema: pa.Schema, field: str) -> str:
     """The reason why a file with this schema has no documents; empty if it has."""
     if field not in schema.names:
-        return f"has no column {field!r} (data.text_field), only {', '.join(map(repr, schema.names)) or 'none'}"
+        return f"has no column {field!r} (data.text_field), only {field_names(schema.names)}"
     kind = schema.field(field).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
-        return f"has {kind} instead of text in column {field!r} (data.text_field)"
+        return f"has {str(kind).partition('<')[0]} instead of text in column {field!r} (data.text_field)"
     return ""
 
 

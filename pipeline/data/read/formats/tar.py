@@ -8,19 +8,20 @@ from typing import IO, Any
 import orjson
 
 from pipeline.data import tar
-from pipeline.data.read import streams
-from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read import streams, suffixes
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped
 from pipeline.data.read.file_search import printable
 from pipeline.data.read.formats import html, lines
 from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, too_large
 from pipeline.data.read.formats.text import plain
 from pipeline.data.read.input_files import Span
 
-_SAMPLE_SUFFIXES = ("txt", "html", "htm", "json")
+_PAGES = ("html", "htm")
+_SAMPLE_SUFFIXES = ("txt", *_PAGES, "json")
 
 
-def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """Yield the documents of the archive; members of other types are skipped."""
+def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+    """Yield the documents of the archive, and a Skipped for every member of another type."""
     source = span.file
     with streams.open_bytes(source.path) as handle:
         archive = tar.Archive(handle)
@@ -32,9 +33,11 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                     yield from sample.document(span, options)
                     sample = _Sample(key)
                 if suffix in _SAMPLE_SUFFIXES:
-                    sample.add(suffix, member, archive.read(options.document_bytes + 1))
+                    yield from sample.add(suffix, member, archive.read(options.document_bytes + 1))
                 elif suffix == "jsonl":
                     yield from _lines(span, member, archive.content(), options)
+                else:
+                    yield Skipped(f"tar member {suffixes.UNREAD}{suffixes.shown(_dotted(suffix))}", member.size)
         except tar.NoEndError as error:
             yield from sample.document(span, options)
             yield Bad(source.label, f"byte {error.position}", f"is perhaps truncated: {error}")
@@ -52,6 +55,10 @@ def _split(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
+def _dotted(suffix: str) -> str:
+    return f".{suffix}" if suffix else ""
+
+
 class _Sample:
     """The members of one key that have been read so far."""
 
@@ -59,15 +66,21 @@ class _Sample:
         self.key = key
         self._members: dict[str, tuple[tar.Member, bytes]] = {}
 
-    def add(self, suffix: str, member: tar.Member, raw: bytes) -> None:
+    def add(self, suffix: str, member: tar.Member, raw: bytes) -> Iterator[Skipped]:
+        """Add a member; as in tar, it replaces an earlier one of the same name."""
+        if suffix in self._members:
+            yield Skipped("tar member that a later one of the same name replaces", self._members[suffix][0].size)
         self._members[suffix] = (member, raw)
 
-    def document(self, span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-        """Yield the document of the sample, if it has one, or a Bad."""
+    def document(self, span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+        """Yield the document of the sample, if it has one, or a Bad; and a Skipped for a page beside a text."""
         suffix = next((suffix for suffix in _SAMPLE_SUFFIXES if suffix in self._members), None)
         if suffix is None:
             return
         source, (member, raw) = span.file, self._members[suffix]
+        for other in _PAGES:
+            if other != suffix and other in self._members and suffix != "json":
+                yield Skipped(f"tar member {suffixes.UNREAD}.{other} beside .{suffix}", self._members[other][0].size)
         try:
             fields = self._fields(options)
             if suffix == "txt":

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
+import re
 from collections.abc import Iterator
 
 from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
 
 from pipeline.data.read import streams
-from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, library_reason
 from pipeline.data.read.formats import html
 from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.suffixes import split_compression
 
-_RECORD_TYPES = WarcRecordType.response | WarcRecordType.conversion
+_DOCUMENTS = (WarcRecordType.response, WarcRecordType.conversion)
+_OTHER_CONTENT = (WarcRecordType.resource, WarcRecordType.revisit, WarcRecordType.continuation)
+"""Records with content that are not read. The remaining types describe the crawl."""
+_RECORD_TYPES = functools.reduce(operator.or_, (*_DOCUMENTS, *_OTHER_CONTENT))
 _PAGES = ("text/html", "application/xhtml+xml")
+_MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9][a-z0-9.+-]{0,60}")
+_CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([\w.:+-]+)", re.IGNORECASE)
 
 
 class _TruncatedError(UnusableError):
     """The archive ends within a record."""
 
 
-def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
-    """Yield the documents of the archive; records without a page (images, redirects, HTTP errors) are skipped."""
+def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+    """Yield the documents of the archive, and a Skipped for every record with other content."""
     source, position = span.file, None
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
@@ -36,27 +44,33 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
                     if stream.damage is None:  # else the error is a consequence of the damage
                         yield Bad(source.label, f"byte {position}", str(error), source.size if isinstance(error, _TruncatedError) else 0)
                     continue
-                if document is not None:
-                    text, title = document
-                    meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
-                    yield Document(source.name, position, text, small_fields((k, v) for k, v in meta.items() if v), source.corpus)
+                if isinstance(document, str):
+                    yield Skipped(f"WARC record {document}", record.content_length)
+                    continue
+                text, title = document
+                meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
+                yield Document(source.name, position, text, small_fields((k, v) for k, v in meta.items() if v), source.corpus)
         except OSError as error:
             if stream.damage is None:
                 where = "" if position is None else f"after the record at byte {position}"
                 plain = not split_compression(source.name)[1]
-                yield Bad(source.label, where, f"contains no readable WARC record: {error}", source.size - (position or 0) * plain)
+                yield Bad(
+                    source.label, where, f"contains no readable WARC record: {library_reason(error)}", source.size - (position or 0) * plain
+                )
     if stream.damage is not None:
         raise stream.damage
 
 
-def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | None:
-    """Return (text, title) of a record, None if it has no page.
+def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | str:
+    """Return (text, title) of a record, or the reason why it is not a page: an image, a redirect, an HTTP error.
 
     Raises:
         UnusableError: the record is truncated, too large, or cannot be decoded.
     """
     if record.headers.get("Content-Length") is None:
         raise _TruncatedError("is truncated within its header")
+    if record.record_type not in _DOCUMENTS:
+        return f"of type {record.headers['WARC-Type'].lower()}"
     if record.content_length > options.document_bytes:
         raise UnusableError(too_large(options))
     length = record.content_length
@@ -68,8 +82,8 @@ def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | Non
     return _page(block, options)
 
 
-def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | None:
-    """Return (text, title) of an HTTP response, None if it is not a page.
+def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | str:
+    """Return (text, title) of an HTTP response, or the reason why it is not a page.
 
     Raises:
         UnusableError: its body cannot be decoded, or is too large.
@@ -80,8 +94,19 @@ def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | None:
     try:
         response.parse_http(auto_decode="all")
         status = response.http_headers.status_code if response.http_headers else None
-        if status is None or status // 100 != 2 or response.http_content_type not in _PAGES:
-            return None
-        return html.page(response.reader.read(options.document_bytes + 1), response.http_charset, options)
+        if status is None or status // 100 != 2:
+            return "without an HTTP status" if status is None else f"with HTTP status {status}"
+        media_type, charset = _content_type(response.http_headers.get("Content-Type") or "")
+        if media_type not in _PAGES:
+            return f"of media type {media_type}" if media_type else "without a media type"
+        return html.page(response.reader.read(options.document_bytes + 1), charset, options)
     except OSError as error:
-        raise UnusableError(f"contains an HTTP response that cannot be decoded: {error}") from error
+        raise UnusableError(f"contains an HTTP response that cannot be decoded: {library_reason(error)}") from error
+
+
+@functools.lru_cache(1024)
+def _content_type(header: str) -> tuple[str, str | None]:
+    """Return (media type in lower case, charset) of an HTTP header Content-Type; "other" for what is not a media type."""
+    media_type = re.split(r"[;,]", header, maxsplit=1)[0].strip().lower()
+    charset = _CHARSET.search(header)
+    return media_type if not media_type or _MEDIA_TYPE.fullmatch(media_type) else "other", charset and charset[1]

@@ -1,0 +1,147 @@
+"""Rules of paths: names that the file system accepts, and outputs that can be written where they are to be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+
+from pipeline.common.errors import Violation
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Convert, ConvertTokens, Generate, Plan
+
+#: Limits of Linux, in bytes: of a file name, and of a path.
+NAME, PATH = 255, 4095
+#: Room for what is added to the name of an output while it is written (common/atomic_files.py), and for the files in it.
+ADDED_TO_NAME, ADDED_TO_PATH = 32, 256
+#: Keys with the path of a file or a folder that is read, besides those of the stage.
+INPUTS = (
+    "data.shards",
+    "data.tokens",
+    "data.input",
+    "data.pairs.train",
+    "data.pairs.validation",
+    "data.instructions.train",
+    "data.instructions.validation",
+    "dedup.against",
+    "tokenizer.path",
+    "tokenizer.source",
+    "tokenizer.compare",
+    "lora.adapter",
+    "checkpoint.resume",
+    "checkpoint.initialize_from",
+    "evaluation.task_folder",
+)
+#: The same for the keys of a stage.
+STAGE_INPUTS = (
+    "checkpoint",
+    "adapter",
+    "prompts",
+    "template",
+    "examples",
+    "draft",
+    "draft_tokenizer",
+    "input",
+    "calibration",
+    "held_out",
+    "run",
+    "task_folder",
+)
+
+
+def violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the violated rules of paths, as far as this machine can tell without creating anything."""
+    if not config.run_dir.strip():
+        yield Violation("run_dir", repr(config.run_dir), "must name a folder", "set run_dir, or remove an unset variable from it")
+        return
+    outputs = {key: value for key, value in _output_folders(config).items() if value is not None}
+    files = _output_files(config)
+    for key, value in _inputs(config):
+        if key not in outputs and (rule := _too_long(value)):
+            yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
+    for key, value in (outputs | files).items():
+        yield from _output(key, value, is_file=key in files)
+
+
+def _output_folders(config: RunConfig) -> dict[str, str | None]:
+    """The folders that the stage writes: key -> path, None for its default."""
+    stage = config.stage
+    if config.dry_run.enabled or isinstance(stage, Plan):
+        return {}
+    if isinstance(stage, ConvertTokens):
+        return {"data.tokens": config.data.tokens} if stage.to == "shards" else {"stage.output": stage.output}
+    if isinstance(stage, Generate) or (isinstance(stage, Convert) and stage.input is None):
+        return {"stage.output": stage.output, "run_dir": config.run_dir}
+    if stage.name == "shard":
+        return {"data.shards": config.data.shards}
+    if stage.name == "tokenize":
+        return {"data.tokens": config.data.tokens}
+    if stage.name == "train_tokenizer":
+        return {"tokenizer.path": config.tokenizer.path}
+    return {"run_dir": config.run_dir}
+
+
+def _output_files(config: RunConfig) -> dict[str, str]:
+    """The files that the stage writes: key -> path."""
+    stage = config.stage
+    files = {"stage.out": stage.out, "stage.plot": stage.plot} if isinstance(stage, Plan) else {}
+    return {key: value for key, value in files.items() if value is not None}
+
+
+def _inputs(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of what may be read."""
+    keyed = [(key, attrgetter(key)(config)) for key in INPUTS]
+    keyed += [(f"stage.{key}", getattr(config.stage, key, None)) for key in STAGE_INPUTS]
+    keyed += [(f"data.corpora.{name}", paths) for name, paths in config.data.corpora.items()]
+    for key, value in keyed:
+        for path in value if isinstance(value, list) else [value]:
+            if path is not None and "://" not in path:
+                yield key, path
+
+
+def _output(key: str, value: str, *, is_file: bool) -> Iterator[Violation]:
+    """An output can be created: it has a legal name, and where it is to be, there is nothing else."""
+    what = "file" if is_file else "folder"
+    if not value.strip():
+        yield Violation(key, repr(value), f"must name a {what}", f"set {key}, or remove an unset variable from it")
+    elif value.startswith("~"):
+        yield Violation(key, value, "would create a folder named ~, which is not replaced by your home", f"write {key}=$HOME/...")
+    elif rule := _too_long(value, ADDED_TO_NAME, ADDED_TO_PATH):
+        yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
+    elif rule := _blocked(value, is_file=is_file):
+        yield Violation(key, value, rule, f"set {key} to another path")
+    if key == "stage.plot" and not value.endswith(".png"):
+        yield Violation(key, value, "must end in .png", "choose the name of a PNG file")
+
+
+def _too_long(value: str, room_of_name: int = 0, room_of_path: int = 0) -> str:
+    """Return why a path is longer than a file system allows, empty if it is not."""
+    path = os.fsencode(Path(value).absolute())
+    longest = max(map(len, path.split(b"/")))
+    if longest > NAME - room_of_name:
+        return f"has a name of {longest} bytes; a file system allows {NAME}" + (f", less {room_of_name} for temporary files" * bool(room_of_name))
+    if len(path) > PATH - room_of_path:
+        return f"is a path of {len(path):,} bytes; Linux allows {PATH:,}" + (f", less {room_of_path} for the files in it" * bool(room_of_path))
+    return ""
+
+
+def _blocked(path: str, *, is_file: bool) -> str:
+    """Return what prevents an output from being created, empty if nothing is known that does."""
+    if os.path.islink(path) and not os.path.exists(path):
+        return "is a symbolic link to nothing"
+    if is_file and os.path.isdir(path):
+        return "is a folder, not a file"
+    if not is_file and os.path.exists(path) and not os.path.isdir(path):
+        return "is a file, not a folder"
+    above = next(parent for parent in Path(path).absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(above):
+        return f"is inside of {above}, which is a file"
+    if not os.path.exists(path) and not os.access(above, os.W_OK | os.X_OK):
+        return f"cannot be created: {above} is not writable"
+    return ""
+
+
+def _shortened(value: str) -> str:
+    """A long path for a message."""
+    return value if len(value) <= 100 else f"{value[:48]}...{value[-48:]}"

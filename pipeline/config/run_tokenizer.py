@@ -1,0 +1,151 @@
+"""The tokenizer settings of a run directory, for those that the command line leaves to it (auto)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from pipeline.config.data import DECODER_STARTS, TokenizerConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Convert
+
+log = logging.getLogger("pipeline")
+
+#: The value of tokenizer.path and tokenizer.end_of_document that is replaced here.
+AUTO = "auto"
+#: Folder in a run directory with the files of an imported model.
+IMPORTED = "imported"
+#: Stages that use no tokenizer, or make one.
+_WITHOUT = ("shard", "train_tokenizer")
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """Replace what is left to the run directory (auto).
+
+    The tokenizer is the one that the run was trained with, or that of its imported model; a run that begins takes that of the run it starts
+    from. The end-of-document token is the one that belongs to the tokenizer, and so is data.decoder_start.
+    """
+    tokenizer, defaults = config.tokenizer, TokenizerConfig()
+    needed = config.stage.name not in _WITHOUT and not (isinstance(config.stage, Convert) and config.stage.input)
+    folder, end = None if tokenizer.path == AUTO else tokenizer.path, None
+    if needed and AUTO in (tokenizer.path, tokenizer.end_of_document) and (found := next(_recorded(config), None)):
+        if folder is None:
+            log.info("tokenizer.path=%s, that of the run", found[0])
+        folder, end = found if folder in (None, found[0]) else (folder, None)
+    folder = folder or defaults.path
+    if tokenizer.end_of_document != AUTO:
+        end = tokenizer.end_of_document
+    elif needed:
+        end = end or end_of_document(Path(folder))
+    start = config.data.decoder_start or (decoder_start(Path(folder)) if needed else None)
+    tokenizer = replace(tokenizer, path=folder, end_of_document=end or defaults.end_of_document)
+    return replace(config, tokenizer=tokenizer, data=replace(config.data, decoder_start=start))
+
+
+def _recorded(config: RunConfig) -> Iterator[tuple[str, str | None]]:
+    """Yield tokenizer.path and, if it is known, tokenizer.end_of_document of this run and of those that it starts from."""
+    for run_dir in _runs(config):
+        settings = _settings(run_dir / "config.yaml")
+        path, end = settings.get("path"), settings.get("end_of_document")
+        if isinstance(path, str) and (Path(path) / "tokenizer.json").is_file():
+            yield path, end if isinstance(end, str) else None
+        if (run_dir / IMPORTED / "tokenizer.json").is_file():
+            yield str(run_dir / IMPORTED), None
+
+
+def _runs(config: RunConfig) -> Iterator[Path]:
+    """Yield the run directories that the command names, the one whose checkpoint is read first."""
+    named = getattr(config.stage, "checkpoint", None)
+    if isinstance(named, str) and Path(named).name.startswith("step-"):
+        yield Path(named).parent.parent
+    yield Path(config.run_dir)
+    for start in (config.checkpoint.resume, config.checkpoint.initialize_from):
+        if start is not None and start not in ("auto", "none"):
+            yield Path(start).parent.parent if Path(start).name.startswith("step-") else Path(start)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the group tokenizer of a run's config.yaml; empty without one."""
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
+        return {}
+    group = content.get("tokenizer") if isinstance(content, dict) else None
+    return group if isinstance(group, dict) else {}
+
+
+def end_of_document(folder: Path) -> str | None:
+    """Return the special token that ends a text, from the files beside a tokenizer; None if they name none.
+
+    It is eos_token of the tokenizer's settings, eos_token_id of the model's, or sep_token, with which an encoder ends a text.
+    """
+    settings = [_object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    model = [_object(folder / name) for name in ("config.json", "generation_config.json")]
+    names = [each.get("eos_token") for each in settings]
+    ids = [token for each in model for token in _as_list(each.get("eos_token_id"))]
+    names += [*ids, *(each.get("sep_token") for each in settings)]
+    if not any(name is not None for name in names):
+        return None
+    special = _special_tokens(folder)
+    for name in names:
+        text = special.get(name) if isinstance(name, int) else name.get("content") if isinstance(name, dict) else name
+        if isinstance(text, str) and text in special.values():
+            return text
+    return None
+
+
+def decoder_start(folder: Path) -> str | None:
+    """Return the token that the decoder of an imported model reads first, from the files beside a tokenizer; None for the usual one."""
+    model = _object(folder / "config.json")
+    token = {**model, **_object(folder / "generation_config.json")}.get("decoder_start_token_id")
+    text = _special_tokens(folder).get(token) if model.get("is_encoder_decoder") and isinstance(token, int) else None
+    return None if text in DECODER_STARTS else text
+
+
+def overrides(folder: Path) -> list[str]:
+    """Return the settings of a tokenizer folder for a command line, quoted for the shell; empty if it has no tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    values = {
+        "tokenizer.path": str(folder),
+        "tokenizer.end_of_document": end_of_document(folder),
+        "data.decoder_start": decoder_start(folder),
+    }
+    return [_override(key, value) for key, value in values.items() if value is not None]
+
+
+def _override(key: str, value: str) -> str:
+    """Return KEY=VALUE, quoted for Hydra and the shell if the value has characters with a meaning in either."""
+    if re.fullmatch(r"[\w./@:-]+", value):
+        return f"{key}={value}"
+    text = value.replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{text}"')
+
+
+def _special_tokens(folder: Path) -> dict[int, str]:
+    """Return id -> text of the special tokens of a tokenizer."""
+    added = _object(folder / "tokenizer.json").get("added_tokens") or []
+    return {token["id"]: token["content"] for token in added if token.get("special")}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none, which those who need the file report."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,70 @@
+"""What the configuration of an evaluation gets from the checkpoint: the model, the objective of fine-tuning, and the adapter of DPO."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.checkpoint import native
+from pipeline.checkpoint.lora_adapter import lora_of
+from pipeline.checkpoint.lora_merge import open_merged
+from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.peft_format import configured, read_peft
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import UserError
+from pipeline.config.lora import LoraConfig
+from pipeline.config.rules import check
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Evaluate
+from pipeline.evaluation.checkpoint_selection import ALL
+from pipeline.models import config_classes
+from pipeline.training import resume
+from pipeline.training.trainer import Trainer
+
+
+def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
+    """Return the configuration with the model of the checkpoint, with stage.checkpoint=all that of the newest one.
+
+    Adapters are merged into the weights, so that there are none, except for the pairs of DPO, whose reference is the model without them.
+
+    Args:
+        config: configuration of the job.
+        stage: the settings of the evaluation.
+        world_size: ranks of the job.
+
+    Raises:
+        UserError: there is no checkpoint, or a setting does not fit its model.
+    """
+    path = native.find(Path(config.run_dir), "latest" if stage.checkpoint == ALL else stage.checkpoint)
+    trained = native.read_index(path).config
+    model, training = config_classes.from_dict(trained["model"]), config.training
+    if training.objective == "auto" and config.data.instructions.validation and model.objective == "causal":
+        before = trained["training"].get("objective", "auto")
+        training = replace(training, objective="supervised" if before == "auto" else before)
+    if training.objective == "dpo" and trained["training"].get("objective") == "dpo":
+        training = replace(training, dpo_beta=trained["training"]["dpo_beta"])
+    lora = LoraConfig()
+    if training.objective == "dpo" and stage.adapter is not None:
+        lora = configured(LoraConfig(adapter=stage.adapter), read_peft(Path(stage.adapter), model, "stage.adapter"))
+    elif training.objective == "dpo":
+        lora = replace(lora_of(trained), adapter=None)
+        if lora.rank == 0:
+            rule = "has no adapter, and the reference of training.objective=dpo is the model without it"
+            raise UserError.of("stage.checkpoint", path, rule, "name a checkpoint of a run with adapters, or set stage.adapter")
+    config = replace(config, model=model, training=training, lora=lora)
+    if violations := check.evaluation_violations(config, world_size):
+        raise UserError(violations)
+    return config
+
+
+def load(config: RunConfig, stage: Evaluate, trainer: Trainer, path: Path) -> TrainState:
+    """Load the weights of a checkpoint into the trainer, and return its state; collective. The configuration is that of `complete`.
+
+    Raises:
+        UserError: as the functions that it calls.
+    """
+    if config.lora.adapter is not None:
+        checkpoint = Checkpoint(path)
+        resume.initialize(config, trainer, checkpoint)
+        return checkpoint.train_state
+    return resume.load(trainer, Checkpoint(path) if config.lora.rank else open_merged(path, stage.adapter))

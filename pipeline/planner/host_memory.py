@@ -1,0 +1,66 @@
+"""Refusal of a training run whose weights, gradients and optimizer state exceed the memory of this machine, before they are allocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.parallel import device
+from pipeline.parallel.parallelize import partition_model
+from pipeline.planner.parameter_counts import count_model_parameters
+from pipeline.planner.state_memory import frozen_bytes, model_state, state_format_of
+
+
+@dataclass(frozen=True)
+class _TrainedWeights:
+    """The trained weights of a rank as one bucket, over all ranks that may shard them: see state_memory.Sharded."""
+
+    elements: int
+    ranks: int
+    decays: bool = True
+
+
+def check(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse a model whose state is larger than the memory that is available: of the GPU, or of the node, which its ranks share.
+
+    Activations and communication buffers are not counted, nor padding: a run that passes may still need more (stage=plan predicts it).
+
+    Raises:
+        UserError: with the bytes that are needed at least, and those that are available.
+    """
+    place = device.choose(ranks.local_rank)
+    sharing = 1 if place.type == "cuda" else ranks.local_size
+    needed, available = sharing * _state_bytes(config, ranks), available_bytes(place)
+    if needed <= available:
+        return
+    model = f"{config.model.family} with {count_model_parameters(config.model):,} parameters"
+    where = "of this GPU" if place.type == "cuda" else f"of this node, for its {sharing} ranks" if sharing > 1 else "of this machine"
+    rule = f"weights, gradients and optimizer state need {needed / 1e9:,.1f} GB at least; {available / 1e9:,.1f} GB {where} are available"
+    fix = "choose a smaller model, or more nodes with parallel.tensor, parallel.pipeline or parallel.zero_stage=3 (stage=plan predicts memory)"
+    raise UserError.of("model", model, rule, fix)
+
+
+def _state_bytes(config: RunConfig, ranks: Ranks) -> float:
+    """Return the least bytes of the state of this rank."""
+    layout = Layout.of(config, ranks.world_size)
+    model = partition_model(config, layout, ranks.rank)
+    elements = sum(parameter.numel() for parameter in model.pieces if parameter not in model.frozen and parameter.requires_grad)
+    trained = _TrainedWeights(elements, layout.data * layout.expert * layout.context)
+    return model_state([trained], state_format_of(config)).total + frozen_bytes(config, model)
+
+
+def available_bytes(place: torch.device) -> float:
+    """Return the memory that can be allocated: of a GPU, or of this machine with its swap space, within --mem of its Slurm job."""
+    if place.type == "cuda":
+        return torch.cuda.mem_get_info(place)[0]
+    lines = (line.partition(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    kilobytes = {name: float(value.split()[0]) for name, _, value in lines}
+    job = float(os.environ.get("SLURM_MEM_PER_NODE") or "inf")  # MB; of a job with --mem
+    return min(1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0.0)), 1024**2 * (job or float("inf")))

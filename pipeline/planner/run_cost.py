@@ -1,0 +1,58 @@
+"""Time and cost of a whole run: the predicted steps of all its batch sizes and sequence lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipeline.config import warmup
+from pipeline.planner.plan import JobPlan, plan
+
+
+def run_seconds(result: JobPlan) -> float:
+    """Return the seconds of all steps. Steps of a ramp-up of the batch or of the sequence length are predicted by themselves."""
+    training = result.config.training
+    seconds = 0.0
+    for steps, batch, length in warmup.phases(training):
+        parts = training.sequence_length // length
+        if (batch, parts) == (training.global_batch_size, 1):
+            seconds += steps * result.estimate.step_time
+            continue
+        micro = training.micro_batch_size * parts
+        changed = replace(training, sequence_length=length, micro_batch_size=micro, global_batch_size=batch * parts)
+        config = replace(result.config, training=changed)
+        traced = result.trace if parts == 1 else None
+        seconds += steps * plan(config, result.layout.world_size, result.hardware, traced).estimate.step_time
+    return seconds
+
+
+def cost(result: JobPlan) -> dict[str, float]:
+    """Return tokens, steps, days, node-hours, GPU-hours and energy (MWh) of the run of training.steps."""
+    training, layout, hardware = result.config.training, result.layout, result.hardware
+    hours = run_seconds(result) / 3600
+    return {
+        "tokens": float(warmup.samples(training, training.steps) * training.sequence_length),
+        "steps": float(training.steps),
+        "days": hours / 24,
+        "node_hours": hours * layout.world_size / hardware.gpus_per_node,
+        "gpu_hours": hours * layout.world_size,
+        "mwh": hours * layout.world_size * (hardware.watts + hardware.node_watts) / 1e6,
+    }
+
+
+def cost_lines(costs: dict[str, float]) -> Iterator[str]:
+    """Yield the cost of the run, as `cost` returns it."""
+    yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
+    yield f"  {duration(costs['days'] * 86400)}, {number(costs['node_hours'])} node-hours, {number(costs['gpu_hours'])} GPU-hours"
+    yield f"  {number(costs['mwh'])} MWh at the stated power of GPUs and nodes"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the largest unit of which it has at least one."""
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60))
+    return next((f"{seconds / size:,.2f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.2f} seconds")
+
+
+def number(value: float) -> str:
+    """Return a number with at least three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,36 @@
+"""A run whose state exceeds the memory of the machine, or of its Slurm job, is refused before anything is allocated."""
+
+import pytest
+import torch
+
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
+from pipeline.planner import host_memory
+from tests.world import configured
+
+SIZES = ("model=llama-tiny", "training.global_batch_size=64", "training.micro_batch_size=4")
+
+
+@pytest.mark.parametrize("size", ["hidden=1000000000", "ffn_hidden=100000000", "vocab_size=100000000000", "head_width=1000000000"])
+def test_sizes_that_no_machine_holds(size):
+    with pytest.raises(UserError, match=r"model=llama with [\d,]+ parameters: weights, .* need [\d,.]+ GB at least; [\d,.]+ GB of this mach"):
+        host_memory.check(configured(*SIZES, f"model.{size}"), Ranks())
+
+
+def test_the_bytes_are_those_of_the_state(monkeypatch):
+    """bf16 weights, fp32 gradients, and fp32 master weights and two moments, which ZeRO 1 shards over the ranks of a node."""
+    config = configured(*SIZES, "parallel.zero_stage=1", "precision=bf16")
+    parameters = 4_769_472
+    for ranks, needed in ((1, 18 * parameters), (4, 4 * 6 * parameters + 12 * parameters)):
+        for spare in (1.01, 0.99):
+            monkeypatch.setattr(host_memory, "available_bytes", lambda _, free=spare * needed: free)
+            if spare > 1:
+                host_memory.check(config, Ranks(0, ranks, 0, ranks))
+            else:
+                with pytest.raises(UserError, match="parameters: weights, gradients and optimizer state need 0.[12] GB"):
+                    host_memory.check(config, Ranks(0, ranks, 0, ranks))
+
+
+def test_a_slurm_job_has_the_memory_that_it_asked_for(monkeypatch):
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
+    assert host_memory.available_bytes(torch.device("cpu")) == 100 * 2**20

@@ -1,0 +1,234 @@
+"""stage=plan: the printed command starts the job that was planned, and no command is printed for a job that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Sequence
+
+import hydra
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import detect
+from pipeline.config import command_line, compose, layout
+from pipeline.config.paths import CONF_DIR
+from pipeline.config.rules import check
+from pipeline.config.schema import RunConfig
+from pipeline.planner import run_cost
+from pipeline.planner.plan import hardware_of, plan
+from pipeline.stages import plan as stage
+from tests.world import configured
+
+A100 = ("cluster.hardware=a100-40", "cluster.tasks_per_node=4", "cluster.gpus_per_node=4")
+TINY = ("stage=plan", "model=llama-tiny", *A100)
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]):
+    """Run stage=plan in this process and return what it prints."""
+
+    def run(*words: str) -> str:
+        config = configured_as(words)
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            composed = hydra.compose("config", command_line.parse(words).overrides, return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+        try:
+            check.check(config, layout.job_size(config, 1))
+            stage.run(config, detect())
+        finally:
+            HydraConfig.instance().cfg = None
+        return capsys.readouterr().out
+
+    yield run
+    HydraConfig.instance().cfg = None
+
+
+def configured_as(words: Sequence[str]) -> RunConfig:
+    """The configuration that a command line composes."""
+    compose.register()
+    return compose.recompose(list(words))
+
+
+def submitted(text: str, job: str = "pretrain") -> RunConfig:
+    """The configuration of the job that the printed command starts, as a dry run composes it."""
+    line = next(line for line in text.splitlines() if line.startswith("sbatch "))
+    words = shlex.split(line)
+    arguments = words[words.index(f"slurm/{job}.sbatch") + 1 :]
+    return configured_as([f"stage={job}", "dry_run=true", *arguments])
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
+    """The fields in which two jobs differ, beside the stage and the dry run."""
+    left, right = dataclasses.asdict(one), dataclasses.asdict(other)
+    flat = {(group, name) for group, fields in left.items() if isinstance(fields, dict) for name in fields}
+    found = {
+        f"{group}.{name}": (left[group].get(name), right[group].get(name)) for group, name in flat if group not in ("stage", "dry_run")
+    }
+    found["run_dir"] = left["run_dir"], right["run_dir"]
+    return {key: pair for key, pair in found.items() if pair[0] != pair[1]}
+
+
+#: Settings of every kind: quotes, spaces, lists, null, numbers, keys of user-defined names, added keys, groups.
+SETTINGS = (
+    """run_dir="my runs/it's #1\"""",
+    "run_dir='a=b, c'",
+    'data.input=["/a b/c.jsonl",/d]',
+    "data.exclude=['.*','*.tmp']",
+    "data.blend={web: {weight: 3, max_epochs: null}, code: {weight: 1, corpus: default}}",
+    "+lora.rank_pattern={blocks.0.*: 4}",
+    "model.head_width=null",
+    "training.activation_budget=null",
+    "training.batch_rampup=[{until_step:10,value:64},{until_step:20,value:128}]",
+    "training.sequence_warmup=[{until_step:5,value:64}]",
+    "tracking.name='${model.family} ${training.steps}'",
+    "cluster.sbatch=['--exclusive','--comment=two words']",
+    "cluster.account=fir",
+    "parallel.tensor=2",
+    "parallel.zero_stage=3",
+    "training.global_batch_size=256",
+    "optimizer.lr=1e-3",
+    "precision=fp32",
+    "cluster=devcluster",
+    "tokenizer=unigram",
+)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=8, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.sampled_from(SETTINGS), unique_by=lambda word: word.partition("=")[0].lstrip("+"), max_size=8),
+    tokens=st.none() | st.integers(20_000_000, 10**12),
+)
+def test_the_printed_command_starts_the_planned_job(printed, words, tokens):
+    command = [*TINY, *words, *([] if tokens is None else [f"stage.tokens={tokens}"])]
+    wanted, found = configured_as(command), submitted(printed(*command))
+    batch = wanted.training.global_batch_size * wanted.training.sequence_length
+    changed = differences(wanted, found)
+    if tokens is not None:
+        changed.pop("training.steps", None)
+        changed.pop("tracking.name", None)  # shows the number of steps
+        assert found.training.steps * batch >= tokens or "batch_rampup" in str(words)
+    assert not changed
+
+
+@pytest.mark.slow
+def test_the_command_replaces_what_an_experiment_sets(printed, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    own = "# @package _global_\nparallel: {tensor: 4}\ntraining: {steps: 300, micro_batch_size: 8}\noptimizer: {lr: 0.001}\n"
+    (tmp_path / "experiment" / "own.yaml").write_text(own)
+    command = (*TINY, f"--config-dir={tmp_path}", "experiment=own", "stage.tokens=2e7")
+    wanted, found = configured_as(command), submitted(printed(*command))
+    assert found.training.steps == 1221
+    assert set(differences(wanted, found)) == {"training.steps"}
+    text = printed(*command, "stage.search=true", "training.global_batch_size=64")
+    found, best = submitted(text), next(line for line in text.splitlines() if " best " in line)
+    assert " parallel.tensor=" not in best  # one rank holds the model: the tensor size of the experiment must not return
+    assert found.parallel.tensor == 1
+    assert f"training.micro_batch_size={found.training.micro_batch_size}" in best
+    assert found.training.steps == 1221
+
+
+def test_other_words_of_the_stage_do_not_reach_the_job(printed):
+    submitted(printed(*TINY, "++stage.tokens=2e7", "++dry_run.rank=0"))
+
+
+def test_tokens_decide_the_warm_up_rules_and_contradict_other_steps(printed):
+    assert submitted(printed(*TINY, "stage.tokens=1e9", "optimizer.warmup_steps=2000")).optimizer.warmup_steps == 2000
+    with pytest.raises(UserError, match=r"optimizer.warmup_steps=100: .*training.steps=7"):
+        printed(*TINY, "stage.tokens=1e5")
+    with pytest.raises(UserError, match=r"stage.tokens=.*training.steps=61036, and the command line has training.steps=500"):
+        printed(*TINY, "stage.tokens=1e9", "training.steps=500")
+    with pytest.raises(UserError, match=r"stage.tokens=1e\+18: takes training.steps="):
+        printed(*TINY, "stage.tokens=1e18")
+    assert submitted(printed(*TINY, "stage.tokens=8192000", "training.steps=500")).training.steps == 500
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_fit_has_no_command_and_no_cost(printed, capsys, tmp_path):
+    job = ("stage=plan", "model=llama3.2-1b", "training.sequence_length=512", "training.micro_batch_size=8", "cluster.hardware=v100-16")
+    with pytest.raises(UserError) as refused:
+        printed(*job, f"stage.out={tmp_path}/plan.json")
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT" in text
+    for words in ("sbatch", "node-hours", "of the peak"):
+        assert words not in text
+    assert "does not fit: it needs" in str(refused.value)
+    assert "no layout of 1 ranks fits (the smallest layout needs" in str(refused.value)
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
+    text = printed(*job, "cluster.check_memory=false")
+    assert "DOES NOT FIT" in text
+    assert "sbatch" in text
+
+
+def test_what_a_command_lacks_is_named(printed):
+    juwels = ("stage=plan", "model=llama-tiny", "cluster=juwels")
+    text = printed(*juwels)
+    assert "cluster.account is not set, and cluster=juwels requires it" in text
+    assert "--nodes=4 --ntasks-per-node=4 --partition=booster --cpus-per-task=12 --gpus-per-node=4" in text
+    for given_by in ("cluster.account=fir", "cluster.sbatch=['--account=fir']"):
+        assert "requires it" not in printed(*juwels, given_by)
+    plain = ("stage=plan", "model=llama-tiny", "cluster.hardware=a100-80")
+    assert "no GPUs are requested: add cluster.gpus_per_node=8" in printed(*plain, "cluster.tasks_per_node=8")
+    assert "cluster.gpus_per_node=4 and cluster.tasks_per_node=1 differ" in printed(*plain, "cluster.gpus_per_node=4")
+    assert "one rank a node" in printed(*plain, "cluster.sbatch=['--gres=gpu:1']")
+
+
+def test_fine_tuning_is_planned_as_the_job_that_it_is(printed, tmp_path):
+    """The stage follows from the settings; a classifier has its labels, and a longer context the model that stage=finetune makes."""
+    (tmp_path / "lines.jsonl").write_text('{"text": "good", "label": "yes"}\n{"text": "bad", "label": "no"}\n')
+    data, none = f"data.instructions.train=[{tmp_path}/lines.jsonl]", f"run_dir={tmp_path}/none"
+    chats = printed(*TINY, data, none, "lora.rank=4", "lora.quantize=nf4", "training.context_factor=2", "training.sequence_length=512")
+    assert submitted(chats, "finetune").lora.quantize == "nf4"
+    assert "adapters of rank 4, the weights are frozen (nf4 in the blocks)" in chats
+    assert "checkpoint.initialize_from is not set" in chats
+    preferences = printed(*TINY, data, none, "lora.rank=4", "training.objective=dpo")
+    assert re.search(r"^  reference +\d", preferences, re.MULTILINE)
+    encoder = ("stage=plan", "model=bert-tiny", *A100, "training.objective=classification", data, none)
+    assert submitted(printed(*encoder), "finetune").objective == "classification"
+    with pytest.raises(UserError, match="set lora.rank=16"):
+        printed(*TINY, data, none, "training.objective=dpo")
+    with pytest.raises(UserError, match="bidirectional encoder"):
+        printed(*TINY, data, none, "training.objective=classification", "stage.search=true")
+    assert "checkpoint.initialize_from is not set" in printed(*TINY, none, "lora.rank=4")
+
+
+def test_every_collective_is_a_row_of_the_table(printed):
+    text = printed("stage=plan", "model=gpt-tiny", *A100, "parallel.pipeline=2", "parallel.zero_stage=2")
+    rows = {(name, phase): int(count) for name, phase, count in re.findall(r"^  (\w+ \([\w ]+\)) +(\w+) +(\d+) ", text, re.MULTILINE)}
+    micro_batches = 8
+    assert rows["send (pipeline)", "forward"] == rows["send (pipeline)", "backward"] == micro_batches
+    assert rows["reduce_scatter (data)", "backward"] > micro_batches * 4  # ZeRO 2: each block of every micro-batch
+    assert rows["all_gather (data)", "forward"] >= 4
+    assert rows["all_reduce (tied embedding)", "backward"] == 2
+
+
+def test_the_run_costs_what_its_steps_take():
+    """Steps of a ramp-up take the time of their own batch, and have its tokens."""
+    job = ("stage=pretrain", "model=llama-tiny", *A100, "training.steps=100", "training.compile=off")
+
+    def planned(*words: str) -> tuple[float, dict[str, float]]:
+        config = configured(*job, *words)
+        result = plan(config, 4, hardware_of(config))
+        return result.estimate.step_time, run_cost.cost(result)
+
+    full, costs = planned()
+    small, _ = planned("training.global_batch_size=16")
+    _, ramped = planned("training.batch_rampup=[{until_step:40,value:16}]")
+    assert small < full
+    assert costs["days"] == pytest.approx(100 * full / 86400)
+    assert ramped["days"] == pytest.approx((40 * small + 60 * full) / 86400)
+    assert ramped["tokens"] == (40 * 16 + 60 * 64) * 256
+    _, warmed = planned("training.sequence_warmup=[{until_step:40,value:64}]")
+    assert warmed["tokens"] == costs["tokens"]
+    assert warmed["days"] < costs["days"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.50 seconds"), (90, "1.50 minutes"), (5400, "1.50 hours"), (129600, "1.50 days")])
+def test_durations_are_readable(seconds, text):
+    assert run_cost.duration(seconds) == text
