@@ -6,7 +6,7 @@ It uses the model of the package and nothing of its engines, process groups or t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -35,7 +35,9 @@ def initial_noise(name: str, shape: tuple[int, ...]) -> Tensor:
     return initial_tensor(f"noise/{name}", shape, 0.02, 0)
 
 
-def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None) -> Outcome:
+def train_plain(
+    config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None, *, after_step: Callable[[], object] = lambda: None
+) -> Outcome:
     """Train the model of a run on random batches in a plain loop.
 
     Args:
@@ -43,9 +45,15 @@ def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: in
         dtype: of weights and activations. The initial weights are those of fp32 for every dtype. Master weights, gradients and moments
             are fp32, or fp64 for an fp64 model.
         steps: number of steps; training.steps when None.
+        after_step: called after every step.
     """
-    batches = ((tokens, with_loss_scale(batch)) for tokens, batch in random_batches(config, steps))
-    return plain_loop(config, _build(config, dtype), batches, dtype=dtype)
+
+    def batches() -> Iterator[RandomBatch]:
+        for tokens, batch in random_batches(config, steps):
+            yield tokens, with_loss_scale(batch)
+            after_step()
+
+    return plain_loop(config, _build(config, dtype), batches(), dtype=dtype)
 
 
 def plain_loop(

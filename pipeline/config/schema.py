@@ -22,7 +22,12 @@ else:
 class TrainingConfig:
     """Length of the run, batches, recomputation and kernels."""
 
-    steps: int = knob(1000, "number of optimizer steps", at_least=1, at_most=10**7)
+    steps: int = knob(
+        1000, "number of optimizer steps; finetune: 0, the default there, trains for training.epochs", at_least=0, at_most=10**7
+    )
+    epochs: float | None = knob(
+        None, "finetune: passes over data.instructions.train, instead of training.steps; default: 3", unit="epochs", above=0, at_most=10**4
+    )
     objective: str = knob(
         "auto",
         "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions; dpo: "
@@ -36,7 +41,9 @@ class TrainingConfig:
         "quantization-aware training: linear layers of the blocks compute with weights rounded to 8 bits, as by stage.quantize=int8",
         choices=("none", "int8"),
     )
-    global_batch_size: int = knob(64, "samples per optimizer step, over all ranks", unit="sequences", at_least=1, at_most=10**7)
+    global_batch_size: int = knob(
+        64, "samples per optimizer step, over all ranks; finetune: 32", unit="sequences", at_least=1, at_most=10**7
+    )
     micro_batch_size: int = knob(4, "samples per forward pass on one rank", unit="sequences", at_least=1)
     sequence_length: int = knob(256, "tokens per sequence", unit="tokens", at_least=2)
     sequence_warmup: list[WarmupConfig] = knob(
@@ -47,7 +54,8 @@ class TrainingConfig:
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
     balance_loss: float | None = knob(
         None,
-        "weight of the load-balancing loss of each MoE layer; default: that of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
+        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
         at_least=0,
     )
     balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
@@ -125,14 +133,17 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: str = knob("adamw", "optimizer: AdamW (Loshchilov & Hutter 2019)", choices=("adamw",))
-    lr: float = knob(3e-4, "peak learning rate", above=0, at_most=10)
+    lr: float = knob(3e-4, "peak learning rate; finetune: 2e-5, with lora.rank 2e-4, for dpo 1e-5", above=0, at_most=10)
     beta1: float = knob(0.9, "decay rate of the first moment", at_least=0, at_most=0.9999)
     beta2: float = knob(0.95, "decay rate of the second moment", at_least=0, at_most=0.99999)
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
-    weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings", at_least=0)
+    weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)
     schedule: str = knob("cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "linear"))
-    warmup_steps: int = knob(100, "steps of linear warm-up", unit="steps", at_least=0)
+    warmup_steps: int = knob(100, "steps of linear warm-up; finetune: 0, for optimizer.warmup_ratio", unit="steps", at_least=0)
+    warmup_ratio: float = knob(
+        0.0, "linear warm-up as a fraction of the steps, if optimizer.warmup_steps is 0; finetune: 0.03", at_least=0, at_most=1
+    )
     decay_steps: int = knob(0, "length of the final decay of wsd; 0 uses a tenth of training.steps", unit="steps", at_least=0)
     min_lr_ratio: float = knob(0.1, "ratio of the final to the peak learning rate", at_least=0, at_most=1)
 

@@ -45,6 +45,11 @@ class Evaluate(CheckpointReader):
     task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")
     few_shot: int | None = knob(None, "examples before each question of a task; default: as the task file says", at_least=0)
     limit: int | None = knob(None, "number of documents of each task, the first ones; default: all", at_least=1)
+    apply_chat_template: bool = knob(
+        False, "ask the questions of tasks as chats, in the template of the tokenizer or tokenizer.chat_template"
+    )
+    fewshot_as_multiturn: bool | None = knob(None, "chats: each example is a turn of its own; default: true, as in lm-eval")
+    system_instruction: str | None = knob(None, "tasks: text before every question; chats: the system message", multiline=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sequence length and batch size as functions of the step.
+"""Sequence length and batch size as functions of the step, and the warm-up of the learning rate.
 
 A sample is always a window of training.sequence_length tokens. During a sequence warm-up each sample is split into several shorter
 sequences: the samples of a step, their order, and the tokens of a micro-batch are the same as without a warm-up.
@@ -7,12 +7,16 @@ sequences: the samples of a step, their order, and the tokens of a micro-batch a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from pipeline.config.data import WarmupConfig
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.schema import OptimizerConfig, TrainingConfig
+
+#: training.epochs of a run that sets neither it nor training.steps, as in TRL.
+DEFAULT_EPOCHS = 3.0
 
 Value = TypeVar("Value")
 EntryValue = TypeVar("EntryValue", covariant=True)
@@ -58,6 +62,11 @@ def samples(training: TrainingConfig, steps: int) -> int:
 def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
     """Return the smallest number of steps that process at least `tokens` tokens."""
     return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
+
+
+def lr_steps(optimizer: OptimizerConfig, training: TrainingConfig) -> int:
+    """Return the number of steps of the learning rate's warm-up: optimizer.warmup_steps, or optimizer.warmup_ratio of all, rounded up."""
+    return optimizer.warmup_steps or math.ceil(optimizer.warmup_ratio * training.steps)
 
 
 def phases(training: TrainingConfig) -> Iterator[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,16 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.config.stages import Evaluate
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.chat_encoding import ChatEncoder
+from pipeline.data.tokenize.chat_template import ChatTemplate
+from pipeline.data.tokenize.chats import ChatError
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
 from pipeline.evaluation.likelihood import Question, Scored
 from pipeline.generation.generator import Stopping
 from pipeline.generation.sampling import Sampling
+
+log = logging.getLogger("pipeline")
 
 #: questions -> scores
 Score = Callable[[list[Question]], list[Scored]]
@@ -29,10 +36,11 @@ class Text:
     Attributes:
         end: the token that ends a text.
         ends: the tokens that end a completion: `end`, and those of an imported model.
+        chats: the template of chats; None if questions are no chats.
         beginning: the token before a text without context: bos_token of tokenizer_config.json if the tokenizer has it, else `end`.
     """
 
-    def __init__(self, encoder: TextEncoder, ends: Iterable[int] = ()) -> None:
+    def __init__(self, encoder: TextEncoder, ends: Iterable[int] = (), chats: ChatTemplate | None = None) -> None:
         self._tokenizer = load(encoder.path.parent)
         self._tokenizer.encode_special_tokens = False
         path = encoder.path.with_name("tokenizer_config.json")
@@ -42,6 +50,9 @@ class Text:
         self.end = encoder.end_of_document
         self.ends = frozenset((self.end, *ends))
         self.beginning = self.end if beginning is None else beginning
+        self.chats = chats
+        if chats is not None and (turn := chat_template.end_of_turn(chats, ChatEncoder(self._tokenizer))) is not None:
+            self.ends |= {turn}
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]:
         """Return the tokens of a text.
@@ -112,6 +123,9 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
             limit=stage.limit,
             task_manager=manager,
             bootstrap_iters=1000,
+            apply_chat_template=stage.apply_chat_template,
+            fewshot_as_multiturn=stage.apply_chat_template and stage.fewshot_as_multiturn is not False,
+            system_instruction=stage.system_instruction,
             log_samples=False,
         )
     return {task: _metrics(task, results) for task in results["results"]}
@@ -164,6 +178,27 @@ def _language_model(text: Text, max_positions: int, score: Score, complete: Comp
         def prefix_token_id(self) -> int:
             """The context of a text without one."""
             return text.beginning
+
+        @property
+        def tokenizer_name(self) -> str:
+            """Part of the name of cached requests."""
+            return ""
+
+        def chat_template(self, chat_template: bool | str = False) -> str:  # noqa: ARG002
+            """Return the source of the template."""
+            return text.chats.text if text.chats is not None else ""
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            """Return the text of a chat; without a generation prompt, its last message continues."""
+            assert text.chats is not None
+            try:
+                return text.chats.text_of(chat_history, add_generation_prompt=add_generation_prompt)
+            except ChatError as error:  # as lm-eval does for its stock model
+                without = [message for message in chat_history if message["role"] != "system"]
+                if len(without) == len(chat_history):
+                    raise UserError.of("stage.apply_chat_template", True, str(error), "use a template that takes such chats") from error
+                log.warning("the chat template refuses system messages, which are left out")
+                return text.chats.text_of(without, add_generation_prompt=add_generation_prompt)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             """Return the tokens of a text."""

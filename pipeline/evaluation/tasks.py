@@ -10,6 +10,7 @@ import xxhash
 from pipeline.checkpoint.tokenizer import check_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.config.stages import Evaluate
+from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness
 from pipeline.evaluation.likelihood import completions, log_likelihoods
@@ -20,14 +21,17 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 
 
-def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str) -> dict[str, Any]:
+def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTemplate | None = None) -> dict[str, Any]:
     """Return what the scores of a checkpoint depend on.
 
     Args:
         stage: the settings of the evaluation.
         encoder: the tokenizer.
         dtype: precision.dtype.
+        chats: the template of chats, if the questions are chats.
     """
+    asked = {key: value for key in ("fewshot_as_multiturn", "system_instruction") if (value := getattr(stage, key)) is not None}
+    asked |= {} if chats is None else {"apply_chat_template": xxhash.xxh3_64_hexdigest(chats.text.encode())}
     return {
         "stage.tasks": stage.tasks,
         "stage.task_folder": _digest(Path(stage.task_folder or "")),
@@ -35,6 +39,7 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str) -> dict[str, 
         "stage.limit": stage.limit,
         "tokenizer.path": encoder.fingerprint,
         "precision.dtype": dtype,
+        **{f"stage.{key}": value for key, value in asked.items()},
     }
 
 

@@ -100,7 +100,10 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     yield f"  {'a rank':<16}{layout.micro_batches:,} micro-batches of {training.micro_batch_size}"
     yield "the run"
     samples = warmup.samples(training, training.steps)
-    yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+    if training.steps:
+        yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+    else:
+        yield f"  {'epochs':<16}{training.epochs or warmup.DEFAULT_EPOCHS:g}; the number of steps is logged once the data is packed"
     for name in loss_weights.defaults(config.model):
         yield f"  {f'{name} ':<16}{loss_weights.text(config.model, training, name)}"
     if training.token_budget:

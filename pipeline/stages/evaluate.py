@@ -15,6 +15,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
+from pipeline.data.tokenize import chat_template
 from pipeline.evaluation import checkpoint_selection, evaluated_config, harness, record, tasks, validation_scores
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
@@ -69,8 +70,12 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     run_dir, minutes, steps = Path(config.run_dir), config.training.timeout_minutes, config.training.steps
     encoder = open_tokenizer(config.tokenizer, run_dir)
     original = imported.original_of(run_dir / imported.FOLDER, encoder.path.parent)
-    text = harness.Text(encoder, original.ends if original else ())
-    settings = tasks.settings_of(stage, encoder, config.precision.dtype)
+    chats = chat_template.of(config.tokenizer) if stage.apply_chat_template else None
+    if stage.apply_chat_template and chats is None:
+        rule = f"requires a chat template, and the tokenizer of {config.tokenizer.path} has none"
+        raise UserError.of("stage.apply_chat_template", True, rule, f"set tokenizer.chat_template={chat_template.NAMES}, or a file")
+    text = harness.Text(encoder, original.ends if original else (), chats)
+    settings = tasks.settings_of(stage, encoder, config.precision.dtype, chats)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.

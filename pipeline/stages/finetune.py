@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
@@ -27,4 +28,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
     host_memory.check(config, ranks)
-    training_run.run(config, ranks, evaluation_jobs.checkpoint_hooks(config, compose.task_arguments()), peak_flops)
+    training_run.run(config, ranks, partial(evaluation_jobs.checkpoint_hooks, overrides=compose.task_arguments()), peak_flops)

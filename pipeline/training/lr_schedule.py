@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from pipeline.config import warmup
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
 
 #: Maps (update, optimizer, training) to the share of the way from the peak to the last learning rate, in [0, 1].
@@ -13,7 +14,7 @@ Schedule = Callable[[int, OptimizerConfig, TrainingConfig], float]
 
 def linear(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
     """Linear decay from the end of the warm-up to the last step."""
-    return _progress(update, optimizer.warmup_steps, training.steps)
+    return _progress(update, warmup.lr_steps(optimizer, training), training.steps)
 
 
 def cosine(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
@@ -24,7 +25,7 @@ def cosine(update: int, optimizer: OptimizerConfig, training: TrainingConfig) ->
 def wsd(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
     """Warmup-stable-decay: constant, then linear decay in the last decay_steps (Hu et al. 2024, https://arxiv.org/abs/2404.06395)."""
     decay_steps = optimizer.decay_steps or max(1, training.steps // 10)
-    return _progress(update, max(optimizer.warmup_steps, training.steps - decay_steps), training.steps)
+    return _progress(update, max(warmup.lr_steps(optimizer, training), training.steps - decay_steps), training.steps)
 
 
 #: optimizer.schedule -> schedule
@@ -34,8 +35,8 @@ SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "wsd": wsd, "linear": linear
 def learning_rate(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
     """The learning rate of optimizer update `update` (0, 1, ...), from lr to lr * min_lr_ratio after the warm-up."""
     peak, last = optimizer.lr, optimizer.lr * optimizer.min_lr_ratio
-    if update < optimizer.warmup_steps:
-        return peak * (update + 1) / optimizer.warmup_steps
+    if update < (first := warmup.lr_steps(optimizer, training)):
+        return peak * (update + 1) / first
     return peak + (last - peak) * SCHEDULES[optimizer.schedule](update, optimizer, training)
 
 

@@ -26,27 +26,29 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import loop, resume, run_directory, shard_verification
+from pipeline.training import epochs, loop, resume, run_directory, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
-from pipeline.training.starting_checkpoint import initial_checkpoint
+from pipeline.training.starting_checkpoint import initial_checkpoint, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 
+HooksOf = Callable[[RunConfig], CheckpointHooks]
+"""Configuration with the number of steps -> hooks."""
 PeakFlops = Callable[[ClusterConfig, PrecisionConfig, torch.device], Peak | None]
 """Cluster settings, precision and device -> peak, for the model FLOPs utilization; None if it is unknown."""
 
 
-def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: PeakFlops) -> None:
-    """Train up to training.steps, starting from the newest checkpoint of the run directory.
+def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlops) -> None:
+    """Train up to training.steps, or for training.epochs, starting from the newest checkpoint of the run directory.
 
     Args:
         config: configuration of the run.
         ranks: of the job.
-        hooks: further checkpoints, and what follows them.
+        hooks_of: further checkpoints, and what follows them.
         peak_flops: of the devices.
 
     Raises:
@@ -58,6 +60,8 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Pea
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
     training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
+    config = epochs.with_steps(config, training_data, ranks.rank)
+    hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
@@ -67,6 +71,7 @@ def run(config: RunConfig, ranks: Ranks, hooks: CheckpointHooks, peak_flops: Pea
             begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint.resume, claims))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
+            config = with_loss_weights(config, begin)
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)

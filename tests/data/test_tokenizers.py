@@ -254,6 +254,25 @@ def test_the_pieces_of_a_sample_are_its_text(kind):
     assert len(pieces) > 5
 
 
+def test_wordpiece_stays_within_its_vocabulary(caplog):
+    """Of 900 characters, 600 occur once: they are left out, or the vocabulary is refused."""
+    frequent, rare = ["".join(map(chr, range(first, first + count))) for first, count in ((0x4E00, 300), (0x5E00, 600))]
+    rare_words = [rare[n : n + 6] for n in range(0, 600, 6)]
+    texts = [" ".join([frequent, "ein altes Haus am Wald", rare_words[n]]) for n in range(100)]
+    texts += [frequent * 40 + " ein altes Haus am Wald"] * 100
+    model = tokenizer_training.train(lambda: texts, TokenizerConfig(kind="wordpiece"), 520)
+    assert 300 < model.get_vocab_size() <= 520
+    assert "600 of " in caplog.text
+    assert model.encode("Haus am " + frequent[:3], add_special_tokens=False).tokens[-3:] == list(frequent[:3])
+    assert model.encode(rare[0], add_special_tokens=False).tokens == ["[UNK]"]
+    everything = tokenizer_training.train(lambda: texts, TokenizerConfig(kind="wordpiece"), 1000)
+    assert "[UNK]" not in everything.encode(rare, add_special_tokens=False).tokens
+    with pytest.raises(UserError, match=r"vocab_size=512: is below the 1,\d{3} entries that wordpiece needs for the 1,\d{3} characters"):
+        tokenizer_training.train(
+            lambda: [frequent + rare + "".join(map(chr, range(0x6E00, 0x6F80)))], TokenizerConfig(kind="wordpiece"), 512
+        )
+
+
 def test_unknown_tokens_are_counted():
     model = tokenizer_training.train(lambda: TEXTS, TokenizerConfig(kind="wordpiece"), 600)
     row = tokenizer_report.measure("wordpiece", model, {"x": ["Wald 🎄 und ж"]}, float)

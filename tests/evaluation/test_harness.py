@@ -10,9 +10,10 @@ import torch
 
 from pipeline.common import ranks
 from pipeline.common.errors import UserError
+from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness, likelihood
-from pipeline.evaluation.likelihood import Question, completions, log_likelihoods
+from pipeline.evaluation.likelihood import Question, Scored, completions, log_likelihoods
 from pipeline.evaluation.replicas import Replicas
 from pipeline.generation.runner import Runner
 from pipeline.stages import evaluate
@@ -86,6 +87,47 @@ doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{choices[0]}}}}"
 metric_list: [{{metric: exact_match}}]
 """
+
+
+def asked(model, tasks: Path, **more) -> list:
+    """The arguments of all requests that lm-eval makes of a model for the task numbers."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    found = simple_evaluate(model=model, tasks=["numbers"], num_fewshot=2, task_manager=manager, bootstrap_iters=0, **more)
+    return [sample["arguments"] for sample in found["samples"]["numbers"]]
+
+
+@pytest.mark.parametrize("shipped", ["chatml", "plain"])
+def test_questions_as_chats_are_those_of_the_stock_model(shipped, tmp_path, tokenizer_folder, monkeypatch):  # noqa: F811 - the fixture
+    """apply_chat_template, fewshot_as_multiturn and system_instruction, and a text that is continued."""
+    from lm_eval.models.huggingface import HFLM
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    config = CONFIGS["gpt"]
+    folder = export(tmp_path / "stock", random_model(config).eval(), config, tokenizer_folder)
+    source = Path(chat_template.__file__).with_name("chat_templates") / f"{shipped}.jinja"  # without chatml's special tokens
+    (folder / chat_template.FILE).write_text(source.read_text())
+    text = harness.Text(TextEncoder(folder, "<|endoftext|>"), chats=chat_template.load(folder))
+    ours = harness._language_model(
+        text, 64, lambda questions: [Scored(0.0, False)] * len(questions), lambda prompts, *_: ["x"] * len(prompts)
+    )
+    stock = HFLM(pretrained=str(folder), device="cpu", dtype="float32")
+    (tmp_path / "tasks").mkdir()
+    lines = [{"question": f"{number} +", "choices": [" x", " y"], "answer": number % 2} for number in range(4)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "tasks/numbers.yaml").write_text(TASK.format(file=tmp_path / "questions.jsonl"))
+    monkeypatch.setattr(type(stock), "_loglikelihood_tokens", lambda _, requests, **__: [(0.0, False)] * len(requests))
+    for multiturn in (True, False):
+        options = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "system_instruction": "Add."}
+        found = asked(ours, tmp_path / "tasks", **options)
+        assert found == asked(stock, tmp_path / "tasks", **options)
+        assert "Add." in str(found)
+    for last in ("Kleid", "Kleid  "):
+        begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": last}]
+        assert ours.apply_chat_template(begun, False) == stock.apply_chat_template(begun, False)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from tests.checkpoint.test_huggingface_export import export, random_model, token
 from tests.helpers import pipeline
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% else %}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% else %}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 NUMBERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier"}
 
@@ -62,6 +62,7 @@ def settings(base: Path, run_dir: Path, *more: str) -> tuple[str, ...]:
         "training.validation_batches=1",
         "optimizer.lr=0.02",
         "optimizer.warmup_steps=3",
+        "optimizer.weight_decay=0.1",
         "tracking=disabled",
         "parallel.zero_stage=0",
         *more,
@@ -136,7 +137,7 @@ def test_a_model_gets_a_longer_context(base, tmp_path):
     run = tmp_path / "run"
     long = (
         *("training.context_factor=2", "training.sequence_length=128", "training.attention_group=32", "checkpoint.every=10"),
-        *("lora.rank=4", "lora.modules_to_save=[embed.*,*norm]", "optimizer.lr=0.01", "training.global_batch_size=4"),
+        *("lora.rank=4", "lora.modules_to_save=[embed.*,*norm]", "optimizer.lr=0.02", "training.global_batch_size=4"),
     )
     printed = pipeline(*settings(base, run, *long, "training.sequence_length=192"), expect=2)
     assert "training.sequence_length=192: must not exceed model.max_positions=128" in printed

@@ -14,6 +14,6 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if optimizer.decay_steps and optimizer.schedule != "wsd":
         rule = f"has no effect with optimizer.schedule={optimizer.schedule}, which decays from the end of the warm-up to the end of the run"
         yield Violation("optimizer.decay_steps", optimizer.decay_steps, rule, "remove it, or set optimizer.schedule=wsd")
-    if optimizer.warmup_steps + optimizer.decay_steps > steps:
+    if steps and optimizer.warmup_steps + optimizer.decay_steps > steps:  # 0: known once the data is open
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")

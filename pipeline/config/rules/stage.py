@@ -94,10 +94,13 @@ def _tasks(stage: Evaluate) -> Iterator[Violation]:
     if stage.tasks and stage.pseudo_perplexity:
         rule = "is computed on the validation split, without stage.tasks"
         yield Violation("stage.pseudo_perplexity", True, rule, "set it to false")
+    if stage.fewshot_as_multiturn is not None and not stage.apply_chat_template:
+        rule = "is read with stage.apply_chat_template=true only"
+        yield Violation("stage.fewshot_as_multiturn", stage.fewshot_as_multiturn, rule, "set that, or remove it")
     if stage.tasks:
         return
-    for key in ("task_folder", "few_shot", "limit"):
-        if (value := getattr(stage, key)) is not None:
+    for key in ("task_folder", "few_shot", "limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"):
+        if (value := getattr(stage, key)) not in (None, False):
             yield Violation(f"stage.{key}", value, "is read with stage.tasks only", "set stage.tasks, or remove it")
 
 

@@ -53,17 +53,26 @@ def _order(key: str, entries: Sequence[WarmupConfig | ScheduledWeight]) -> Itera
         before = entry.until_step
 
 
-def stage_violations(config: RunConfig, job: str) -> Iterator[Violation]:
-    """Yield a violation for every setting that the stage, or the job that it plans, does not read."""
+def stage_violations(config: RunConfig, planned: str) -> Iterator[Violation]:
+    """Yield a violation for every setting that the stage does not read; `planned` is the stage of the job, which stage=plan plans."""
     training, stage = config.training, config.stage.name
-    for key, value, default, job in (
+    for key, value, default, without in (
         ("fake_quantize", training.fake_quantize, "none", "the job without rounding"),
         ("attention_group", training.attention_group, 0, "full attention"),
     ):
         if value != default and stage in ("certify", "plan"):
-            yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {job}")
-    if training.context_factor != 1 and job != "finetune":
-        rule = f"is read by stage=finetune only, not by {job}"
+            yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {without}")
+    if stage != "finetune":
+        if training.epochs is not None:
+            fix = "remove it, and set training.steps; data.blend.CORPUS.max_epochs limits the epochs of a corpus"
+            yield Violation("training.epochs", training.epochs, f"is read by stage=finetune only, not by {stage}", fix)
+        if training.steps == 0:
+            yield Violation("training.steps", 0, "must be at least 1", "set it to a number of steps")
+    elif training.steps and training.epochs is not None:
+        rule = f"and training.steps={training.steps} both set the length of the run"
+        yield Violation("training.epochs", training.epochs, rule, "remove one of them")
+    if training.context_factor != 1 and planned != "finetune":
+        rule = f"is read by stage=finetune only, not by {planned}"
         fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"
         yield Violation("training.context_factor", training.context_factor, rule, fix)
     if stage == "pretrain":

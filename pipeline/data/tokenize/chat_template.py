@@ -42,6 +42,8 @@ Span = tuple[int, int]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Enclose the text of a `{% generation %}` block while a template is rendered: code points that are reserved for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+#: Follows the last message where it is to be continued.
+_LAST = "\ufdd2"
 
 
 class _Generation(Extension):
@@ -102,6 +104,22 @@ class ChatTemplate:
             return text, [first for _, (first, _) in self._spans(chat, text)]
         except ChatError:  # a template that shortens earlier answers: training refuses it
             return text, []
+
+    def text_of(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Return the text of messages that are not checked; without a generation prompt it ends with the content of the last one.
+
+        Raises:
+            ChatError: the template fails, or does not show the last message.
+        """
+        if not add_generation_prompt:
+            messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_LAST} "}]
+        text = self._render(Chat(messages, []), messages, add_generation_prompt=add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+        if add_generation_prompt:
+            return text
+        before, mark, after = text.rpartition(_LAST)
+        if not mark:
+            raise ChatError("the chat template does not show the last message")
+        return before if after.startswith(" ") else before.rstrip()  # a template that strips messages
 
     def answers(self, chat: Chat) -> tuple[str, list[Span], list[Span]]:
         """Return the text of a chat, and the parts that the assistant writes, each with the token that ends it: all, and those to learn.

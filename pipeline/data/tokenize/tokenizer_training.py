@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ WHITESPACE_RUNS = [char * length for char in " \t\n" for length in range(16, 1, 
 
 UNKNOWN = "[UNK]"
 """WordPiece's token for a word that it cannot represent."""
+
+CHARACTER_COVERAGE = 0.9995
+"""If the alphabet exceeds WordPiece's vocabulary, it learns the most frequent characters that cover this share of the text, as Unigram."""
 
 _BERT = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -86,7 +90,7 @@ def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:
         vocab_size: maximum number of entries, special tokens included; a small text yields fewer.
 
     Raises:
-        UserError: a special token is also a word of the text.
+        UserError: a special token is also a word of the text, or the vocabulary has no room for the characters of the text.
     """
     runs = WHITESPACE_RUNS if config.whitespace == "runs" else []
     train_kind = {"bpe": _train_bpe, "unigram": _train_unigram, "wordpiece": _train_wordpiece}[config.kind]
@@ -164,13 +168,51 @@ def _train_unigram(texts: Texts, config: TokenizerConfig, special: list[str], vo
 
 def _train_wordpiece(texts: Texts, config: TokenizerConfig, special: list[str], vocab_size: int) -> Tokenizer:
     """Train WordPiece as in BERT (Devlin et al. 2019), with case and accents. Whitespace is not preserved."""
+    special = list(dict.fromkeys([UNKNOWN, *_BERT, *special]))
+    tokenizer = _wordpiece(texts(), config, special, vocab_size)
+    if tokenizer.get_vocab_size() > vocab_size:  # the trainer adds every character, as the first of a word and within words
+        rare = str.maketrans(dict.fromkeys(_rare_characters(texts(), tokenizer.get_vocab(), len(special), vocab_size)))
+        tokenizer = _wordpiece((text.translate(rare) for text in texts()), config, special, vocab_size)
+    return tokenizer
+
+
+def _rare_characters(texts: Iterable[str], vocab: dict[str, int], special: int, vocab_size: int) -> list[str]:
+    """The least frequent characters of a text, without which WordPiece's alphabet fits into the vocabulary.
+
+    Args:
+        vocab: with the entries of all characters; one that occurs within a word needs a second entry as the first character of a word.
+        special: number of special tokens.
+        vocab_size: maximum number of entries.
+
+    Raises:
+        UserError: the most frequent characters do not fit.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    ranked = sorted((c for c in counts if c in vocab or f"##{c}" in vocab), key=lambda c: (-counts[c], c))
+    total, covered, kept = sum(counts[c] for c in ranked), 0, 0
+    while covered < CHARACTER_COVERAGE * total:
+        covered += counts[ranked[kept]]
+        kept += 1
+    needed = special + sum(2 if f"##{c}" in vocab else 1 for c in ranked[:kept])
+    if needed > vocab_size:
+        rule = f"is below the {needed:,} entries that wordpiece needs for the {kept:,} characters in {CHARACTER_COVERAGE:.2%} of the text"
+        fix = f"choose more than {needed:,}; or train bpe or unigram, which divide rare characters into bytes"
+        raise UserError.of("tokenizer.vocab_size", vocab_size, rule, fix)
+    log.warning(
+        "train_tokenizer: %s of %s characters are too rare for the vocabulary and become %s", len(ranked) - kept, len(ranked), UNKNOWN
+    )
+    return ranked[kept:]
+
+
+def _wordpiece(texts: Iterable[str], config: TokenizerConfig, special: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), *_digits(config.digits)])
     tokenizer.decoder = decoders.WordPiece()
-    special = list(dict.fromkeys([UNKNOWN, *_BERT, *special]))
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
