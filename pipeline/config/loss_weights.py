@@ -42,4 +42,5 @@ def text(model: Any, training: TrainingConfig, name: str) -> str:
     """Return the values of a setting over the run, such as "0.001 until step 1000, then 0"."""
     schedule = getattr(training, f"{name}_schedule")
     parts = [f"{entry.value:g} until step {entry.until_step}" for entry in schedule]
-    return ", then ".join([*parts, f"{at(model, training, training.steps)[name]:g}"])
+    last = max((entry.until_step for entry in schedule), default=0)
+    return ", then ".join([*parts, f"{at(model, training, last)[name]:g}"])
