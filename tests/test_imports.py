@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, environment
 
 #: From the top down, one package a line: a package imports only from packages below it.
 ORDER = (
@@ -145,3 +145,40 @@ def test_no_torch_is_loaded(arguments: list[str], code: int, tmp_path: Path) -> 
     assert "pipeline" in loaded
     assert not loaded & {"torch", "deepspeed", "transformers"}
     assert arguments != ["--help"] or "numpy" not in loaded
+
+
+#: What start-up does without, by the first part of its name or the whole of it: compilers, and what other stages or settings need.
+SLOW_TO_IMPORT = {
+    *("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy", "onnx"),
+    *("transformers", "pandas", "matplotlib", "scipy", "numba", "wandb", "setuptools", "distutils", "pyarrow", "sacrebleu", "lm_eval"),
+}
+SMALL = (
+    *("model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn_hidden=32", "model.vocab_size=512"),
+    *("training.steps=1", "training.sequence_length=16", "training.micro_batch_size=2", "training.global_batch_size=2"),
+    *("training.validation_batches=1", "optimizer.warmup_steps=0", "tracking.wandb=disabled"),
+)
+
+
+def imported(*arguments: object) -> list[str]:
+    """The modules that a command imports, in order, and its log lines."""
+    command = [sys.executable, "-X", "importtime", "-m", "pipeline", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120, env=environment())
+    return [line.rpartition("|")[2].strip() if line.startswith("import time:") else line for line in done.stderr.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments, also",
+    [
+        (("stage=pretrain", *SMALL), set()),
+        (("stage=pretrain", "parallel.zero_stage=0", *SMALL), {"deepspeed"}),
+        (("stage=pretrain", "dry_run=true", *SMALL), {"deepspeed"}),
+    ],
+    ids=["ZeRO 1", "ZeRO 0", "dry run"],
+)
+def test_start_up_imports_only_what_it_uses(arguments: tuple[str, ...], also: set[str], tokens: Path, tmp_path: Path) -> None:
+    lines = imported(*arguments, f"data.tokens={tokens}", f"run_dir={tmp_path}/run")
+    assert "torch" in lines
+    assert not {line for line in lines if {line, line.split(".")[0]} & (SLOW_TO_IMPORT | also)}
+    (first,) = (number for number, line in enumerate(lines) if f"run_dir={tmp_path}/run, tannschen 0." in line)
+    assert first < lines.index("torch._C"), "the first line appears before PyTorch is imported"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from pipeline.certification.comparison import QUANTITIES, Difference, Outcome, d
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks, train_in_layout
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk, shrink
+from pipeline.common.progress import Progress
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
 
@@ -36,6 +39,8 @@ LOW_CEILING = 0.5
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
 #: rounding, or a token whose experts are equally likely, changes gradients by more.
 SEEDS = 4
+#: The file in which rank 0 counts its steps.
+STEPS = "steps"
 
 
 @dataclass(frozen=True)
@@ -95,25 +100,46 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     preload()
     torch.set_num_threads(1)
     small = shrink(planned, world_size, steps)
-    small, reference, rounding = well_conditioned(planned, with_active_clipping(planned, small))
-    configs = {precision: in_precision(small.config, precision) for precision in dict.fromkeys(["fp32", planned.precision.dtype])}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run_ranks(small.world_size, train_all, configs, folder, spoil, seconds=seconds)
-        except RanksFailedError as error:
-            return Certificate(small, [], [str(error)], error.details)
-        runs = {precision: torch.load(f"{folder}/{precision}", weights_only=False) for precision in configs}
-    found = [compare_fp32(runs.pop("fp32"), reference, rounding)]
-    found += [compare_low(dtype, run, train_plain(configs[dtype], DTYPES[dtype]), reference) for dtype, run in runs.items()]
+    precisions = list(dict.fromkeys(["fp32", planned.precision.dtype]))
+    passes = 2 + len(precisions) + len(precisions[1:])  # the plain loop in fp32 and fp64, the ranks, and the plain loop in low precisions
+    try:
+        with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress:
+            small, reference, rounding = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
+            configs = {precision: in_precision(small.config, precision) for precision in precisions}
+            runs = train_ranks(small.world_size, configs, spoil, seconds, progress)
+            found = [compare_fp32(runs.pop("fp32"), reference, rounding)]
+            for dtype, run in runs.items():
+                plain = train_plain(configs[dtype], DTYPES[dtype], after_step=progress.advance)
+                found.append(compare_low(dtype, run, plain, reference))
+    except RanksFailedError as error:
+        return Certificate(small, [], [str(error)], error.details)
     return Certificate(small, found, [failure for comparison in found for failure in comparison.failures()])
 
 
+def train_ranks(size: int, configs: Mapping[str, RunConfig], spoil: str | None, seconds: float, progress: Progress) -> dict[str, Outcome]:
+    """Train every configuration on ranks of this machine, and return the outcomes by name; arguments as in certify."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen, steps = 0, Path(folder, STEPS)
+
+        def report() -> None:
+            nonlocal seen
+            counted = steps.stat().st_size if steps.exists() else 0
+            progress.advance(counted - seen)
+            seen = counted
+
+        run_ranks(size, train_all, configs, folder, spoil, seconds=seconds, watch=report)
+        report()
+        return {name: torch.load(f"{folder}/{name}", weights_only=False) for name in configs}
+
+
 def train_all(configs: Mapping[str, RunConfig], folder: str, spoil: str | None) -> None:
-    """Train every configuration on this rank; rank 0 writes the outcomes."""
-    for name, config in configs.items():
-        outcome = train_in_layout(config, spoil)
-        if dist.get_rank() == 0:
-            torch.save(outcome, f"{folder}/{name}")
+    """Train every configuration on this rank; rank 0 writes the outcomes, and a byte for each finished step."""
+    writes = dist.get_rank() == 0
+    with open(Path(folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
+        for name, config in configs.items():
+            outcome = train_in_layout(config, spoil, after_step=lambda: steps.write(b"."))
+            if writes:
+                torch.save(outcome, f"{folder}/{name}")
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
@@ -121,28 +147,31 @@ def in_precision(config: RunConfig, dtype: str) -> RunConfig:
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none"))
 
 
-def with_active_clipping(planned: RunConfig, small: Shrunk) -> Shrunk:
+def with_active_clipping(planned: RunConfig, small: Shrunk, progress: Progress) -> Shrunk:
     """Lower the clipping threshold below the first gradient norm of the small model if it is above: clipping is then compared, too."""
     threshold = small.config.optimizer.gradient_clipping
-    norm = train_plain(in_precision(small.config, "fp32"), steps=1).norms[0] if threshold else 0.0
+    plain = train_plain(in_precision(small.config, "fp32"), steps=1, after_step=progress.advance) if threshold else None
+    norm = plain.norms[0] if plain else 0.0
     if norm > threshold or not threshold:
         return small
     config = dataclasses.replace(small.config, optimizer=dataclasses.replace(small.config.optimizer, gradient_clipping=norm / 2))
     return Shrunk(config, small.world_size, shrinking.changes(planned, config))
 
 
-def well_conditioned(planned: RunConfig, small: Shrunk) -> tuple[Shrunk, Outcome, dict[str, Difference]]:
+def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> tuple[Shrunk, Outcome, dict[str, Difference]]:
     """Choose the seed of the initial weights, so that rounding errors hide nothing.
 
     Returns:
         The small version with that seed, the outcome of its plain loop in fp32, and the differences between fp32 and fp64.
     """
-    tried = []
+    tried: list[tuple[float, RunConfig, Outcome, dict[str, Difference]]] = []
     for seed in range(planned.training.seed, planned.training.seed + SEEDS):
+        if tried:
+            progress.extend(2 * small.config.training.steps)
         config = dataclasses.replace(small.config, training=dataclasses.replace(small.config.training, seed=seed))
         fp32 = in_precision(config, "fp32")
-        reference = train_plain(fp32)
-        rounding = differences(reference, train_plain(fp32, torch.float64))
+        reference = train_plain(fp32, after_step=progress.advance)
+        rounding = differences(reference, train_plain(fp32, torch.float64, after_step=progress.advance))
         tried.append((max(found.value for found in rounding.values()), config, reference, rounding))
         if tried[-1][0] <= FP32_FLOOR:
             break

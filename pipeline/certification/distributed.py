@@ -30,12 +30,13 @@ PRELOAD = ["pipeline.certification.distributed", "deepspeed", "deepspeed.runtime
 KINDS = {"weight": "weight", "exp_avg": "moment"}
 
 
-def train_in_layout(config: RunConfig, spoil: str | None = None) -> Outcome:
+def train_in_layout(config: RunConfig, spoil: str | None = None, *, after_step: Callable[[], object] = lambda: None) -> Outcome:
     """Train in the layout of the configuration on the CPU. Collective; every rank returns the same result.
 
     Args:
         config: of the run, valid for the world size.
         spoil: the name of a weight whose gradients tensor rank 0 scales by 1.01, to show that a wrong gradient is found.
+        after_step: called after every step.
     """
     mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
     model = parallelize(config, mesh)
@@ -50,14 +51,15 @@ def train_in_layout(config: RunConfig, spoil: str | None = None) -> Outcome:
     losses, norms = [], []
     gradients: dict[str, torch.Tensor] = {}
     fixed = {piece.name for piece in model.fixed.values()}
-    for tokens, batch in random_batches(config):
+    for step, (tokens, batch) in enumerate(random_batches(config)):
         mine, fields = split(tokens, batch, mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.coordinates)]
-        loss, result = trainer.train(mine, fields)
+        loss, result = trainer.train(mine, fields, step=step)
         losses.append(float(loss))
         norms.append(float(result.gradient_norm))
         if not gradients:  # the first moments after one step
             moments = _gather(trainer.engine.fragments(), {"exp_avg": "moment"}, fixed)["moment"]
             gradients = {name: moment / (1 - config.optimizer.beta1) for name, moment in moments.items()}
+        after_step()
     return Outcome(losses, norms, {"gradient": gradients, **_gather(trainer.engine.fragments(), KINDS, fixed)})
 
 
@@ -105,7 +107,13 @@ def preload() -> None:
     forkserver.ensure_running()
 
 
-def run_ranks(size: int, function: Callable[..., None], *arguments: object, seconds: float | None = None) -> None:
+def run_ranks(
+    size: int,
+    function: Callable[..., None],
+    *arguments: object,
+    seconds: float | None = None,
+    watch: Callable[[], object] = lambda: None,
+) -> None:
     """Run `function(*arguments)` on gloo ranks of this machine, without GPUs.
 
     Args:
@@ -113,6 +121,7 @@ def run_ranks(size: int, function: Callable[..., None], *arguments: object, seco
         function: importable by its name; so are the arguments' types.
         arguments: of the function.
         seconds: time limit; None for none.
+        watch: called every second while they run.
 
     Raises:
         RanksFailedError: see there. No rank is left running.
@@ -124,7 +133,8 @@ def run_ranks(size: int, function: Callable[..., None], *arguments: object, seco
         )
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
-            while not context.join(None if deadline is None else max(0.1, deadline - time.monotonic())):
+            while not context.join(1.0 if deadline is None else min(1.0, max(0.1, deadline - time.monotonic()))):
+                watch()
                 if deadline is not None and time.monotonic() > deadline:
                     raise RanksFailedError(f"the ranks did not finish within {seconds:g} s: one of them may wait for another forever")
         except (ProcessRaisedException, ProcessExitedException) as error:

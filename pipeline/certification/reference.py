@@ -6,7 +6,7 @@ It uses the model of the package and nothing of its engines, process groups or t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
+from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
+from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.training.lr_schedule import learning_rate
 
@@ -33,7 +35,9 @@ def initial_noise(name: str, shape: tuple[int, ...]) -> Tensor:
     return initial_tensor(f"noise/{name}", shape, 0.02, 0)
 
 
-def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None) -> Outcome:
+def train_plain(
+    config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None, *, after_step: Callable[[], object] = lambda: None
+) -> Outcome:
     """Train the model of a run on random batches in a plain loop.
 
     Args:
@@ -41,9 +45,15 @@ def train_plain(config: RunConfig, dtype: torch.dtype = torch.float32, steps: in
         dtype: of weights and activations. The initial weights are those of fp32 for every dtype. Master weights, gradients and moments
             are fp32, or fp64 for an fp64 model.
         steps: number of steps; training.steps when None.
+        after_step: called after every step.
     """
-    batches = ((tokens, with_loss_scale(batch)) for tokens, batch in random_batches(config, steps))
-    return plain_loop(config, _build(config, dtype), batches, dtype=dtype)
+
+    def batches() -> Iterator[RandomBatch]:
+        for tokens, batch in random_batches(config, steps):
+            yield tokens, with_loss_scale(batch)
+            after_step()
+
+    return plain_loop(config, _build(config, dtype), batches(), dtype=dtype)
 
 
 def plain_loop(
@@ -74,6 +84,8 @@ def plain_loop(
     clipping = config.optimizer.gradient_clipping or math.inf
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):
+        for stack in (module for module in model.modules() if isinstance(module, Stack)):
+            stack.set_loss_weights(loss_weights.at(config.model, config.training, step))
         parts = split(tokens, fields, micro_batches or _micro_batches(config, tokens))
         outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, config, model)))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))

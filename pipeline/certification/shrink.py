@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common import knobs
-from pipeline.config.data import WarmupConfig
+from pipeline.config import loss_weights
+from pipeline.config.data import ScheduledWeight, WarmupConfig
 from pipeline.config.layout import Layout, stages_per_rank
 from pipeline.config.schema import RunConfig, StageConfig
 
@@ -109,6 +110,10 @@ def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:
         entries: list[WarmupConfig] = getattr(training, name)
         ends = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
         values[f"training.{name}"] = [WarmupConfig(number, entry.value) for number, entry in enumerate(ends, 1)]
+    for name in loss_weights.NAMES:
+        weights: list[ScheduledWeight] = getattr(training, f"{name}_schedule")
+        chosen = weights if len(weights) <= LARGEST_WARMUP else [weights[0], weights[-1]]
+        values[f"training.{name}_schedule"] = [ScheduledWeight(number, entry.value) for number, entry in enumerate(chosen, 1)]
     return knobs.changed(small, values)
 
 

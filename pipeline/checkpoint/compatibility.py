@@ -90,9 +90,11 @@ def check_same_model(
 def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:
     """The settings of the run that resumes which differ from the checkpoint's and affect training: (key, old, new)."""
     new, old = dataclasses.asdict(config), checkpoint.config
-    keys = [f"{group}.{name}" for group in ("data", "training", "optimizer", "parallel", "precision") for name in new[group]]
-    pairs = [(key, _value(old, key), _value(new, key)) for key in keys]
-    return [pair for pair in pairs if pair[1] != pair[2]]
+    found = []
+    for group in ("data", "training", "optimizer", "parallel", "precision"):
+        before = dataclasses.asdict(type(getattr(config, group))()) | old.get(group, {})  # an older checkpoint lacks newer keys
+        found += [(f"{group}.{name}", before[name], value) for name, value in new[group].items() if before[name] != value]
+    return found
 
 
 def _model_differences(new: dict[str, Any], old: dict[str, Any], context_factor: float) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -20,6 +20,7 @@ from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE, 
 from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
+from pipeline.config import loss_weights
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate
@@ -246,15 +247,18 @@ def write_configs(
     padding_id: int | None = None,
     original: Original | None = None,
     quantization: dict[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and generation_config.json.
 
     The end-of-document token is both the beginning- and the end-of-sequence token. An encoder-decoder's decoder starts with the padding
     token if there is one. A model that started from a Hugging Face model keeps its config.json and its generation_config.json, if any.
-    `quantization` becomes the key quantization_config.
+    `quantization` becomes the key quantization_config. `training` is the group of the run, for the keys that configure training.
     """
     mapping = registry.mapping_of(config)
     own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    weights = loss_weights.defaults(config) | {name: value for name, value in (training or {}).items() if value is not None}
+    own |= {key: weights[name] for key, name in mapping.training_keys.items()}
     own |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
         _write_json(folder / "config.json", original.config_json(mapping.config_json(config)) | own)

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.checkpoint import huggingface_import, native, save
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
 from pipeline.checkpoint.imported import FOLDER, copy_originals
-from pipeline.common import artifact
+from pipeline.common import artifact, knobs
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.config import model_option, run_tokenizer
@@ -32,8 +32,9 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     """
     content = huggingface_import.read_config(source)
     family, mapping = registry.find_mapping(content)
-    model, files, _ = collect_errors(
+    model, training, files, _ = collect_errors(
         lambda: config_json.read(mapping, family.config, content),
+        lambda: mapping.training_settings(content),
         lambda: huggingface_import.weight_files(source),
         lambda: huggingface_import.read_generation_config(source),
     )
@@ -60,8 +61,9 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
             "convert: %s is ignored: dropout is not supported in training", ", ".join(f"{key}={content[key]}" for key in dropout_keys)
         )
 
-    overrides = " ".join(model_option.overrides(model))
-    saved_config = {**dataclasses.asdict(config), "model": dataclasses.asdict(model)}
+    overrides = " ".join([*model_option.overrides(model), *(f"training.{name}={value:g}" for name, value in training.items())])
+    config = knobs.changed(config, {"model": model, **{f"training.{name}": value for name, value in training.items()}})
+    saved_config = dataclasses.asdict(config)
     index = native.Index(native.TrainState(), saved_config)
     path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
     copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})

@@ -57,7 +57,7 @@ class Chart:
         title: above the chart.
         unit: of the values, above the vertical axis.
         across: what the horizontal axis shows.
-        legend: (color, name) of each series; empty for one without a name.
+        legend: (color, name) of each series that has a name and a point.
         lines: the series.
         x_ticks, y_ticks: (place, label).
     """
@@ -105,7 +105,7 @@ def chart(title: str, unit: str, series: Sequence[Series], across: str = "step")
         marks = [(across_at(x), up_at(y), f"{one.name} {across} {x:,g}: {y:.6g}{_error(one.errors.get(x))}".strip()) for x, y in some]
         bars = [(across_at(x), up_at(y - one.errors[x]), up_at(y + one.errors[x])) for x, y in some if one.errors.get(x)]
         lines.append(Line(color, path, marks if len(some) <= _MARKED else [], bars))
-    legend = [(line.color, one.name) for line, one in zip(lines, series, strict=True) if one.name]
+    legend = [(line.color, one.name) for line, one in zip(lines, series, strict=True) if one.name and one.points]
     x_labels = [(across_at(x), label) for x, label in zip(x_ticks, labels(x_ticks), strict=True) if first <= x <= last]
     y_labels = [(up_at(y), label) for y, label in zip(y_ticks, labels(y_ticks), strict=True)]
     return Chart(title, unit, across, legend, lines, x_labels, y_labels)

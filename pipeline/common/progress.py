@@ -40,7 +40,13 @@ class Progress:
 
             self._bar = tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", dynamic_ncols=True)
 
-    def advance(self, amount: int, note: str = "") -> None:
+    def extend(self, amount: int) -> None:
+        """Add units to the total, for work that turns out to be necessary."""
+        self._total = (self._total or 0) + amount
+        if self._bar is not None:
+            self._bar.total = self._total
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
         """Add completed units; `note` is shown next to the bar."""
         self._done += amount
         if self._bar is not None:

@@ -107,6 +107,14 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True)
+class ScheduledWeight:
+    """A weight that applies before a given step."""
+
+    until_step: int = knob(MISSING, "first step (counted from 0) that uses the next value", unit="steps", at_least=1)
+    value: float = knob(MISSING, "value for the steps before it", at_least=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Documents, text shards and token shards."""
 
@@ -115,9 +123,7 @@ class DataConfig:
         {}, "additional corpora, stored separately for blending: {name: [files, globs, folders or URLs], ...}"
     )
     text_field: str = knob("text", "field of a JSON record, or column of a Parquet file, with the text of the document")
-    suffixes: list[str] = knob(
-        [], "file name suffixes that are read, in upper or lower case; empty reads all supported formats, and unknown ones are read as text"
-    )
+    suffixes: list[str] = knob([], "file name suffixes to read, unknown ones as text; empty reads all supported formats")
     exclude: list[str] = knob([".*"], "glob patterns of file and folder names to skip when a folder or glob is searched")
     document_megabytes: float = knob(
         16.0, "maximum size of a document in its file; larger documents are quarantined", unit="MB", above=0, at_most=2000

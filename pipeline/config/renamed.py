@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: old key -> new key, in the same group
+#: old key -> new key
 RENAMED = {
     "training.batch_warmup": "training.batch_rampup",
     "stage.roofline": "stage.plot",
@@ -16,7 +16,11 @@ RENAMED = {
     "model.groups_chosen": "model.topk_group",
     "model.normalise_weights": "model.norm_topk_prob",
     "model.routed_factor": "model.routed_scaling_factor",
-    "model.bias_step": "model.bias_update_speed",
+    "model.bias_step": "training.bias_update_speed",
+    "model.balance_loss": "training.balance_loss",
+    "model.z_loss": "training.z_loss",
+    "model.bias_update_speed": "training.bias_update_speed",
+    "model.mtp_loss": "training.mtp_loss",
 }
 
 #: removed key -> what replaces it
@@ -37,6 +41,6 @@ def new_name(key: str) -> str | None:
 def update(config: dict[str, Any]) -> None:
     """Rename the keys of a saved configuration (nested dictionaries) in place."""
     for old, new in RENAMED.items():
-        group, _, name = old.partition(".")
+        (group, _, name), (new_group, _, new_name) = old.partition("."), new.partition(".")
         if name in config.get(group, {}):
-            config[group][new.partition(".")[2]] = config[group].pop(name)
+            config.setdefault(new_group, {})[new_name] = config[group].pop(name)

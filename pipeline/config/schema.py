@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
-from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig, WarmupConfig
+from pipeline.config.data import DataConfig, DedupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
 from pipeline.config.lora import LoraConfig
 
 if TYPE_CHECKING:
@@ -52,6 +52,25 @@ class TrainingConfig:
         item=WarmupConfig,
     )
     batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
+    balance_loss: float | None = knob(
+        None,
+        "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
+        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        at_least=0,
+    )
+    balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    z_loss: float | None = knob(None, "Mixtral: weight of the routers' z-loss; default: 0", at_least=0)
+    z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    bias_update_speed: float | None = knob(
+        None,
+        "DeepSeek-V3: change of the routers' correction biases per step, to balance the load; 0 disables it; default: 0.001",
+        at_least=0,
+    )
+    bias_update_speed_schedule: list[ScheduledWeight] = knob([], "other speeds in the first steps", item=ScheduledWeight)
+    mtp_loss: float | None = knob(
+        None, "DeepSeek-V3: weight of the mean loss of the MTP modules (model.mtp_depth) in the training loss; default: 0.3", at_least=0
+    )
+    mtp_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0, at_most=10**18)
     document_mask: bool = knob(False, "restrict attention to tokens of the same document")
     activation_checkpointing: str = knob(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from pipeline.config.data import WarmupConfig
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
@@ -17,8 +18,23 @@ from pipeline.config.schema import OptimizerConfig, TrainingConfig
 #: training.epochs of a run that sets neither it nor training.steps, as in TRL.
 DEFAULT_EPOCHS = 3.0
 
+Value = TypeVar("Value")
+EntryValue = TypeVar("EntryValue", covariant=True)
 
-def value_at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
+
+class Entry(Protocol[EntryValue]):
+    """A value that applies before a given step."""
+
+    @property
+    def until_step(self) -> int:
+        """The first step that uses the next value."""
+
+    @property
+    def value(self) -> EntryValue:
+        """The value for the steps before it."""
+
+
+def value_at(entries: Sequence[Entry[Value]], step: int, final: Value) -> Value:
     """Return the value at a step (counted from 0): that of the first entry with step < until_step, else the final value."""
     return next((entry.value for entry in entries if step < entry.until_step), final)
 

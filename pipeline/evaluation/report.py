@@ -31,7 +31,7 @@ def render(run_dir: Path, records: Sequence[Mapping[str, Any]], table: tuple[lis
     steps = {record["step"] for record in records}
     return page.render(
         "evaluation_report.html.jinja",
-        f"Evaluation of {run_dir.resolve().name}",
+        f"Evaluation of {run_name(run_dir)}",
         verdict=verdict(newest),
         step=step,
         read=next((_read(record["read"]) for record in newest if "read" in record), ""),
@@ -41,6 +41,12 @@ def render(run_dir: Path, records: Sequence[Mapping[str, Any]], table: tuple[lis
         head=table[0] if len(steps) > 1 else [],
         rows=table[1],
     )
+
+
+def run_name(run_dir: Path) -> str:
+    """Return the name of a run: that of its directory, of a sweep's numbered run with that of the sweep."""
+    path = run_dir.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
 
 
 def verdict(newest: Sequence[Mapping[str, Any]]) -> str:

@@ -121,7 +121,8 @@ def _cluster(wanted: EvaluationConfig, cluster: ClusterConfig, environment: Mapp
 def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[str], environment: Mapping[str, str]) -> job.Job:
     """The job of one kind. Its name belongs to this run and kind: of the jobs with the same name, Slurm runs one at a time."""
     folder = Path(run_dir).absolute() / record.FOLDER
-    kept = [o for o in overrides if not re.match(r"\+*((stage|run_dir)=|(stage|dry_run|evaluation|checkpoint)[.=])", o)]
+    left_out = r"\+*((stage|run_dir|training\.context_factor)=|(stage|dry_run|evaluation|checkpoint)[.=])"
+    kept = [o for o in overrides if not re.match(left_out, o)]
     settings = ["stage.checkpoint=all", f"stage.every={wanted.every}"]
     if kind == "tasks":
         settings.append(f"stage.tasks=[{','.join(map(quoted, wanted.tasks))}]")

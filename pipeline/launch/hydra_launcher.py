@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +36,8 @@ from pipeline.config.paths import CONF_DIR, batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job
+from pipeline.launch import job, local_sweep, sweep_table
+from pipeline.launch.sweep_table import Point
 
 #: Record of the submitted jobs in the sweep folder, one entry per run.
 RECORD = "sweep.json"
@@ -113,24 +115,42 @@ class ValidatingLauncher(Launcher):
 
 
 class LocalLauncher(ValidatingLauncher):
-    """Executes the runs sequentially in this process, on all its ranks."""
+    """Executes the runs sequentially in this process, on all its ranks, and prints a table of them."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """See ValidatingLauncher."""
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self._done: list[Point] = []  # of earlier batches, with hydra.sweeper.max_batch_size
 
     def world_size(self, config: RunConfig) -> int:
         """Return the number of ranks of this job, or the simulated ranks of a dry run."""
         return layout.job_size(config, ranks.detect().world_size)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Execute the runs. Called by Hydra with the overrides of each run."""
-        return [
-            run_job(
-                hydra_context=self.hydra_context,
-                task_function=self.task_function,
-                config=run.composed,
-                job_dir_key="run_dir",
-                job_subdir_key=None,
-            )
-            for run in self.runs(job_overrides, initial_job_idx)
-        ]
+        """Execute the runs. Called by Hydra with the overrides of each run.
+
+        Raises:
+            SystemExit: a run has failed or was asked to stop, with the exit code of the first one.
+        """
+        runs, here = self.runs(job_overrides, initial_job_idx), ranks.detect()
+        done, code = local_sweep.execute(_points(runs), [partial(self._execute, run) for run in runs], here)
+        self._done += done
+        if here.rank == 0 and not any(run.config.dry_run.enabled for run in runs):
+            folder = Path(self.config.hydra.sweep.dir)
+            print(f"{sweep_table.write(folder, self._done)}\nsee {folder / sweep_table.MARKDOWN}", flush=True)
+        if code:
+            sys.exit(code)
+        return []
+
+    def _execute(self, run: SweepRun) -> JobReturn:
+        """Execute a run."""
+        return run_job(
+            hydra_context=self.hydra_context,
+            task_function=self.task_function,
+            config=run.composed,
+            job_dir_key="run_dir",
+            job_subdir_key=None,
+        )
 
 
 class SlurmLauncher(ValidatingLauncher):
@@ -230,6 +250,16 @@ def register() -> None:
         launcher.__module__ = PLUGIN
         plugins.register(launcher)
         store.store(group="hydra/launcher", name=name, node={"_target_": f"{PLUGIN}.{launcher.__name__}"}, provider="pipeline")
+
+
+def _points(runs: Sequence[SweepRun]) -> list[Point]:
+    """The runs as points of the table, with the overrides that not all of them have."""
+    common = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+    points = []
+    for run in runs:
+        steps = run.config.training.steps if run.config.stage.name in TRAINING_STAGES else None
+        points.append(Point(Path(run.config.run_dir), tuple(override for override in run.overrides if override not in common), steps))
+    return points
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:

@@ -18,7 +18,7 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
         config: of the job, whose stage is that of the job.
         world_size: ranks.
         arguments: of `python -m pipeline`, for this job.
-        has_weights: whether a job that fine-tunes has a checkpoint to start from.
+        has_weights: whether the job has a checkpoint to start from.
     """
     cluster = config.cluster
     if cluster.tasks_per_node == 1 and world_size != cluster.nodes:
@@ -27,7 +27,7 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
     yield job.sbatch_line(cluster, config.stage.name, world_size, arguments, batch_scripts(Path.cwd()))
     for key in job.missing(cluster):
         yield f"  cluster.{key} is not set, and cluster={cluster.name} requires it: add cluster.{key}=NAME, or --{key}=NAME to this line"
-    if config.stage.name == "finetune" and not has_weights:
+    if (config.stage.name == "finetune" or config.lora.rank) and not has_weights:
         yield "  checkpoint.initialize_from is not set: add the run directory or checkpoint with the weights of this model"
     yield from _gpus(cluster)
 

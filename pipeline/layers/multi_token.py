@@ -49,15 +49,17 @@ class MultiTokenHead(nn.Module):
         output: output projection and loss.
         embed: the model's embedding.
         depths: the MTP modules in order; the first predicts the token after the next.
-        factor: weight of the mean MTP loss in the training loss.
+
+    Attributes:
+        factor: weight of the mean MTP loss in the training loss; the model's set_loss_weights sets it.
     """
 
-    def __init__(self, output: OutputHead, embed: Embedding, depths: Iterable[nn.Module], factor: float) -> None:
+    def __init__(self, output: OutputHead, embed: Embedding, depths: Iterable[nn.Module]) -> None:
         super().__init__()
         self.output = output
         self.depths = nn.ModuleList(depths)
         self.embed = embed if len(self.depths) else None
-        self.factor = factor
+        self.factor = 1.0
 
     def forward(self, hidden: Tensor, context: AttentionContext, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
         """Compute the logits of the next token, or with targets the loss; with gradients enabled, the MTP loss is added.

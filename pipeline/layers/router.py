@@ -42,9 +42,11 @@ class Router(nn.Module):
         normalize: whether the weights of the selected experts are normalized to sum to one.
         scaling_factor: factor of the weights after normalization.
         correction_bias: add a bias to the scores for expert selection only; it has no gradient; training/router_statistics.py updates it.
-        bias_update_speed: change of the correction bias per optimizer step.
         groups: number of expert groups of equal size.
         topk_group: number of groups that experts are selected from: those with the largest sum of the two highest scores.
+
+    Attributes:
+        bias_update_speed: change of the correction bias per optimizer step; the model's set_loss_weights sets it.
     """
 
     def __init__(
@@ -57,7 +59,6 @@ class Router(nn.Module):
         normalize: bool = True,
         scaling_factor: float = 1.0,
         correction_bias: bool = False,
-        bias_update_speed: float = 0.001,
         groups: int = 1,
         topk_group: int = 1,
     ) -> None:
@@ -67,7 +68,7 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction_bias else None
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.groups, self.topk_group = groups, topk_group
-        self.bias_update_speed = bias_update_speed
+        self.bias_update_speed = 0.0
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token; x is (tokens, hidden)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Unpack, cast
 
 import torch
@@ -182,6 +182,13 @@ class Stack(nn.Module):
         loss, rewards = preference_loss(answers, batch)
         self.measured.append(rewards)
         return loss
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of further losses and the speed of routers' biases; for families that have some (ModelConfig.loss_weights).
+
+        Args:
+            weights: all of the family, by name.
+        """
 
     def reset_buffers(self) -> None:
         """Recompute all ComputedBuffers on the device of the weights, after the model was materialized from the meta device."""

@@ -81,7 +81,7 @@ def unread(mapping: HuggingFaceMapping, content: dict[str, Any]) -> dict[str, An
 def _known(mapping: HuggingFaceMapping) -> set[str]:
     """Return the keys that the import reads or knows to have no effect."""
     nested = {key for group in mapping.nested for key in group.keys}
-    return {*mapping.fields, *mapping.constants, *nested, *WITHOUT_EFFECT, *mapping.ignored_keys}
+    return {*mapping.fields, *mapping.constants, *nested, *WITHOUT_EFFECT, *mapping.training_keys, *mapping.ignored_keys}
 
 
 def _without_aliases(mapping: HuggingFaceMapping, content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:

@@ -73,6 +73,7 @@ class HuggingFaceMapping:
         defaults: key of config.json -> the default of the Hugging Face class, or a function that computes it from the keys that are not
             null. Without a default, a key of `constants` may be missing and a key of `fields` may not.
         nested: keys that need functions to translate.
+        training_keys: key of config.json -> setting of the group training that it is the value of.
         ignored_keys: further keys that the class reads and that do not affect the logits.
         legacy_architectures: names of the class in earlier releases.
         copies: Hugging Face weight -> the weight of the table that it always equals; files contain either or both.
@@ -94,6 +95,7 @@ class HuggingFaceMapping:
     implied: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     nested: tuple[KeyGroup, ...] = ()
+    training_keys: dict[str, str] = field(default_factory=dict)
     ignored_keys: tuple[str, ...] = ()
     legacy_architectures: tuple[str, ...] = ()
     copies: dict[str, str] = field(default_factory=dict)
@@ -115,6 +117,18 @@ class HuggingFaceMapping:
         for group in self.nested:
             content.update(group.write(config))
         return content
+
+    def training_settings(self, content: dict[str, Any]) -> dict[str, float]:
+        """Return the settings of the group training that config.json has.
+
+        Raises:
+            UserError: a value is not a number of at least 0.
+        """
+        found = {name: (key, content[key]) for key, name in self.training_keys.items() if content.get(key) is not None}
+        for key, value in found.values():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise refusal(key, value, "must be a number of at least 0", "correct config.json")
+        return {name: float(value) for name, (_, value) in found.items()}
 
     def mismatches(self, config: ModelConfig) -> dict[str, Any]:
         """Return the fields of a configuration that this class does not support: field -> the only value it supports."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config import warmup
+from pipeline.config import loss_weights, warmup
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.blend import phases
@@ -104,6 +104,8 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
     else:
         yield f"  {'epochs':<16}{training.epochs or warmup.DEFAULT_EPOCHS:g}; the number of steps is logged once the data is packed"
+    for name in loss_weights.defaults(config.model):
+        yield f"  {f'{name} ':<16}{loss_weights.text(config.model, training, name)}"
     if training.token_budget:
         steps = warmup.steps_for_tokens(training, training.token_budget)
         yield f"  {'token budget':<16}{training.token_budget:,} tokens = training.steps={steps}"

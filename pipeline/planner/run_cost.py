@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from pipeline.config import warmup
 from pipeline.planner.plan import JobPlan, plan
@@ -19,12 +18,9 @@ def run_seconds(result: JobPlan) -> float:
         if (batch, parts) == (training.global_batch_size, 1):
             seconds += steps * result.estimate.step_time
             continue
-        shorter: dict[str, Any] = {
-            "sequence_length": length,
-            "micro_batch_size": training.micro_batch_size * parts,
-            "global_batch_size": batch * parts,
-        }
-        config = replace(result.config, training=replace(training, **shorter))
+        micro = training.micro_batch_size * parts
+        changed = replace(training, sequence_length=length, micro_batch_size=micro, global_batch_size=batch * parts)
+        config = replace(result.config, training=changed)
         traced = result.trace if parts == 1 else None
         seconds += steps * plan(config, result.layout.world_size, result.hardware, traced).estimate.step_time
     return seconds

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from pipeline.common.progress import Progress
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.rules import check
@@ -147,33 +148,42 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     started, traces = time.perf_counter(), traces or Traces()
     if config.stage.name not in TRAINING_STAGES:
         config = replace(config, stage=StageConfig(name="pretrain"))  # the rules are those of the job
-    candidates = [c for c in _candidates(config, world_size, hardware) if not check.training_violations(c, world_size)]
     limit = hardware.memory_gb * 1e9
     bounded: list[tuple[float, int, RunConfig]] = []
     tight: list[tuple[float, int, RunConfig]] = []
-    for index, candidate in enumerate(candidates):
-        layout = Layout.of(candidate, world_size)
-        memory = _memory_bound(traces.get(candidate), candidate, layout)
-        if memory <= USABLE * limit:
-            bounded.append((_time_bound(candidate, layout, hardware, traces), index, candidate))
-        else:
-            tight.append((memory, index, candidate))
+    candidates = list(_candidates(config, world_size, hardware))
+    with Progress(len(candidates), "search", "layouts", every=10) as progress:
+        for index, candidate in enumerate(candidates):
+            if not check.training_violations(candidate, world_size):
+                layout = Layout.of(candidate, world_size)
+                memory = _memory_bound(traces.get(candidate), candidate, layout)
+                if memory <= USABLE * limit:
+                    bounded.append((_time_bound(candidate, layout, hardware, traces), index, candidate))
+                else:
+                    tight.append((memory, index, candidate))
+            progress.advance()
     bounded.sort(key=lambda item: item[:2])
     chosen = bounded[:SIMULATED] or sorted(tight, key=lambda item: item[:2])[:1]
-    choices = _simulated([candidate for _, _, candidate in chosen], world_size, hardware, traces)
-    piped = [choice.plan.config for choice in choices if choice.plan.layout.pipeline > 1][:BALANCED]
-    uneven = [replace(candidate, parallel=replace(candidate.parallel, balance="flops")) for candidate in piped]
-    uneven = [candidate for candidate in uneven if len(set(Layout.of(candidate, world_size).blocks)) > 1]
-    choices = sorted(choices + _simulated(uneven, world_size, hardware, traces), key=lambda choice: choice.step_time)
+    with Progress(len(chosen), "search: simulated", "layouts", every=10) as progress:
+        choices = _simulated([candidate for _, _, candidate in chosen], world_size, hardware, traces, progress)
+        piped = [choice.plan.config for choice in choices if choice.plan.layout.pipeline > 1][:BALANCED]
+        uneven = [replace(candidate, parallel=replace(candidate.parallel, balance="flops")) for candidate in piped]
+        uneven = [candidate for candidate in uneven if len(set(Layout.of(candidate, world_size).blocks)) > 1]
+        progress.extend(len(uneven))
+        choices += _simulated(uneven, world_size, hardware, traces, progress)
+    choices.sort(key=lambda choice: choice.step_time)
     roomy = [choice for choice in choices if choice.plan.estimate.memory.total <= USABLE * limit]
     fitting = roomy or [choice for choice in choices if choice.plan.estimate.fits]
     smallest = min(choices, key=lambda choice: choice.plan.estimate.memory.total) if choices and not fitting else None
-    return SearchResult(fitting, len(candidates), len(bounded), smallest, time.perf_counter() - started)
+    return SearchResult(fitting, len(bounded) + len(tight), len(bounded), smallest, time.perf_counter() - started)
 
 
-def _simulated(candidates: list[RunConfig], world_size: int, hardware: Hardware, traces: Traces) -> list[Choice]:
+def _simulated(candidates: list[RunConfig], world_size: int, hardware: Hardware, traces: Traces, progress: Progress) -> list[Choice]:
     """Return the predictions of some candidates, fastest first."""
-    choices = [Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)) for candidate in candidates]
+    choices = []
+    for candidate in candidates:
+        choices.append(Choice(plan(candidate, world_size, hardware, traces.get(candidate)), settings_of(candidate)))
+        progress.advance()
     return sorted(choices, key=lambda choice: choice.step_time)
 
 

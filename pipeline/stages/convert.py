@@ -129,6 +129,7 @@ def _write_huggingface(
         padding_id=tokenizer.first_of([named] if named else DECODER_STARTS),
         original=original,
         quantization=entry,
+        training=checkpoint.config.get("training"),
     )
     huggingface_export.copy_tokenizer(
         tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
+from pipeline.common import metrics_file
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.schema import TrackingConfig
@@ -27,7 +28,7 @@ from pipeline.training.validation import Validation
 
 log = logging.getLogger("pipeline")
 
-FILE = "metrics.jsonl"
+FILE = metrics_file.FILE
 WANDB_ID = ".wandb_id"
 #: Corpora whose validation loss is logged, the largest ones; the file has all.
 _LOGGED_CORPORA = 10

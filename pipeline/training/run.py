@@ -29,7 +29,7 @@ from pipeline.parallel.parallelize import check_trained
 from pipeline.training import epochs, loop, resume, run_directory, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
-from pipeline.training.starting_checkpoint import initial_checkpoint
+from pipeline.training.starting_checkpoint import initial_checkpoint, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -71,6 +71,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint.resume, claims))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
+            config = with_loss_weights(config, begin)
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoint import native
-from pipeline.common.errors import UserError
-from pipeline.config.schema import CheckpointConfig
+from pipeline.common.errors import DamagedCheckpointError, UserError
+from pipeline.config import loss_weights
+from pipeline.config.schema import CheckpointConfig, RunConfig
 
 
 def starting_checkpoint(run_dir: Path, resume: str) -> Path | None:
@@ -49,6 +52,26 @@ def initial_checkpoint(where: str) -> Path:
         UserError: there is none.
     """
     return native.find_start(where, "checkpoint.initialize_from", "set it to a run directory with checkpoints, or to one of them")
+
+
+def with_loss_weights(config: RunConfig, resumed: Path | None) -> RunConfig:
+    """Return the configuration with the weights of losses that it leaves open, as the checkpoint that the run starts from has them.
+
+    Args:
+        config: configuration of the run.
+        resumed: the checkpoint that it resumes from; None for checkpoint.initialize_from, or a start from scratch.
+
+    Raises:
+        UserError: checkpoint.initialize_from names no checkpoint.
+    """
+    start = resumed
+    if start is None and config.checkpoint.initialize_from is not None:
+        start = initial_checkpoint(config.checkpoint.initialize_from)
+    for path in [] if start is None else [start, *reversed(native.complete(Path(config.run_dir)))]:
+        with suppress(DamagedCheckpointError):  # it is reported, or replaced by an older one, when it is loaded
+            found = loss_weights.inherited(config, native.read_index(path).config["training"])
+            return replace(config, training=replace(config.training, **found))
+    return config
 
 
 def checkpoint_of_finetuning(run_dir: Path, checkpoint: CheckpointConfig) -> Path:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
@@ -49,11 +50,14 @@ class Trainer:
             tokens: int64 (sequences, sequence), this rank's share of the global batch, on the mesh's device.
             batch: the other model inputs, with targets.
             requests: of this rank, to be counted over all ranks.
-            step: steps before this one; selects the random numbers of dropout.
+            step: steps before this one; selects the random numbers of dropout, and weights of losses.
 
         Returns:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
+        weights = loss_weights.at(self._config.model, self._config.training, step)
+        for stage in self.model.stage_modules():
+            stage.set_loss_weights(weights)
         batch = self._with_reference(tokens, self._with_loss_scale(batch))
         pipeline = self._pipeline(tokens, batch)
         if self._config.lora.dropout:

@@ -33,9 +33,10 @@ NORM = "blocks.0.mlp_norm.weight"
 def certify(worlds, monkeypatch, tmp_path, capsys):
     """`certify(*overrides)`: the exit code of the command line, what it printed, and the certificate. Ranks are those of the tests."""
 
-    def in_world(size: int, function: Callable[..., None], *arguments: object, seconds: float) -> None:
+    def in_world(size: int, function: Callable[..., None], *arguments: object, seconds: float, watch: Callable[[], None]) -> None:
         assert seconds == 600
         worlds(size).run(function, *arguments)
+        watch()
 
     def run(*overrides: str, ranks: Callable[..., None] = in_world) -> tuple[int, str, dict[str, Any]]:
         monkeypatch.setattr(certificate, "preload", lambda: None)
@@ -57,6 +58,10 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     code, printed, written = certify(*JOB)
     assert code == 0, printed
     assert written["certified"] is True
+    # Three steps of the plain loop in fp32, fp64 and bf16 and of the ranks in fp32 and bf16, and one to set the clipping threshold.
+    done, total = map(int, re.search(r"certify: (\d+) of (\d+) training steps, .* done", printed).groups())
+    assert done == total
+    assert (done - 16) % 6 == 0  # another seed takes six more
     assert [comparison["precision"] for comparison in written["comparisons"]] == ["fp32", "bf16"]
     for comparison in written["comparisons"]:
         assert list(comparison["differences"]) == list(QUANTITIES)

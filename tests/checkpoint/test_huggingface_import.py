@@ -22,18 +22,22 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from pipeline.checkpoint import huggingface_export
 from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config, read_generation_config, weight_files
+from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.imported import copy_originals, original_of
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
 from tests.helpers import pipeline
 from tests.models.real_configs import CONFIGS, shrunk
+from tests.world import configured
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 64}
 
@@ -274,6 +278,23 @@ def test_a_tied_t5_without_scaled_outputs(tmp_path):
         for name, parameter in ours.named_parameters():
             parameter.copy_(weights.tensor(name))
         torch.testing.assert_close(ours(tokens, decoder_tokens=tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_weight_of_the_balance_loss_is_a_training_setting(tmp_path, caplog):
+    caplog.set_level("INFO", "pipeline")
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "router_aux_loss_coef": 0.007}
+    MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(tmp_path / "hf")
+    import_model(configured("stage=convert", f"run_dir={tmp_path}/run"), tmp_path / "hf", file_bytes=10**9)
+    assert " training.balance_loss=0.007" in caplog.text, "a setting that pretrain needs"
+    checkpoint = Checkpoint(find(tmp_path / "run", "latest"))
+    assert checkpoint.config["training"]["balance_loss"] == 0.007
+    for training, expected in (({"balance_loss": 0.007}, 0.007), ({"balance_loss": 0.0}, 0.0), ({"balance_loss": None}, 0.02)):
+        model = imported(tmp_path / "hf").config
+        huggingface_export.write_configs(tmp_path, model, dtype=torch.float32, end_of_document_id=1, training=training)
+        assert AutoConfig.from_pretrained(tmp_path).router_aux_loss_coef == expected
+    edit_config(tmp_path / "hf", router_aux_loss_coef="none")
+    with pytest.raises(UserError, match=r"config\.json router_aux_loss_coef=none: must be a number of at least 0"):
+        import_model(configured("stage=convert", f"run_dir={tmp_path}/other"), tmp_path / "hf", file_bytes=10**9)
 
 
 def test_multi_token_prediction_that_the_files_lack(tmp_path):

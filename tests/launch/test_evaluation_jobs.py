@@ -8,10 +8,12 @@ import pytest
 from pipeline.checkpoint import native
 from pipeline.common.errors import UserError
 from pipeline.config import command_line, compose
+from pipeline.config.rules import evaluation
 from pipeline.evaluation import record
 from pipeline.launch import job
 from pipeline.launch.evaluation_jobs import Schedule
 from tests.helpers import ROOT
+from tests.world import configured
 
 SBATCH = """#!/bin/bash
 [ -e {folder}/down ] && {{ echo "slurm is down" >&2; exit 1; }}
@@ -103,6 +105,22 @@ def test_jobs_that_would_fail_are_refused_before_training(wrong, message, tmp_pa
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=message):
         schedule(tmp_path, wrong)
+
+
+def test_jobs_of_a_fine_tuning_run_evaluate_its_held_out_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    more = ("stage=finetune", "training.objective=dpo", "lora.rank=4", "training.context_factor=2", "data.instructions.train=[a.jsonl]")
+    (missing,) = evaluation.violations(configured(*more, "evaluation.every=10"))
+    assert str(missing).startswith("evaluation.validation=True: requires data.instructions.validation")
+    held_out = "data.instructions.validation=[held-out.jsonl]"
+    assert not list(evaluation.violations(configured(*more, "evaluation.every=10", held_out)))
+    jobs = schedule(tmp_path, *more, held_out)
+    add_checkpoint(tmp_path / "run", 10)
+    jobs.submit()
+    (text,) = [path.read_text() for path in tmp_path.glob("job-*")]
+    assert held_out in text
+    assert "training.objective=dpo" in text
+    assert "context_factor" not in text, "the checkpoints have the longer context"
 
 
 def test_jobs_read_the_files_of_the_run(tmp_path, monkeypatch):

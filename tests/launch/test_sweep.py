@@ -41,12 +41,16 @@ def test_values_that_do_not_compose_are_reported_separately(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
-    pipeline(
+    printed = pipeline(
         "-m", "stage=shard", *RAW, f"data.input=[{corpus}]", "data.seed=1,2",
         "data.shards=${run_dir}/shards", f"run_dir={tmp_path / 'sweep'}",
     )  # fmt: skip
     manifests = [json.loads((tmp_path / "sweep" / run / "shards" / "manifest.json").read_text()) for run in "01"]
     assert [m["settings"]["data.seed"] for m in manifests] == [1, 2]
+    assert f"sweep, 2 of 2: data.seed=2 ({tmp_path}/sweep/1)" in printed
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "sweep/table.md").read_text().splitlines()]
+    assert table[0] == ["data.seed", "state", "run_dir"]
+    assert table[2:] == [["1", "finished", f"{tmp_path}/sweep/0"], ["2", "finished", f"{tmp_path}/sweep/1"]]
 
 
 @pytest.mark.slow

@@ -35,13 +35,13 @@ SIZES = {
     "vocab_size": 67,
     "max_positions": 16,
     "init_std": 0.1,
-    "balance_loss": 0.05,
 }
 CONFIG = DeepseekV3Config(**SIZES)
 
 
 def model_of(config):
     model = registry.build(config)
+    model.set_loss_weights({**config.loss_weights, "balance_loss": 0.05})
     initialize(model, config, seed=1)
     return model
 
@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_the_next_token_plus_the_mean_mtp_loss():
         hidden = depth.final_norm(depth.block(joined, context))
         mtp_logits = (hidden @ model.head.output.weight.T)[:, : 11 - number]
         losses.append(torch.nn.functional.cross_entropy(mtp_logits.flatten(0, 1), text[:, number + 1 :].flatten()))
-    expected = expected + CONFIG.mtp_loss * sum(losses) / 2
+    expected = expected + CONFIG.loss_weights["mtp_loss"] * sum(losses) / 2
     torch.testing.assert_close(model(tokens, targets=targets), expected)
     with torch.no_grad():
         torch.testing.assert_close(

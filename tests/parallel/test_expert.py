@@ -13,10 +13,10 @@ import torch.distributed as dist
 from pipeline.config.rules.check import violations
 from tests.world import causal, configured, share, tiny, trainer
 
-MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1")
+MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1")
 DEEPSEEK = (
     *("model=deepseek-tiny", "model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4"),
-    *("model.v_head_dim=8", "model.expert_ffn_hidden=12", "model.balance_loss=0.1", "model.bias_update_speed=0.01"),
+    *("model.v_head_dim=8", "model.expert_ffn_hidden=12", "training.balance_loss=0.1", "training.bias_update_speed=0.01"),
 )
 TINY = tiny("model.layers=2", "model.ffn_hidden=24", "training.steps=3", "optimizer.eps=1e-6", "optimizer.gradient_clipping=0.5")
 

@@ -36,6 +36,18 @@ def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     assert memory_check.violation(anyway, 4, result) is None
 
 
+def test_adapters_are_planned_with_their_own_memory():
+    """What does not fit with all weights trained may fit with adapters, and less memory holds weights in 4 bits."""
+    job = ("stage=finetune", "model=llama3.2-3b", "training.sequence_length=512", "training.micro_batch_size=1", *V100)
+    totals = []
+    for words in ((), ("lora.rank=16",), ("lora.rank=16", "lora.quantize=nf4")):
+        result = memory_check.planned(configured(*job, *words), 4)
+        assert result is not None
+        totals.append((result.estimate.memory.total, result.estimate.fits))
+    assert [fits for _, fits in totals] == [False, True, True]
+    assert totals[1][0] - totals[2][0] > 1e9
+
+
 def test_without_hardware_nothing_is_planned():
     config = configured(*JOB)
     assert memory_check.planned(config, 4) is None

@@ -11,9 +11,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from pipeline.config.layout import Layout
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import parallelize
+from pipeline.parallel.parallelize import init_weights, parallelize, partition_model
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.peak_memory import beyond_saved
+from pipeline.planner.planned_buckets import frozen_bytes
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 
@@ -37,14 +38,23 @@ def real(*settings: str) -> float:
     model = parallelize(config, mesh)
     for parameter in model.pieces:
         parameter.register_post_accumulate_grad_hook(_drop)
+    for module in [*model.modules()]:  # the tracker supports no parameters without a gradient
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
     rows, length = config.training.micro_batch_size, config.training.sequence_length
     tokens, batch = causal(torch.randint(512, (rows, length + 1)))
+    if config.objective == "dpo":
+        batch["choices"] = torch.ones_like(tokens)
+        batch["choices"][:, length // 2 :] = -1
+        batch["reference"] = torch.zeros(rows, 3)
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
         next(model.stage_modules())(tokens, **batch).backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return float(peak["Total"] - peak["Parameter"])
+    return float(peak["Total"] - peak["Parameter"] - sum(weight.nbytes for weight in (*model.fixed, *model.quantized)))
 
 
 def _drop(parameter: torch.nn.Parameter) -> None:
@@ -57,6 +67,36 @@ def cases() -> Iterator[Any]:
         for mode in ("none", "selective", "full"):
             default = (family, mode) in (("llama-tiny", "none"), ("gpt1-tiny", "full"), ("mixtral-tiny", "selective"))
             yield pytest.param(family, mode, id=f"{family}-{mode}", marks=() if default else pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("lora.rank=4",),
+        ("lora.rank=4", "lora.quantize=nf4"),
+        ("lora.rank=4", "training.objective=dpo"),
+        ("training.frozen=[embed.*,head.*]",),
+    ],
+    ids=["LoRA", "QLoRA", "DPO", "frozen"],
+)
+def test_the_traced_peak_of_fine_tuning_is_that_of_a_real_pass(words):
+    settings = ("model=llama-tiny", "stage=finetune", *BATCH, *words)
+    assert planned(*settings) == pytest.approx(real(*settings), rel=BAND)
+
+
+@pytest.mark.parametrize("layout", [("parallel.tensor=2",), ("parallel.pipeline=2",)])
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_frozen_weights_take_the_bytes_that_a_run_allocates(layout, quantize):
+    """Those of every pipeline rank: the weights of a run are parallelize's."""
+    words = ("stage=finetune", "precision=bf16", "lora.rank=4", f"lora.quantize={quantize}", "lora.modules_to_save=[embed.*]", *layout)
+    config = configured("model=llama-tiny", *words)
+    sizes, traced = Layout.of(config, 4), trace(config)
+    for rank in range(sizes.pipeline):
+        real = partition_model(config, sizes, rank * sizes.world_size // sizes.pipeline)
+        init_weights(real, config, torch.device("cpu"))
+        assert frozen_bytes(traced, sizes, sizes.stages(rank)) == sum(weight.nbytes for weight in (*real.fixed, *real.quantized))
+        trained = sum(parameter.numel() for parameter in real.pieces)
+        assert sum(part.trained for stage in sizes.stages(rank) for part in traced.stage_parts(sizes, stage)) == trained
 
 
 @pytest.mark.slow

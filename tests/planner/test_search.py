@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +21,13 @@ SMALL = ("stage=pretrain", "model=llama-tiny", "training.sequence_length=128", "
 
 
 @pytest.mark.slow
-def test_the_best_layout_is_legal_fits_and_is_the_fastest_simulated_one():
+def test_the_best_layout_is_legal_fits_and_is_the_fastest_simulated_one(caplog):
+    caplog.set_level(logging.INFO, "pipeline")
     config, hardware = configured(*SMALL), with_node(load("a100-40"), gpus_per_node=2)
     traces = Traces()
     found = search(config, 4, hardware, traces)
+    reported = [re.fullmatch(r"search: (simulated: )?(\d+) of (\d+) layouts, .* done", line) for line in caplog.messages]
+    assert [(bool(line[1]), line[2] == line[3]) for line in reported if line] == [(False, True), (True, True)]
     best = best_layout(config, 2, hardware, traces)
     assert best is not None
     assert best.settings == found.choices[0].settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -102,7 +103,7 @@ SETTINGS = (
 @settings(deadline=None, max_examples=8, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(st.sampled_from(SETTINGS), unique_by=lambda word: word.partition("=")[0].lstrip("+"), max_size=8),
-    tokens=st.none() | st.integers(4_000_000, 10**12),
+    tokens=st.none() | st.integers(20_000_000, 10**12),
 )
 def test_the_printed_command_starts_the_planned_job(printed, words, tokens):
     command = [*TINY, *words, *([] if tokens is None else [f"stage.tokens={tokens}"])]
@@ -176,6 +177,35 @@ def test_what_a_command_lacks_is_named(printed):
     assert "no GPUs are requested: add cluster.gpus_per_node=8" in printed(*plain, "cluster.tasks_per_node=8")
     assert "cluster.gpus_per_node=4 and cluster.tasks_per_node=1 differ" in printed(*plain, "cluster.gpus_per_node=4")
     assert "one rank a node" in printed(*plain, "cluster.sbatch=['--gres=gpu:1']")
+
+
+def test_fine_tuning_is_planned_as_the_job_that_it_is(printed, tmp_path):
+    """The stage follows from the settings; a classifier has its labels, and a longer context the model that stage=finetune makes."""
+    (tmp_path / "lines.jsonl").write_text('{"text": "good", "label": "yes"}\n{"text": "bad", "label": "no"}\n')
+    data, none = f"data.instructions.train=[{tmp_path}/lines.jsonl]", f"run_dir={tmp_path}/none"
+    chats = printed(*TINY, data, none, "lora.rank=4", "lora.quantize=nf4", "training.context_factor=2", "training.sequence_length=512")
+    assert submitted(chats, "finetune").lora.quantize == "nf4"
+    assert "adapters of rank 4, the weights are frozen (nf4 in the blocks)" in chats
+    assert "checkpoint.initialize_from is not set" in chats
+    preferences = printed(*TINY, data, none, "lora.rank=4", "training.objective=dpo")
+    assert re.search(r"^  reference +\d", preferences, re.MULTILINE)
+    encoder = ("stage=plan", "model=bert-tiny", *A100, "training.objective=classification", data, none)
+    assert submitted(printed(*encoder), "finetune").objective == "classification"
+    with pytest.raises(UserError, match="set lora.rank=16"):
+        printed(*TINY, data, none, "training.objective=dpo")
+    with pytest.raises(UserError, match="bidirectional encoder"):
+        printed(*TINY, data, none, "training.objective=classification", "stage.search=true")
+    assert "checkpoint.initialize_from is not set" in printed(*TINY, none, "lora.rank=4")
+
+
+def test_every_collective_is_a_row_of_the_table(printed):
+    text = printed("stage=plan", "model=gpt-tiny", *A100, "parallel.pipeline=2", "parallel.zero_stage=2")
+    rows = {(name, phase): int(count) for name, phase, count in re.findall(r"^  (\w+ \([\w ]+\)) +(\w+) +(\d+) ", text, re.MULTILINE)}
+    micro_batches = 8
+    assert rows["send (pipeline)", "forward"] == rows["send (pipeline)", "backward"] == micro_batches
+    assert rows["reduce_scatter (data)", "backward"] > micro_batches * 4  # ZeRO 2: each block of every micro-batch
+    assert rows["all_gather (data)", "forward"] >= 4
+    assert rows["all_reduce (tied embedding)", "backward"] == 2
 
 
 def test_the_run_costs_what_its_steps_take():

@@ -86,7 +86,10 @@ FOUR = (EPS, FEW, "model.layers=4", "model.ffn_hidden=64")
 PAIRS = (FEW, "model.ffn_hidden=64", "training.sequence_length=12")
 EXPERTS = (*CLIPPED, "model.ffn_hidden=24", "training.steps=3")
 LATENT = ("model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4", "model.v_head_dim=8")
-MIXTRAL = ("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "model.z_loss=0.05", "model.balance_loss=0.1", *EXPERTS)
+MIXTRAL = (
+    *("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1"),
+    *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", *EXPERTS),
+)
 
 MODELS = {
     "gpt": Model(("model=gpt-tiny", "model.ffn_hidden=48", *DECODER), packed),
@@ -119,8 +122,8 @@ MODELS = {
     "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
     "deepseek": Model(
         (
-            *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "model.balance_loss=0.1"),
-            *("model.bias_update_speed=0.01", *LATENT, *EXPERTS),
+            *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
+            *("training.bias_update_speed=0.01", "training.bias_update_speed_schedule=[{until_step:1,value:0.02}]", *LATENT, *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -129,8 +132,9 @@ MODELS = {
         (
             *("model=deepseek-tiny", "model.layers=4", "model.dense_layers=1", "model.ffn_hidden=48", "model.experts=4", "model.top_k=2"),
             *("model.expert_ffn_hidden=16", "model.groups=2", "model.topk_group=1", "model.mtp_depth=2", "model.init_std=0.1"),
-            *("model.balance_loss=0.05", "model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8", EPS),
+            *("training.balance_loss=0.05", "model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8", EPS),
             *("model.qk_rope_head_dim=4", "model.v_head_dim=6", "training.global_batch_size=8"),
+            *("training.mtp_loss=0.1", "training.mtp_loss_schedule=[{until_step:1,value:0.5}]"),
         ),
         compared=(),
     ),

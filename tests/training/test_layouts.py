@@ -24,7 +24,7 @@ def train(name: str, layout: str) -> Trained:
         batch = dict(zip(batch, values, strict=True))
         if not hasattr(config.model, "experts"):  # in training their loss has more terms
             validated.append(float(mean_loss(mine, tokens, batch)))
-        loss, result = mine.train(tokens, batch)
+        loss, result = mine.train(tokens, batch, step=step)
         numbers.append((float(loss), float(result.gradient_norm), *(float(result.more[key]) for key in STATISTICS if key in result.more)))
     weights, moments = unsharded(mine), unsharded(mine, "exp_avg")
     if mine.mesh.rank == 0:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.config.lora import is_adapter
 from pipeline.layers.attention import sdpa
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear
-from pipeline.layers.moe import moe_layers
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.models import registry
@@ -94,8 +94,7 @@ def is_trained(config: Any, name: str) -> bool:
 def reference(name: str) -> Trained:
     config = configured(*settings(name))
     model = initialized(config)
-    for moe in moe_layers(model):
-        moe.router.bias_update_speed = 0.0  # with LoRA, routers are not changed
+    config = knobs.changed(config, {"training.bias_update_speed": 0.0})  # with LoRA, routers are not changed
     return train_plain(config, [model_of(name).batch(config, step) for step in range(STEPS)], model=model)
 
 
@@ -107,7 +106,7 @@ def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
     for step in range(STEPS):
         tokens, batch = model_of(name).batch(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
+        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
         numbers.append((float(loss), float(result.gradient_norm)))
     fragments = mine.engine.fragments()
     state = {f.piece.name for f in fragments if "exp_avg" in f.tensors}

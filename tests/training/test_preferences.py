@@ -84,7 +84,7 @@ def train(name: str, layout: str) -> list[tuple[float, ...]]:
         tokens, *values = share(mine, tokens, *batch.values())
         losses, counts = mine.evaluate(tokens, dict(zip(batch, values, strict=True)))
         measured = mine.measured(4)
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
+        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
         assert int(counts.sum()) == config.training.global_batch_size - (name == "llama")
         torch.testing.assert_close(losses.sum() / counts.sum(), loss, check_dtype=False)
         rewards = (result.more[f"rewards_{kind}"] for kind in ("chosen", "rejected", "margin", "accuracy"))

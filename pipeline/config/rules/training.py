@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.common.errors import Violation
-from pipeline.config import warmup
-from pipeline.config.data import WarmupConfig
+from pipeline.config import loss_weights, warmup
+from pipeline.config.data import ScheduledWeight, WarmupConfig
 from pipeline.config.schema import RunConfig, TrainingConfig
 
 
@@ -16,6 +16,7 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     yield from _sequence_length(config)
     yield from _activation_budget(config)
     yield from _attention_group(config)
+    yield from _loss_weights(config)
 
 
 def warmup_violations(training: TrainingConfig) -> Iterator[Violation]:
@@ -30,7 +31,20 @@ def warmup_violations(training: TrainingConfig) -> Iterator[Violation]:
             yield Violation(f"training.sequence_warmup.{number}.value", entry.value, why, "choose such a length")
 
 
-def _order(key: str, entries: Sequence[WarmupConfig]) -> Iterator[Violation]:
+def _loss_weights(config: RunConfig) -> Iterator[Violation]:
+    """Weights of losses that the model has, and that a schedule sets in order."""
+    training, known = config.training, loss_weights.defaults(config.model)
+    for name in loss_weights.NAMES:
+        schedule = getattr(training, f"{name}_schedule")
+        yield from _order(f"training.{name}_schedule", schedule)
+        for key, value in ((name, getattr(training, name)), (f"{name}_schedule", f"{len(schedule)} entries" if schedule else None)):
+            if value is not None and name not in known:
+                without_mtp = name == "mtp_loss" and getattr(config.model, "mtp_depth", None) == 0
+                why = "model.mtp_depth=0" if without_mtp else f"model.family={config.model.family}"
+                yield Violation(f"training.{key}", value, f"has no effect with {why}", "remove it")
+
+
+def _order(key: str, entries: Sequence[WarmupConfig | ScheduledWeight]) -> Iterator[Violation]:
     """Entries of a warm-up have increasing ends."""
     before = 0
     for number, entry in enumerate(entries):
@@ -39,8 +53,8 @@ def _order(key: str, entries: Sequence[WarmupConfig]) -> Iterator[Violation]:
         before = entry.until_step
 
 
-def stage_violations(config: RunConfig, job: str) -> Iterator[Violation]:
-    """Yield a violation for every setting that the stage, or the job that it plans, does not read."""
+def stage_violations(config: RunConfig, planned: str) -> Iterator[Violation]:
+    """Yield a violation for every setting that the stage does not read; `planned` is the stage of the job, which stage=plan plans."""
     training, stage = config.training, config.stage.name
     for key, value, default, without in (
         ("fake_quantize", training.fake_quantize, "none", "the job without rounding"),
@@ -57,8 +71,8 @@ def stage_violations(config: RunConfig, job: str) -> Iterator[Violation]:
     elif training.steps and training.epochs is not None:
         rule = f"and training.steps={training.steps} both set the length of the run"
         yield Violation("training.epochs", training.epochs, rule, "remove one of them")
-    if training.context_factor != 1 and job != "finetune":
-        rule = f"is read by stage=finetune only, not by {job}"
+    if training.context_factor != 1 and planned != "finetune":
+        rule = f"is read by stage=finetune only, not by {planned}"
         fix = "remove it; pretrain is told its context by model.max_positions and model.rope_scaling"
         yield Violation("training.context_factor", training.context_factor, rule, fix)
     if stage == "pretrain":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from tokenizers import Tokenizer
 
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
+
+_NO_TEXT = "\U0010ffff\ue000" * 8
+"""Begins the names of entries that no text spells: characters without a meaning, in an order that no text has."""
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids of several texts: the concatenated ids, uint32 (tokens,), and the number of ids of each text, int64 (texts,)."""
@@ -50,6 +55,29 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
     return np.fromiter(chain.from_iterable(encodings), np.uint32, lengths.sum()), lengths
 
 
+def without_pieces(tokenizer: Tokenizer, reserved: Iterable[int]) -> Tokenizer | None:
+    """A Unigram tokenizer that never encodes text as the given entries; None for another kind of model.
+
+    Stock transformers writes the control symbols of SentencePiece (`</s>`, `<mask>`) as entries of the model with the best score, 0: text
+    that spells them is encoded as them. SentencePiece excludes them from its search. Here they get names that no text contains; their
+    scores stay, on which that of an unknown character depends.
+    """
+    content = json.loads(tokenizer.to_str())
+    if content["model"]["type"] != "Unigram":
+        return None
+    vocabulary, names = content["model"]["vocab"], set()
+    for number in reserved:
+        if number < len(vocabulary):
+            names.add(vocabulary[number][0])
+            vocabulary[number][0] = f"{_NO_TEXT}{number}"
+    # The ids of added tokens are those of their entries, or follow the vocabulary in this order.
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in names]
+    content["post_processor"] = None
+    renamed = Tokenizer.from_str(json.dumps(content))
+    renamed.encode_special_tokens = True
+    return renamed
+
+
 class TextEncoder:
     """Encodes text with the tokenizer of a Hugging Face folder.
 
@@ -83,6 +111,9 @@ class TextEncoder:
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = vocabulary[end_of_document]
         self.fingerprint = digest(path)
+        self._reserved = np.zeros(self.vocab_size, dtype=bool)
+        self._reserved[[vocabulary[token] for token in self.special_tokens]] = True
+        self._reserved[self._unknown()] = False
         if self.end_of_document in self.encode([end_of_document])[0].tolist():
             rule = f"is an ordinary token of {path}: a document whose text contains it would end there"
             raise UserError.of("tokenizer.end_of_document", end_of_document, rule, "choose one of its special tokens")
@@ -98,4 +129,25 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """The ids of each text, without the special tokens of the post-processor."""
-        return encode(self._tokenizer, texts)
+        ids, lengths = encode(self._tokenizer, texts)
+        if not (hits := np.flatnonzero(self._reserved[ids])).size or self._plain is None:
+            return ids, lengths
+        documents = np.unique(np.searchsorted(np.cumsum(lengths), hits, side="right"))
+        again, again_lengths = encode(self._plain, [texts[document] for document in documents])
+        parts, new = np.split(ids, np.cumsum(lengths)[:-1]), np.split(again, np.cumsum(again_lengths)[:-1])
+        for document, part in zip(documents.tolist(), new, strict=True):
+            parts[document] = part
+        lengths[documents] = again_lengths
+        return np.concatenate(parts), lengths
+
+    @cached_property
+    def _plain(self) -> Tokenizer | None:
+        """Encodes the texts that spell special tokens and would be encoded as them; None if the model has no such entries."""
+        return without_pieces(self._tokenizer, np.flatnonzero(self._reserved).tolist())
+
+    def _unknown(self) -> list[int]:
+        """The id of the unknown token, which is a special token that text may contain; empty if the tokenizer has none."""
+        model = json.loads(self._tokenizer.to_str())["model"]
+        token = model.get("unk_token")
+        number = self._tokenizer.token_to_id(token) if token else model.get("unk_id")
+        return [] if number is None else [number]

@@ -32,17 +32,17 @@ class DeepseekV3Config(rope.RopeConfig):
     topk_group: int = knob(4, "groups that a token's experts are selected from", at_least=1)
     norm_topk_prob: bool = knob(True, "normalize the weights of a token's experts to sum to routed_scaling_factor")
     routed_scaling_factor: float = knob(2.5, "factor of the routed experts' weights", above=0)
-    bias_update_speed: float = knob(
-        0.001, "change of the routers' correction biases per step, to balance the load; 0 disables it", at_least=0
-    )
-    balance_loss: float = knob(0.0001, "coefficient of the sequence-wise balance loss of each layer", at_least=0)
     mtp_depth: int = knob(1, "MTP modules: further tokens that training predicts after the next one", unit="tokens", at_least=0)
-    mtp_loss: float = knob(0.3, "weight of the mean MTP loss in the training loss", above=0)
     vocab_size: int = knob(129280, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
     norm_eps: float = knob(1e-6, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     init_std: float = knob(0.006, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Training settings of this family and their defaults."""
+        return {"balance_loss": 0.0001, "bias_update_speed": 0.001} | ({"mtp_loss": 0.3} if self.mtp_depth else {})
 
     @property
     def head_dim(self) -> int:

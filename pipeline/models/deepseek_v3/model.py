@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
@@ -10,7 +12,7 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.init import single_std
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.mlp import GatedMLP
-from pipeline.layers.moe import Experts, MoE, SharedExpertMoE
+from pipeline.layers.moe import Experts, MoE, SharedExpertMoE, moe_layers
 from pipeline.layers.multi_token import MTPModule, MultiTokenHead
 from pipeline.layers.preference import log_probabilities
 from pipeline.layers.rope_scaling import RopeScaling
@@ -34,6 +36,14 @@ class DeepseekV3(Stack):
         if "choices" in batch:  # without MTP modules, which this objective refuses
             return self._preferences(log_probabilities(self.head.output, self.norm(x), batch), batch)  # type: ignore[arg-type] # an OutputHead
         return self.head(self.norm(x), context, batch.get("targets"), batch.get("loss_scale"))
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """See Stack."""
+        for moe in moe_layers(self):
+            moe.aux_loss = AuxLoss(sequence=weights["balance_loss"])
+            moe.router.bias_update_speed = weights["bias_update_speed"]
+        if isinstance(self.head, MultiTokenHead):
+            self.head.factor = weights.get("mtp_loss", 0.0)
 
 
 def build(config: DeepseekV3Config) -> DeepseekV3:
@@ -61,13 +71,10 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
             normalize=config.norm_topk_prob,
             scaling_factor=config.routed_scaling_factor,
             correction_bias=True,
-            bias_update_speed=config.bias_update_speed,
             groups=config.groups,
             topk_group=config.topk_group,
         )
-        routed = MoE(
-            router, Experts(config.experts, config.hidden, config.expert_ffn_hidden), aux_loss=AuxLoss(sequence=config.balance_loss)
-        )
+        routed = MoE(router, Experts(config.experts, config.hidden, config.expert_ffn_hidden))
         return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
 
     def block(mlp: nn.Module) -> Block:
@@ -81,17 +88,19 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
     embed = Embedding(config.vocab_size, config.hidden)
     depths = [MTPModule(config.hidden, config.norm_eps, block(moe())) for _ in range(config.mtp_depth)]
     moe_layers = config.layers - config.dense_layers
-    return DeepseekV3(
+    model = DeepseekV3(
         embed=embed,
         blocks=[
             *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(config.dense_layers)),
             *(block(moe()) for _ in range(moe_layers)),
         ],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
-        head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths, config.mtp_loss),
+        head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths),
         rotary=Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling),
         tie_embeddings=config.tie_embeddings,
     )
+    model.set_loss_weights(config.loss_weights)
+    return model
 
 
 DEEPSEEK_V3 = Family(

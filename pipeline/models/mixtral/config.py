@@ -21,8 +21,6 @@ class MixtralConfig:
     ffn_hidden: int = knob(14336, "intermediate width of each expert", at_least=1)
     experts: int = knob(8, "experts in each block", at_least=1)
     top_k: int = knob(2, "experts a token is routed to", at_least=1)
-    balance_loss: float = knob(0.02, "coefficient of the load-balancing loss of each layer", at_least=0)
-    z_loss: float = knob(0.0, "coefficient of the router's z-loss", at_least=0)
     capacity_factor: float | None = knob(
         None, "maximum load of an expert over the mean load of a micro-batch, excess assignments are dropped; null for no limit", above=0
     )
@@ -35,6 +33,11 @@ class MixtralConfig:
     norm_eps: float = knob(1e-5, "added to the mean square in RMSNorm", above=0, at_most=0.1)
     init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
     tie_embeddings: bool = knob(False, "tie the weights of output head and token embedding")
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Training settings of this family and their defaults."""
+        return {"balance_loss": 0.02, "z_loss": 0.0}
 
     @property
     def head_dim(self) -> int:

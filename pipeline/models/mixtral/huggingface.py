@@ -43,8 +43,9 @@ MAPPING = HuggingFaceMapping(
         "tie_word_embeddings": False,
     },
     nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})), window(default=None)),
-    # training settings; balance_loss has a different formula (layers/router.py)
-    ignored_keys=("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
+    # The class averages over the tokens of all layers together, and does not divide by top_k (layers/router.py).
+    training_keys={"router_aux_loss_coef": "balance_loss"},
+    ignored_keys=("router_jitter_noise", "output_router_logits"),  # training settings
     table=(
         *tensors("model.embed_tokens", "embed.tokens"),
         BlockTensors(

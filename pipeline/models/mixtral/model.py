@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.init import scaled_residual
-from pipeline.layers.moe import Experts, MoE
+from pipeline.layers.moe import Experts, MoE, moe_layers
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.stack import Block, Stack
@@ -17,7 +19,16 @@ from pipeline.models.mixtral.huggingface import MAPPING
 from pipeline.models.mixtral.tensor_parallel import TENSOR_PARALLEL
 
 
-def build(config: MixtralConfig) -> Stack:
+class Mixtral(Stack):
+    """Stack with auxiliary losses of its MoE layers."""
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """See Stack."""
+        for moe in moe_layers(self):
+            moe.aux_loss = AuxLoss(batch=weights["balance_loss"], z=weights["z_loss"])
+
+
+def build(config: MixtralConfig) -> Mixtral:
     """Build the full model with uninitialized weights on torch's default device."""
 
     def block() -> Block:
@@ -28,12 +39,11 @@ def build(config: MixtralConfig) -> Stack:
             mlp=MoE(
                 Router(config.hidden, config.experts, config.top_k),
                 Experts(config.experts, config.hidden, config.ffn_hidden),
-                aux_loss=AuxLoss(batch=config.balance_loss, z=config.z_loss),
                 capacity_factor=config.capacity_factor,
             ),
         )
 
-    return Stack(
+    model = Mixtral(
         embed=Embedding(config.vocab_size, config.hidden),
         blocks=[block() for _ in range(config.layers)],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
@@ -41,6 +51,8 @@ def build(config: MixtralConfig) -> Stack:
         rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta),
         tie_embeddings=config.tie_embeddings,
     )
+    model.set_loss_weights(config.loss_weights)
+    return model
 
 
 MIXTRAL = Family(

@@ -1,0 +1,40 @@
+"""Reads metrics.jsonl of a training run; training/metrics.py writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run, without damaged ones; empty if there is no file."""
+    path = run_dir / FILE
+    lines: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            content = json.loads(line)
+        except ValueError:  # an interrupted run wrote a part of its last line
+            continue
+        if isinstance(content, dict) and isinstance(content.get("step"), int):
+            lines.append(content)
+    return lines
+
+
+def columns(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the numeric columns: name -> (step, value), without values that are missing or not finite.
+
+    The scores of a corpus have its name before that of the score, as in the table of an evaluation: "de validation_loss".
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        corpora = line.get("corpora") or {}
+        parts = {"": line, **{f"{name} ": scores for name, scores in corpora.items()}}
+        for prefix, values in parts.items():
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                    found.setdefault(f"{prefix}{name}", []).append((line["step"], float(value)))
+    return found

@@ -1,0 +1,143 @@
+"""The table of a sweep, from the files of its runs: what each point was trained with, how far it is, and how good; the best one first."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.common import metrics_file
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.atomic_files import atomic_file
+
+#: Files in the folder of the sweep.
+MARKDOWN, JSON = "table.md", "table.json"
+#: Steps at the end of a run over which its training loss is averaged.
+_LAST = 20
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of a sweep.
+
+    Attributes:
+        run_dir: its run directory.
+        values: the settings that differ between the points, "key=value".
+        steps: training.steps; None for a stage that does not train.
+        state: what is known beside the files of the run: why it failed, or that it is in a queue; empty for nothing.
+    """
+
+    run_dir: Path
+    values: tuple[str, ...]
+    steps: int | None
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table; None for what the run has not written.
+
+    Attributes:
+        values: as in Point.
+        state: as in Point, else finished, "step N of M", or not started.
+        step: last step.
+        loss: mean training loss of the last steps, nats per target.
+        validation_loss: that of the last validation, with its standard error.
+        best_validation_loss: the lowest one, with its step.
+        tokens_per_second: median of the steps.
+        run_dir: the run directory.
+    """
+
+    values: tuple[str, ...]
+    state: str
+    step: int | None
+    loss: float | None
+    validation_loss: float | None
+    validation_loss_stderr: float | None
+    best_validation_loss: float | None
+    best_step: int | None
+    tokens_per_second: float | None
+    run_dir: str
+
+
+def rows(points: Sequence[Point]) -> list[Row]:
+    """Return the rows, the lowest final validation loss first, else the lowest training loss; runs without a loss are last."""
+
+    def order(row: Row) -> tuple[float, float]:
+        return tuple(math.inf if loss is None else loss for loss in (row.validation_loss, row.loss))  # type: ignore[return-value]
+
+    return sorted(map(_row, points), key=order)
+
+
+def _row(point: Point) -> Row:
+    """The row of a point."""
+    columns = metrics_file.columns(metrics_file.read(point.run_dir))
+    validations, errors = columns.get("validation_loss", []), dict(columns.get("validation_loss_stderr", []))
+    losses, rates = columns.get("loss", []), [rate for _, rate in columns.get("tokens_per_second", [])]
+    step = max((step for values in columns.values() for step, _ in values), default=None)
+    last = validations[-1] if validations else (None, None)
+    best = min(validations, key=lambda validation: validation[1], default=(None, None))
+    return Row(
+        values=point.values,
+        state=point.state or _state(point, step),
+        step=step,
+        loss=statistics.fmean(loss for _, loss in losses[-_LAST:]) if losses else None,
+        validation_loss=last[1],
+        validation_loss_stderr=None if last[0] is None else errors.get(last[0]),
+        best_validation_loss=best[1],
+        best_step=best[0],
+        tokens_per_second=statistics.median(rates) if rates else None,
+        run_dir=str(point.run_dir),
+    )
+
+
+def _state(point: Point, step: int | None) -> str:
+    """How far a run is, by its files."""
+    manifest = point.run_dir / MANIFEST
+    if point.steps is None:
+        return "not started"
+    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= point.steps:
+        return "finished"
+    return "not started" if step is None else f"step {step:,} of {point.steps:,}"
+
+
+def write(folder: Path, points: Sequence[Point]) -> str:
+    """Write table.md and table.json to the folder of a sweep, and return the table as text.
+
+    Args:
+        folder: of the sweep.
+        points: its runs.
+    """
+    found = rows(points)
+    with atomic_file(folder / JSON, "w") as handle:
+        json.dump([asdict(row) for row in found], handle, indent=1)
+        handle.write("\n")
+    head, cells = _cells(found)
+    with atomic_file(folder / MARKDOWN, "w") as handle:
+        for line in (head, ["---"] * len(head), *cells):
+            handle.write(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n")
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in (head, *cells))
+
+
+def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The head of the table and its cells; a column that no run has a value for is left out."""
+    keys = list(dict.fromkeys(value.partition("=")[0] for row in found for value in row.values))
+    columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
+    columns["validation loss"] = [_with_error(row.validation_loss, row.validation_loss_stderr) for row in found]
+    columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
+    columns["training loss"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
+    columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in found]
+    columns["tokens/s"] = ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in found]
+    columns["state"] = [row.state for row in found]
+    columns["run_dir"] = [row.run_dir for row in found]
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    return list(shown), [list(line) for line in zip(*shown.values(), strict=True)]
+
+
+def _with_error(loss: float | None, error: float | None) -> str:
+    """A loss with its standard error, if it has one."""
+    return "" if loss is None else f"{loss:.4f}" + (f" +- {error:.4f}" if error else "")

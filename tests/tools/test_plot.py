@@ -1,0 +1,97 @@
+"""tools/plot: the page and the picture of runs, which columns it plots, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[], int]:
+    loader = SourceFileLoader("plot", str(ROOT / "tools/plot"))
+    spec = spec_from_loader("plot", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def plot(main, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """The exit code and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["plot", *map(str, arguments)])
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """A sweep with two runs; the first has no validation."""
+    for number in range(2):
+        lines = [{"step": step, "loss": 5 - step, "lr": 1e-4, "grad_norm": None, "tokens": 64 * step} for step in (1, 2, 3)]
+        corpora = {"de": {"validation_loss": 3.5, "bits_per_byte": None}}
+        lines += [{"step": 3, "validation_loss": 3.25, "validation_loss_stderr": 0.125, "corpora": corpora}] * number
+        run = tmp_path / "sweep <x>" / str(number)
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [{"run_dir": f"sweep <x>/{number}", "values": [f"optimizer.lr={number}"]} for number in range(2)]
+    (tmp_path / "sweep <x>/table.json").write_text(json.dumps(rows))
+    return tmp_path / "sweep <x>"
+
+
+def test_runs_of_a_sweep_share_charts_and_have_their_values_as_names(plot, sweep):
+    assert plot(sweep) == (0, f"{sweep}/plot.html\n")
+    written = (sweep / "plot.html").read_text()
+    titles = [chart.partition("</b>")[0] for chart in written.split("<figcaption><b>")[1:]]
+    assert titles == ["loss", "validation loss", "lr"], "the gradient norm has no value, and a CPU no memory"
+    colors = [dict(reversed(pair) for pair in re.findall('background:(.{7})"></i>(.*?)</span>', c)) for c in written.split("<figure>")[1:]]
+    names = [f"sweep &lt;x&gt;/{number} optimizer.lr={number}" for number in range(2)]
+    assert [list(each) for each in colors] == [names, names[1:], names]
+    assert colors[1][names[1]] == colors[0][names[1]], "a run has the same color in all charts"
+    assert "3.25 +- 0.12" in written
+
+
+def test_columns_are_chosen_by_name_or_pattern(plot, sweep):
+    run = sweep / "1"
+    assert plot(run, "--list")[1].split("\n") == ["loss", "lr", "tokens", "validation_loss", "de validation_loss", ""]
+    assert plot(run, "--metric", "*validation_loss", "tokens", "--out", sweep / "chosen.html")[0] == 0
+    written = (sweep / "chosen.html").read_text()
+    assert re.findall("<figcaption><b>(.*?)</b>", written) == ["validation loss", "de validation loss", "tokens"]
+    assert "class=series" not in written, "a single run has no legend"
+    assert "<h1>Training of 1 optimizer.lr=1</h1>" in written
+
+
+def test_a_picture(plot, sweep):
+    pytest.importorskip("matplotlib")
+    assert plot(sweep, "--out", sweep / "picture.png")[0] == 0
+    assert (sweep / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_refusals(plot, sweep, tmp_path):
+    for arguments, said in (
+        ((tmp_path / "no",), "no: there is no metrics.jsonl; name the run_dir of a training run"),
+        ((sweep, "--metric", "los"), "--metric los: no such column. Did you mean loss?"),
+        ((sweep, "--metric", "xyz"), "--metric xyz: no such column. See --list"),
+        ((sweep, "--out", "plot.pdf"), "--out=plot.pdf: must end with .html or .png"),
+    ):
+        code, printed = plot(*arguments)
+        assert code == 2
+        assert said in printed
+    assert not list(tmp_path.glob("**/plot*"))
