@@ -57,6 +57,16 @@ def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
     return config
 
 
+def fits(config: RunConfig, path: Path) -> bool:
+    """Return whether a checkpoint can be evaluated with the configuration of `complete`, which is that of another checkpoint of the run.
+
+    The model that fine-tuning has begun with may have no labels, another context, or no adapter.
+    """
+    trained = native.read_index(path).config
+    has_adapter = bool(lora_of(trained).rank) or not config.lora.rank or config.lora.adapter is not None
+    return has_adapter and config_classes.from_dict(trained["model"]) == config.model
+
+
 def load(config: RunConfig, stage: Evaluate, trainer: Trainer, path: Path) -> TrainState:
     """Load the weights of a checkpoint into the trainer, and return its state; collective. The configuration is that of `complete`.
 

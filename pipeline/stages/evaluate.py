@@ -54,6 +54,9 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
         paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "validation", settings, config.training.steps))
         trainer: Trainer | None = None
         for path in paths:
+            if stage.checkpoint == checkpoint_selection.ALL and not evaluated_config.fits(config, path):
+                log.info("evaluate: %s is left out: it has another model than the newest checkpoint, or no adapter", path)
+                continue
             compatibility.check_same_model(Checkpoint(path), config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
             step = evaluated_config.load(config, stage, trainer, path).step
