@@ -27,6 +27,7 @@ from pipeline.config import run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, parse, quoted, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
+from pipeline.config.rules import paths
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.config_classes import CONFIG_CLASSES
@@ -78,6 +79,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
+    if too_long := list(paths.length_violations(run)):
+        raise UserError(too_long)
     return run_tokenizer.resolved(run)
 
 

@@ -156,7 +156,7 @@ REFUSED = [
     ("training.global_batch_size=1000000000000", "must be at least 1 and at most 1e+07"),
     ("stage=shard data.input=[x] data.part_megabytes=1e-12", "data.part_megabytes=1e-12: must be at least 0.001"),
     ("stage=train_tokenizer tokenizer.vocab_size=1000000000", "tokenizer.vocab_size=1000000000: must be at least 257 and at most 1e+07"),
-    ("stage=train_tokenizer tokenizer.end_of_document=", "tokenizer.end_of_document=['']: contains an empty token"),
+    ("stage=train_tokenizer tokenizer.special_tokens=['']", "tokenizer.special_tokens=['']: contains an empty token"),
     (
         "stage=generate stage.prompts=x stage.temperature=1e-300",
         "divides the logits, and must be 0 or at least 1e-06",
@@ -223,7 +223,7 @@ def test_accepted(command: Callable[..., Ended], own: Path, words: str, steps: l
         ("--config-dir=OWN experiment=short --info=searchpath", "file://OWN"),
         ("training.steps=300 --info", "steps: 300"),
         ("--version", "tannschen 0."),
-        ("--help optimizer", "optimizer.warmup_steps=100                     int          steps of linear warm-up (steps, at least 0)"),
+        ("--help optimizer", "optimizer.beta1=0.9                            float        decay rate of the first moment"),
         ("--help stage=generate", "stage.max_tokens=256"),
         ("stage=evaluate --help", "stage.stride=None                              int | None "),
         ("stage=convert -h", "run_dir=runs/default"),

@@ -50,6 +50,15 @@ STAGE_INPUTS = (
 )
 
 
+def length_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the paths that no file system accepts, which nothing can look up."""
+    outputs = {key: value for key, value in _output_folders(config).items() if value is not None} | _output_files(config)
+    for key, value in [*outputs.items(), *((key, value) for key, value in _inputs(config) if key not in outputs)]:
+        room = (ADDED_TO_NAME, ADDED_TO_PATH) if key in outputs else (0, 0)
+        if rule := _too_long(value, *room):
+            yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
+
+
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules of paths, as far as this machine can tell without creating anything."""
     if not config.run_dir.strip():
@@ -57,9 +66,6 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         return
     outputs = {key: value for key, value in _output_folders(config).items() if value is not None}
     files = _output_files(config)
-    for key, value in _inputs(config):
-        if key not in outputs and (rule := _too_long(value)):
-            yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
     for key, value in (outputs | files).items():
         yield from _output(key, value, is_file=key in files)
 
@@ -107,8 +113,6 @@ def _output(key: str, value: str, *, is_file: bool) -> Iterator[Violation]:
         yield Violation(key, repr(value), f"must name a {what}", f"set {key}, or remove an unset variable from it")
     elif value.startswith("~"):
         yield Violation(key, value, "would create a folder named ~, which is not replaced by your home", f"write {key}=$HOME/...")
-    elif rule := _too_long(value, ADDED_TO_NAME, ADDED_TO_PATH):
-        yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
     elif rule := _blocked(Path(value), is_file=is_file):
         yield Violation(key, value, rule, f"set {key} to another path")
     if key == "stage.plot" and not value.endswith(".png"):
