@@ -21,6 +21,10 @@ from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
 from pipeline.config import loss_weights
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.chat_encoding import ChatEncoder
+from pipeline.data.tokenize.chat_template import ChatTemplate
+from pipeline.data.tokenize.tokenizer import load
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import Shape, StockTensor
@@ -280,6 +284,23 @@ def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_posi
             "model_max_length": max_positions,
         }
         _write_json(folder / "tokenizer_config.json", content)
+
+
+def write_chat_template(folder: Path, template: ChatTemplate) -> None:
+    """Write the template of a fine-tuned model, and stop its completions at the token with which the template ends an answer.
+
+    Args:
+        folder: the export, with its tokenizer and its generation_config.json.
+        template: of the fine-tuning.
+    """
+    (folder / chat_template.FILE).write_text(template.text, encoding="utf-8")
+    turn = chat_template.end_of_turn(template, ChatEncoder(load(folder)))
+    path = folder / GENERATION_CONFIG
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    named = content.get("eos_token_id", [])
+    ends = named if isinstance(named, list) else [named]
+    if turn is not None and turn not in ends:
+        _write_json(path, {**content, "eos_token_id": [*ends, turn]})
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> None:

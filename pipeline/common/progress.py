@@ -56,6 +56,12 @@ class Progress:
             self._last = time.monotonic()
             log.info("%s: %s %s", self._label, self._rate(), note)
 
+    def expect(self, total: int) -> None:
+        """Correct the total number of units."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.total = total
+
     def _rate(self) -> str:
         scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
         seconds = max(time.monotonic() - self._start, 1e-9)

@@ -13,7 +13,7 @@ STEPS = {
     "repair": "fix wrongly decoded text and HTML entities",
     "normalise": "normalize to Unicode NFC and LF line endings, remove invisible characters",
     "boilerplate": "remove HTML tags, YAML front matter, and notices of web pages; before repair, which decodes entities",
-    "personal": "mask e-mail addresses, IP addresses, telephone numbers and IBANs",
+    "personal": "mask e-mail and IP addresses, telephone numbers, IBANs, payment cards and national numbers",
     "length": "drop texts that are too short or too long",
     "language": "drop texts in languages not listed in clean.language.keep",
     "gopher": "drop texts that fail the quality rules of Gopher",
@@ -23,7 +23,7 @@ STEPS = {
     "contamination": "drop texts that contain a part of a benchmark",
 }
 
-PERSONAL_KINDS = ("email", "ip", "iban", "phone")
+PERSONAL_KINDS = ("email", "ip", "iban", "card", "id", "phone")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.config.run_parts import LayoutConfig
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
@@ -114,6 +115,18 @@ class Layout:
         base, remainder = divmod(layers, self.stage_count)
         first = stage * base + max(0, min(stage - 1, remainder))
         return range(first, first + base + (1 <= stage <= remainder))
+
+
+def reused_weights(model: Any, blocks: range, *, last: bool) -> str | None:
+    """Return which weights a pipeline stage uses at several depths, each of which depends on the one before; None for none.
+
+    Args:
+        model: configuration of the model. A family with such weights has a method of this name.
+        blocks: of the stage.
+        last: whether the stage has the head.
+    """
+    found: str | None = model.reused_weights(blocks, last=last) if hasattr(model, "reused_weights") else None
+    return found
 
 
 def stages_per_rank(parallel: ParallelConfig) -> int:

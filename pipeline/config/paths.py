@@ -12,8 +12,8 @@ def _shipped(name: str) -> Path:
     return package / name if (package / name).is_dir() else package.parent / name
 
 
-#: conf/: one folder per Hydra group, one file per option. PIPELINE_CONF names a copy, with which a job of a sweep uses the files of the time
-#: of its submission.
+#: conf/: one folder per Hydra group, one file per option. PIPELINE_CONF names a copy, with which a job of a sweep uses the files of the
+#: time of its submission.
 CONF_DIR = Path(os.environ.get("PIPELINE_CONF") or _shipped("conf"))
 #: slurm/: one batch script per stage.
 SLURM_DIR = _shipped("slurm")

@@ -173,7 +173,7 @@ class Plan(StageConfig):
         "output: a PNG file with the roofline of the matrix products; with stage.search, time over memory of the layouts; with "
         "stage.scaling, time and efficiency over the number of nodes; default: none",
     )
-    run: str | None = knob(None, "run directory of a pretrain job, whose plan is printed beside its measured step time and memory")
+    run: str | None = knob(None, "run directory of a training job, whose plan is printed beside its measured step time and memory")
     out: str | None = knob(None, "output: a JSON file with what is printed; default: none")
 
 
@@ -214,7 +214,20 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
 }
 
-_TRAINING = ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "evaluation", "tracking", "lora", "cluster", "dry_run")
+_TRAINING = (
+    "model",
+    "data",
+    "training",
+    "optimizer",
+    "parallel",
+    "precision",
+    "checkpoint",
+    "evaluation",
+    "tracking",
+    "lora",
+    "cluster",
+    "dry_run",
+)
 #: stage name -> the groups that it reads, besides its own keys
 READS: dict[str, tuple[str, ...]] = {
     "shard": ("data", "clean", "dedup"),

@@ -19,8 +19,8 @@ from pipeline.models.config_classes import CONFIG_CLASSES
 FLAGS = ("-h", "--help")
 _USAGE = "usage: python -m pipeline stage=NAME [group=option] [key=value] ..."
 _MORE = """The command runs as a single process, as one rank of torchrun, srun or mpirun, or with -m as a Hydra sweep (--hydra-help).
---help TOPIC prints fewer keys: of a stage, a group, a model family, or those whose name contains TOPIC. stage=NAME --help prints those that a
-stage reads. --version prints the version and the commit."""
+--help TOPIC prints fewer keys: of a stage, a group, a model family, or those whose name contains TOPIC. stage=NAME --help prints those
+that a stage reads. --version prints the version and the commit."""
 
 
 def print_help(arguments: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def _options(group: str) -> list[str]:
 
 def _all_rows() -> list[tuple[str, str, knobs.Knob, Any]]:
     """The keys of all groups, families and stages, each once."""
-    parts = [(RunConfig(), "")]
+    parts: list[tuple[Any, str]] = [(RunConfig(), "")]
     parts += [(schema(), "model.") for schema in CONFIG_CLASSES.values()]
     parts += [(schema(name=stage), "stage.") for stage, (schema, _) in STAGES.items()]
     found: dict[str, tuple[str, str, knobs.Knob, Any]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import shutil
 import sys
@@ -41,6 +42,8 @@ from pipeline.launch.sweep_table import Point
 
 #: Record of the submitted jobs in the sweep folder, one entry per run.
 RECORD = "sweep.json"
+log = logging.getLogger("pipeline")
+
 #: Module name under which Hydra imports the plugins.
 PLUGIN = "hydra_plugins.tannschen"
 
@@ -224,17 +227,25 @@ class SlurmLauncher(ValidatingLauncher):
                 fix = "choose another run_dir, or append new values at the end of a list"
                 refuse("run_dir", folder, rule, fix)
         for run in runs:
-            if run.config.stage.name in TRAINING_STAGES and run.config.cluster.hardware and run.config.cluster.check_memory:
-                from pipeline.planner import memory_check  # loads torch
-                from pipeline.training import finetuning
-
-                config, size = run.config, self.world_size(run.config)
-                if config.stage.name == "finetune":
-                    config = finetuning.complete(config, size)
-                if too_large := memory_check.violation(config, size, memory_check.planned(config, size)):
-                    violations[str(too_large)] = too_large
+            checked = run.config.stage.name in TRAINING_STAGES and run.config.cluster.hardware and run.config.cluster.check_memory
+            if checked and (too_large := _memory_violation(run.config, self.world_size(run.config))):
+                violations[str(too_large)] = too_large
         if violations:
             raise UserError(list(violations.values()))
+
+
+def _memory_violation(config: RunConfig, size: int) -> Violation | None:
+    """Return why a job would not fit in the memory of its GPUs; None if it fits, or fine-tunes weights that do not exist yet."""
+    from pipeline.planner import memory_check  # loads torch
+    from pipeline.training import finetuning
+
+    if config.stage.name == "finetune":
+        try:
+            config = finetuning.complete(config, size)
+        except UserError as error:  # an earlier job of a chain may write the checkpoint; the job itself refuses everything else
+            log.warning("%s: whether it fits in memory is not checked: %s", config.run_dir, error.violations[0])
+            return None
+    return memory_check.violation(config, size, memory_check.planned(config, size))
 
 
 def register() -> None:

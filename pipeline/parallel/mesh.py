@@ -86,7 +86,7 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-        rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())
     return device
 
 

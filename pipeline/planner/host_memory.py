@@ -43,7 +43,7 @@ def check(config: RunConfig, ranks: Ranks) -> None:
     model = f"{config.model.family} with {count_model_parameters(config.model):,} parameters"
     where = "of this GPU" if place.type == "cuda" else f"of this node, for its {sharing} ranks" if sharing > 1 else "of this machine"
     rule = f"weights, gradients and optimizer state need {needed / 1e9:,.1f} GB at least; {available / 1e9:,.1f} GB {where} are available"
-    fix = "choose a smaller model, or more nodes with parallel.tensor, parallel.pipeline or parallel.zero_stage=3 (stage=plan predicts memory)"
+    fix = "choose a smaller model, or more nodes with parallel.tensor, parallel.pipeline or parallel.zero_stage=3 (stage=plan tells)"
     raise UserError.of("model", model, rule, fix)
 
 

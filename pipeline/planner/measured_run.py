@@ -39,7 +39,7 @@ class MeasuredRun:
 
 
 def read(run_dir: Path) -> MeasuredRun:
-    """Read a run directory of `pretrain`.
+    """Read a run directory of `pretrain` or `finetune`.
 
     Raises:
         UserError: it has no configuration or no steps after the first ones.
@@ -92,5 +92,5 @@ def _lines(run_dir: Path) -> list[dict[str, float]]:
 def _world_size(run_dir: Path, config: RunConfig) -> int:
     """Ranks of a run."""
     if (run_dir / artifact.MANIFEST).is_file():
-        return int(artifact.read(run_dir, key="stage.run", stage="pretrain").totals["world_size"])
+        return int(artifact.read(run_dir, key="stage.run", stage=config.stage.name).totals["world_size"])
     return config.cluster.nodes * max(1, config.cluster.tasks_per_node)

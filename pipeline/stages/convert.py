@@ -20,6 +20,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.config.data import DECODER_STARTS
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
+from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
 from pipeline.models.config import ModelConfig
@@ -133,6 +134,9 @@ def _write_huggingface(
     huggingface_export.copy_tokenizer(
         tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
     )
+    chosen = config.tokenizer.chat_template or checkpoint.config.get("tokenizer", {}).get("chat_template")
+    if chosen is not None and (template := chat_template.of(config.tokenizer)) is not None:
+        huggingface_export.write_chat_template(folder, template)
     imported.copy_terms(imported.folder_of(checkpoint.path), folder)
     return parameters
 

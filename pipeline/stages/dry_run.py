@@ -40,5 +40,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
-    print("\n".join(["", "submit", *submission.lines(config, world_size, compose.task_arguments(), has_weights=finetuning.has_weights(config))]))
+    submit = submission.lines(config, world_size, compose.task_arguments(), has_weights=finetuning.has_weights(config))
+    print("\n".join(["", "submit", *submit]))
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")

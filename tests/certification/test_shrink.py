@@ -126,6 +126,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not getattr(model, "mtp_depth", 0) else 1
     parallel.context_kind, parallel.sequence_parallel = pick("ring", "ulysses"), draw(st.booleans())
     parallel.pipeline, parallel.schedule = pick(1, 2, 3, 4, 7, 8), pick("1f1b", "interleaved", "zbv")
+    parallel.schedule = parallel.schedule if parallel.pipeline > 1 else "1f1b"
     parallel.stages_per_rank = pick(None, None, 3) if parallel.schedule == "interleaved" else None
     parallel.zero_stage = draw(st.integers(0, 3))
     training.sequence_length = pick(1, 3) * 2 * parallel.context * parallel.tensor * pick(4, 8, 32)
@@ -143,7 +144,8 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
         training.batch_rampup = [WarmupConfig(5, shards * fewest), WarmupConfig(50, shards * fewest)]
     training.steps = pick(3, 1000, 10**6)
     optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
-    optimizer.decay_steps = draw(st.integers(0, training.steps // 2))
+    optimizer.schedule = pick("wsd", "cosine")
+    optimizer.decay_steps = draw(st.integers(0, training.steps // 2)) if optimizer.schedule == "wsd" else 0
     world = data * parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
     groups = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
     return dataclasses.replace(planned, **{name: draft.frozen() for name, draft in groups.items()}), world

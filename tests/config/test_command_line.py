@@ -14,9 +14,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 import pipeline.stages
 from pipeline import __main__
+from pipeline.common import knobs
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules.objectives import RULES
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import READS, STAGES
 from pipeline.data.load.objectives.registry import OBJECTIVES
 from pipeline.launch import hydra_launcher
 from tests.helpers import ROOT
@@ -107,7 +109,59 @@ REFUSED = [
     ("--config-path=conf", "--config-path: is not supported|--config-dir=FOLDER experiment=NAME"),
     ("--config-dir=nowhere", "--config-dir=nowhere: is not a folder"),
     ("--experimental-rerun=x", "--experimental-rerun: is not supported"),
-    ("--shell-completion", "--shell-completion: is not supported"),
+    ("--dry-run", "unrecognized arguments: --dry-run|write dry_run=true, without dashes"),
+    ("--stage=pretrain", "write stage=pretrain, without dashes"),
+    ("--help optimzer", "--help=optimzer: is not a stage, a group, a model family|did you mean optimizer"),
+    ("stage=pretrian --help", "did you mean pretrain"),
+    (
+        "tracking.name=a=b",
+        "quote the value for Hydra and for the shell: \"tracking.name='a=b'\"",
+    ),
+    ("tracking.name=$(x)", "for the shell: 'tracking.name="),
+    ("run_dir=~/x", "contains characters with a special meaning|write run_dir=$HOME/x"),
+    ("run_dir='~/x'", "would create a folder named ~|write run_dir=$HOME/..."),
+    ("data.input=[,x]", "close all brackets, quote the items for Hydra"),
+    ("optimizer.lr==3", "write optimizer.lr=3"),
+    ("run_dir=OWN/LONG", "has a name of 300 bytes; a file system allows 255, less 32 for temporary files|set run_dir to a shorter path"),
+    ("run_dir=OWN/DEEP", "bytes; Linux allows 4,095, less 256 for the files in it"),
+    ("run_dir=OWN/notes.txt", "notes.txt: is a file, not a folder|set run_dir to another path"),
+    ("run_dir=OWN/notes.txt/a/b", "is inside of OWN/notes.txt, which is a file"),
+    ("run_dir=OWN/link", "is a symbolic link to nothing"),
+    ("stage=finetune run_dir=OWN/LONG", "has a name of 300 bytes"),
+    ("stage=convert run_dir=OWN/notes.txt stage.input=x", "notes.txt: is a file, not a folder"),
+    ("stage=convert stage.output=OWN/notes.txt", "stage.output=OWN/notes.txt: is a file, not a folder"),
+    ("stage=generate stage.prompts=x stage.output=OWN/LONG", "stage.output=/|has a name of 300 bytes"),
+    ("stage=shard data.input=[x] data.shards=", "data.shards='': must name a folder|remove an unset variable"),
+    ("stage=shard data.input=[x] data.shards=OWN/LONG", "data.shards=/|has a name of 300 bytes"),
+    ("stage=shard data.input=[OWN/LONG]", "data.input=/|has a name of 300 bytes; a file system allows 255"),
+    ("stage=train_tokenizer tokenizer.path=OWN/notes.txt/a", "tokenizer.path=OWN/notes.txt/a: is inside of"),
+    ("stage=tokenize data.tokens=OWN/notes.txt", "data.tokens=OWN/notes.txt: is a file"),
+    ("checkpoint.initialize_from=OWN/LONG", "checkpoint.initialize_from=/|has a name of 300 bytes"),
+    ("stage=plan cluster.hardware=h100 stage.plot=OWN", "stage.plot=OWN: is a folder, not a file|must end in .png"),
+    ("stage=plan cluster.hardware=h100 stage.out=OWN/notes.txt/x.json", "stage.out=OWN/notes.txt/x.json: is inside of OWN/notes.txt"),
+    ("stage=plan cluster.hardware=h100 cluster.tasks_per_node=0", "cluster.tasks_per_node=0: must be at least 1"),
+    ("dry_run=true cluster.nodes=0", "1 problem:|cluster.nodes=0: must be at least 1"),
+    ("cluster.hardware=nope", "cluster.hardware=nope: must be one of a100-40"),
+    ("model.hidden=1e9", "model.hidden=1e9: Value '1000000000.0' of type 'float' could not be converted to Integer"),
+    (
+        "model.ffn_hidden=99999999999999999999999999",
+        "9999999999: makes weights of more bytes than PyTorch can count",
+    ),
+    (
+        "precision=fp8 model.layers=1",
+        "multiplies no 8-bit numbers|set precision.fp8_exclude_layers=0, or precision=bf16",
+    ),
+    ("data.instructions.train=[chats.jsonl]", "data.instructions.train=chats.jsonl: is not read by stage=pretrain|use stage=finetune"),
+    ("data.pairs.train=[a.tsv]", "data.pairs.train=a.tsv: is not read by model.family=llama"),
+    ("training.global_batch_size=1000000000000", "must be at least 1 and at most 1e+07"),
+    ("stage=shard data.input=[x] data.part_megabytes=1e-12", "data.part_megabytes=1e-12: must be at least 0.001"),
+    ("stage=train_tokenizer tokenizer.vocab_size=1000000000", "tokenizer.vocab_size=1000000000: must be at least 257 and at most 1e+07"),
+    ("stage=train_tokenizer tokenizer.end_of_document=", "tokenizer.end_of_document=['']: contains an empty token"),
+    (
+        "stage=generate stage.prompts=x stage.temperature=1e-300",
+        "divides the logits, and must be 0 or at least 1e-06",
+    ),
+    ("precision=fp16 precision.initial_loss_scale=1e300", "must be at least 1 and at most 1e+30"),
     ("--resolve", "--resolve: requires --cfg"),
     ("--package=optimizer", "--package: requires --cfg"),
     ("--cfg=job --package=optimizr", "package 'optimizr' not found"),
@@ -128,7 +182,10 @@ REFUSED = [
 
 @pytest.mark.parametrize("words, said", [*REFUSED[:16], *(pytest.param(*case, marks=pytest.mark.slow) for case in REFUSED[16:])])
 def test_refused(command: Callable[..., Ended], own: Path, words: str, said: str) -> None:
-    ended = command(*words.replace("OWN", str(own)).split())
+    (own / "link").symlink_to(own / "nothing")
+    for name, text in {"LONG": "x" * 300, "DEEP": "/".join(["y" * 200] * 25), "OWN": str(own)}.items():
+        words, said = words.replace(name, text), said.replace(name, text)
+    ended = command(*words.split())
     assert ended.code == 2, ended.printed
     assert not ended.runs
     for text in said.split("|"):
@@ -165,6 +222,14 @@ def test_accepted(command: Callable[..., Ended], own: Path, words: str, steps: l
         ("--cfg hydra", "hydra:"),
         ("--config-dir=OWN experiment=short --info=searchpath", "file://OWN"),
         ("training.steps=300 --info", "steps: 300"),
+        ("--version", "tannschen 0."),
+        ("--help optimizer", "optimizer.warmup_steps=100                     int          steps of linear warm-up (steps, at least 0)"),
+        ("--help stage=generate", "stage.max_tokens=256"),
+        ("stage=evaluate --help", "stage.stride=None                              int | None "),
+        ("stage=convert -h", "run_dir=runs/default"),
+        ("--help smollm3", "keys of model family smollm3:"),
+        ("--help warmup_steps", "optimizer.warmup_steps=100"),
+        ("-sc install=bash", "complete -o nospace -o default -F hydra_bash_completion"),
     ],
 )
 def test_what_hydra_prints(command: Callable[..., Ended], own: Path, words: str, said: str) -> None:
@@ -198,6 +263,23 @@ def test_a_composed_configuration_is_frozen(command: Callable[..., Ended]) -> No
         for item in dataclasses.fields(node) if dataclasses.is_dataclass(node) else ():
             with pytest.raises(FrozenInstanceError):
                 setattr(node, item.name, None)
+
+
+@pytest.mark.parametrize("line, offered", [("me stage=pre", "stage=pretrain"), ("me stage=evaluate stage.str", "stage.stride=")])
+def test_completion(command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, line: str, offered: str) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert command("-sc", "query=bash").printed.split() == [offered]
+
+
+def test_the_help_of_a_stage_has_the_groups_that_it_reads(command: Callable[..., Ended]) -> None:
+    assert READS.keys() == STAGES.keys()
+    for stage, groups in READS.items():
+        printed = command(f"stage={stage}", "--help").printed
+        for key, _, _ in knobs.walk(STAGES[stage][0](name=stage), "stage."):
+            assert f"  {key}=" in printed
+        for group in groups:
+            assert f"keys of group {group}" in printed
 
 
 def test_every_objective_has_rules() -> None:

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 
+from stdnum import luhn
 from stdnum.iso7064 import mod_97_10
 
 
@@ -34,6 +35,22 @@ PEOPLE = _listed("jane.doe+list|j_smith|rené.dupont|hans-peter.weiß|o.brien99|
 DOMAINS = _listed("""
 mail.example.org|müller-maschinen.de|xn--mller-kva.de|почта.рф|uni-köln.de|sub.domain.co.uk|ελ.gr|firma.swiss|web.museum
 """)
+OBFUSCATED = _listed("""
+jane.doe [at] mail.example.org|bob(at)stanford.edu|info-schmidt(at)uni-koeln(dot)de|john {at} cs {dot} cmu {dot} edu
+pierre.dupont [arobase] orange.fr|hans.meier (ät) gmx (Punkt) de|linus[AT]kernel.org|alice_smith [@] mail.com|a.turing <at> bletchley.ac.uk
+""")
+# Without the check digit, with the layout.
+CARDS = ["4### #### #### ###", "53##-####-####-###", "34## ###### ####", "4##############", "6011###########", "2200 #### #### ###"]
+CARD_FRAMES = ("Visa {} 12/27", "Kreditkarte: {}", "カード番号{}です", "It reads {} there.", "({})")
+IDS = _listed("""
+SSN: 536-22-81##|Her social security number is 536 22 81##|NI number AB 12 34 ## C|Steuer-ID: 86 095 742 7##
+Meine IdNr. lautet 659299704##|Sozialversicherungsnummer 65 0708## M 016|n° de sécurité sociale : 2 55 08 14 168 0## 38|DNI: 123456##Z
+con NIE X12345##L|codice fiscale RSSMRA85T10A5##S|CPF: 529.982.2##-25|Aadhaar number 2341 2341 ####|PAN: ABCPE12##F
+身份证号：1101051949123100##|주민등록번호 900101-12345##|PESEL 440514013##|personnummer 811218-98##|henkilötunnus 131052-3##T
+T.C. Kimlik No: 100000001##|AHV-Nr. 756.9217.0769.##|CURP HEGG560427MVZRRL0#
+""")
+# The number after its word: it begins with a digit, or with the capital letters of a British, Spanish, Italian, Indian or Mexican one.
+_ID_PARTS = re.compile(r"(?:AB |X|RSSMRA|ABCPE|HEGG)?\d.*$")
 IPV4 = [
     "8.8.8.8",
     "1.1.1.1",
@@ -66,6 +83,17 @@ pages 212-219|ext4-02-1234|3-5-7|+12|+100 %|0.25 0.5 0.75|1000000000#|2024010203
 7f00 r-xp 00000000 08:02 17352#|fd:03 96063#|T21:27:03.99495#|+3.14000#; -3.14000#
 """)
 
+LOOKALIKES += _listed("""
+Flash Player 32.0.0.1##|Java 17.0.12.5#|Acrobat 23.6.203.2#|kernel 5.15.120.#|Figure 3.14.15.9#|libpng16-1.6.37.10#|Skype 8.101.0.21#
+Order 415-555-26## shipped|Part number 212-555-01##|Invoice no. 555-123-45##|Aktenzeichen 0341 97112-##|Art.-Nr. 0171 23456##
+Konto 030 12345##|telephone 1876-1900-1920|Handy 2019 2020 2021|WhatsApp 2.23.20.7#
+order number 100-23456##-9012345|Auftragsnummer 4532015112830367
+tweet/4539578763621486|x = 4111111111111111|0.4111111111111111|4111111111111111.5|?id=4242424242424242&x=1|IMEI 490154203237518
+0x4111111111111111|10 000 000 000 000 000 bytes|ISBN 978030640615# 4|the SSN format is AAA-GG-SSSS|SSN 000-12-34##|PAN issued in 2012
+DNI issued in 1944|SIN 146 454 287|BSN 111222334|x [at] y|3 (at) 5.de|he was (at that time) absent|load (at) 5.#
+photo (at right) of tower.org|1939-1945 1950-1960|SSN 536-22-8145-0
+""")
+
 FRAMES = ("Write to {} today.", "See {}, please.", "({})", "{}", "It is {}. More", "a <{}> b", "the value „{}“", "Kontakt: {} Deutschland")
 HARD_FRAMES = ("It reads {} there.", "({})", "{}", "with {}; more", "the value „{}“")
 
@@ -81,6 +109,11 @@ def _iban(draw: random.Random) -> str:
     return " ".join(number[at : at + 4] for at in range(0, len(number), 4)) if draw.random() < 0.5 else number
 
 
+def _card(draw: random.Random) -> str:
+    number = _filled(draw.choice(CARDS), draw)
+    return number + luhn.calc_check_digit(re.sub(r"\D", "", number))
+
+
 _ADDRESS = re.compile(r"[\d.]{7,}|[0-9a-f:]{10,}")
 
 MAKERS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
@@ -90,6 +123,9 @@ MAKERS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "email": lambda draw: (made := f"{draw.choice(PEOPLE)}@{draw.choice(DOMAINS)}", made),
     "ip": lambda draw: (made := _filled(draw.choice(IPV4 + IPV6), draw), _ADDRESS.search(made)[0]),  # type: ignore[index]
     "iban": lambda draw: (made := _iban(draw), made),
+    "obfuscated email": lambda draw: (made := draw.choice(OBFUSCATED), made),
+    "card": lambda draw: (draw.choice(CARD_FRAMES).format(made := _card(draw)), made),
+    "id": lambda draw: (made := _filled(draw.choice(IDS), draw), _ID_PARTS.search(made)[0]),  # type: ignore[index]
 }
 
 

@@ -237,7 +237,7 @@ def test_tag_mode_keeps_and_annotates_every_document():
 
 def test_planted_personal_data_is_masked_and_lookalikes_are_not():
     masked, missed, kinds = 0, [], {}
-    for kind, text, secret in planted.positives(400):
+    for kind, text, secret in planted.positives(640):
         (found,), _ = clean([text], config("personal"))
         label = f"<{kind.split()[-1]}>"
         wanted = text.replace(f"<{secret}>", label) if f"<{secret}>" in text else text.replace(secret, label)
@@ -245,9 +245,26 @@ def test_planted_personal_data_is_masked_and_lookalikes_are_not():
         missed += [(text, found)] if found != wanted else []
         kinds[kind] = kinds.get(kind, 0) + (found == wanted)
     wrong = [(text, found) for text in planted.negatives() for found in clean([text], config("personal"))[0] if found != text]
-    assert masked >= 0.98 * 400, missed
+    assert masked >= 0.98 * 640, missed
     assert masked >= 0.98 * (masked + len(wrong)), wrong
     assert min(kinds.values()) >= 0.95 * 80, kinds
+
+
+INERT = [
+    *planted.negatives(),
+    *(before for step, before, after in CHANGES.values() if step == "personal" and after is None),
+    *(text.strip() for text in (WITHOUT_SPACES | {"en": PROSE}).values()),
+    "The value x[i](y) and M[k](v) are calls; a List<String>, a Box<Link>, the <b> tag.",
+    "if (a < b && b > c) return &x; // R&D, AT&T, 5 < 6 > 4",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(INERT), min_size=1, max_size=8))
+def test_no_step_changes_text_that_it_does_not_name(pieces):
+    """No combination of texts without markup, notices, defects of encoding and personal data is changed."""
+    text = "\n\n".join(pieces)
+    assert clean([text], config("boilerplate", "repair", "normalise", "personal"))[0] == [text]
 
 
 def test_examples_show_the_masked_form_in_every_step():

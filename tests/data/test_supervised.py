@@ -16,8 +16,10 @@ from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.generation.prompts import PromptReader
+from pipeline.training.epochs import with_steps
 from tests.checkpoint.test_huggingface_export import random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
+from tests.world import configured
 
 #: A template whose answers are marked as transformers requires it, and the same without marks.
 MARKED = (
@@ -208,4 +210,93 @@ def test_unusable_lines_are_reported_with_their_number(folder, tmp_path, caplog)
     assert "40 examples in" in caplog.text
     with pytest.raises(UserError, match="is not a file"):
         opened(folder, tmp_path / "none.jsonl")
-    assert "has no chat template" in str(reader(folder, None).read([json.dumps({"messages": CHATS[0]}).encode()])[0])
+    with pytest.raises(UserError, match=r"tokenizer.chat_template=None: is required: the examples are chats"):
+        reader(folder, None).read([json.dumps({"messages": CHATS[0]}).encode()])
+
+
+def test_every_line_that_is_not_used_is_listed(folder, tmp_path, caplog):
+    path, listed = tmp_path / "train.jsonl", tmp_path / "unusable-train.jsonl"
+    good = [json.dumps(line).encode() for line in LINES]
+    bad = [json.dumps({"prompt": str(number)}).encode() for number in range(30)]
+    path.write_bytes(b"\n".join([*good, *bad]))
+    with pytest.raises(UserError, match=r"30 of 70 lines are unusable: .*; and 20 more \(.*unusable-train.jsonl lists all\)"):
+        opened(folder, path)
+    found = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert found == [{"file": str(path), "line": 41 + number, "error": 'has a "prompt" and no "completion"'} for number in range(30)]
+    opened(folder, path, limit=0.5)
+    assert f"({listed} lists all)" in caplog.text
+    path.write_bytes(b"\n".join(good))
+    opened(folder, path)
+    assert not listed.exists(), "that of an earlier attempt"
+
+
+def test_a_file_with_records_of_two_formats_is_refused(folder, tmp_path, caplog):
+    caplog.set_level("INFO", "pipeline")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    path = tmp_path / "train.jsonl"
+    lines = [*LINES[:3], {"instruction": "x", "output": "y"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"has records of several formats: 3 prompt and completion, 1 Alpaca"):
+        opened(folder, path)
+    path.write_text("".join(json.dumps({**line, "id": 1}) + "\n" for line in LINES[:3]))
+    opened(folder, path)
+    assert "train.jsonl: 3 lines of the format: prompt and completion" in caplog.text
+    assert "these keys are not used: id (3)" in caplog.text
+
+
+LONG = [{"prompt": "a" * 10, "completion": "b" * count} for count in (5, 100, 5)] + [{"prompt": "a" * 70, "completion": "b"}]
+
+
+@pytest.mark.parametrize("too_long, examples", [("truncate", 3), ("drop", 2), ("refuse", 0)])
+def test_examples_that_are_too_long(folder, tmp_path, caplog, too_long, examples):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LONG))
+    whole = ExampleReader(folder, 0, 1000).read([json.dumps(line).encode() for line in LONG])
+    encoder, options = TextEncoder(folder, "<|endoftext|>"), {"pack": True, "seed": None, "limit": 0.0, "report": tmp_path}
+
+    def read():
+        return open_files([str(path)], ExampleReader(folder, 0, 41, too_long), encoder, key="data.instructions.train", length=40, **options)
+
+    if not examples:
+        with pytest.raises(UserError, match=r"2 of 4 lines are unusable: .*line 2: has .* tokens; training.sequence_length=40"):
+            read()
+        return
+    found = [example for row in read().sequences(np.arange(read().counts[0])) for example in row]
+    assert sorted(example.tokens.tolist() for example in found) == sorted(
+        example.tokens[:41].tolist() for example in (whole[:3] if too_long == "truncate" else [whole[0], whole[2]])
+    )
+    counted = "1 are cut" if too_long == "truncate" else "0 are cut"
+    assert counted in caplog.text
+    assert f"{4 - examples} are left out" in caplog.text
+    listed = [json.loads(line)["line"] for line in (tmp_path / "unusable-train.jsonl").read_text().splitlines()]
+    assert listed == ([4] if too_long == "truncate" else [2, 4])
+
+
+def test_a_pair_that_is_too_long_is_cut_where_it_is_longer(folder):
+    lines = [{"prompt": "aaaa", "chosen": "b" * 3, "rejected": "c" * 100}, {"prompt": "aaaa", "chosen": "b" * 90, "rejected": "c" * 100}]
+    lines += [{"prompt": "aaaa", "chosen": "b" * 90 + "c", "rejected": "b" * 90 + "d"}]
+    encoded = [json.dumps(line).encode() for line in lines]
+    whole = PairReader(folder, 0, 1000).examples(encoded)
+    (one, both, same) = PairReader(folder, 0, 41, "truncate").examples(encoded)
+    assert [len(example.tokens) for example in one] == [len(whole[0][0].tokens), 42 - len(whole[0][0].tokens)]
+    assert [len(example.tokens) for example in both] == [21, 21]
+    for cut, full in zip([*one, *both], [*whole[0], *whole[1]], strict=True):
+        assert cut.tokens.tolist() == full.tokens[: len(cut.tokens)].tolist()
+    assert "cuts the part in which they differ" in str(same)
+
+
+@pytest.mark.parametrize("epochs, batch, steps", [(None, 8, 15), (1.0, 40, 1), (0.5, 8, 3), (0.1, 1, 4), (2.0, 7, 12), (1.0, 1000, 1)])
+def test_epochs_are_as_many_steps_as_read_every_sequence(folder, tmp_path, caplog, epochs, batch, steps):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    objective = opened(folder, path, pack=False)
+    given = () if epochs is None else (f"training.epochs={epochs}",)
+    config = configured("stage=finetune", f"training.global_batch_size={batch}", *given)
+    found = with_steps(config, objective, 0)
+    assert found.training.steps == steps
+    assert with_steps(found, objective, 0) == found
+    assert ("is more than an epoch of 40 sequences" in caplog.text) == (batch > 40)
+    ramped = configured("stage=finetune", "training.global_batch_size=8", "training.batch_rampup=[{until_step: 4, value: 2}]")
+    assert with_steps(ramped, objective, 0).training.steps == 4 + (120 - 8) // 8
+    with pytest.raises(UserError, match=r"plus optimizer.decay_steps=0 must not exceed training.steps"):
+        with_steps(configured("stage=finetune", "optimizer.warmup_steps=999"), objective, 0)

@@ -2,9 +2,15 @@
 
 import io
 import json
+import logging
+import os
 import random
+import re
 import shutil
+import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +24,10 @@ from pipeline.common import artifact
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
-from pipeline.data.tokenize import tokenizer_report, tokenizer_training
+from pipeline.data.tokenize import tokenizer_report, tokenizer_training, training_progress
 from pipeline.data.tokenize.tokenizer import TextEncoder, encode, load
 from pipeline.data.tokenize.training_text import TrainingText, held_out
-from tests.helpers import RAW, pipeline, same_files, words
+from tests.helpers import RAW, pipeline, prose, same_files, words
 
 EOD = "<|endoftext|>"
 QUIET = "tokenizer.report=false"
@@ -168,6 +174,46 @@ def test_a_small_text_yields_a_smaller_vocabulary_with_a_warning(shards, tmp_pat
     totals = json.loads((tmp_path / "t" / MANIFEST).read_text())["totals"]
     assert 257 <= totals["vocab_size"] < 8192
     assert f"yield only {totals['vocab_size']} of 8192 vocabulary entries" in printed
+
+
+def test_a_unigram_vocabulary_that_is_too_small_for_the_characters_of_the_text_is_refused():
+    ranges = [(0x41, 26), (0x391, 24), (0x410, 32), (0x905, 53), (0x3041, 80), (0x4E00, 3000), (0xAC00, 2000)]
+    texts = [" ".join(chr(first + (7 * n) % count) * 2 for first, count in ranges) for n in range(3000)]
+    wanted = TokenizerConfig(kind="unigram")
+    with pytest.raises(UserError, match=r"tokenizer.vocab_size=2000: is too small: the characters .* need 5,\d\d\d entries") as refused:
+        tokenizer_training.train(lambda: texts, wanted, 2000)
+    assert "tokenizer.kind=bpe" in str(refused.value)
+    with pytest.raises(UserError, match="SentencePiece cannot train on this text"):
+        tokenizer_training.train(list, wanted, 2000)
+
+
+def test_unigram_training_shows_progress_and_nothing_of_sentencepiece(caplog, capfd, monkeypatch):
+    monkeypatch.setattr(training_progress, "EVERY", 0)
+
+    def texts() -> Iterator[str]:
+        yield from (prose(n, 40) for n in range(40))
+        print("from Python", file=sys.stderr)
+
+    with caplog.at_level(logging.INFO):
+        tokenizer_training.train(texts, TokenizerConfig(kind="unigram"), 400)
+        logging.getLogger("pipeline").info("afterwards")
+    lines = [record.message for record in caplog.records]
+    assert lines[0] == "train_tokenizer: extracting seed pieces"
+    assert any(re.search(r"train_tokenizer: 400 entries: 1 of \d+ EM steps, .* left \([\d,]+ pieces remain\)", line) for line in lines)
+    assert re.search(r"train_tokenizer: 400 entries: (\d+) of \1 EM steps, .*, done", lines[-2])
+    assert capfd.readouterr().err == "from Python\n"
+    os.write(2, b"restored")
+    assert capfd.readouterr().err == "restored"
+
+
+def test_training_without_information_logs_its_time(caplog, monkeypatch):
+    monkeypatch.setattr(training_progress, "EVERY", 0.001)
+    with caplog.at_level(logging.INFO), training_progress.Waiting("train_tokenizer: training") as waiting:
+        waiting.begin()
+        deadline = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert caplog.records[0].message == "train_tokenizer: training, for 0:00:00"
 
 
 @pytest.mark.slow

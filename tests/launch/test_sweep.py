@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.command_line import quoted
+from pipeline.launch import hydra_launcher
+from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
+from tests.world import configured
 
 SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
 
@@ -61,6 +64,24 @@ def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
     assert f"run_dir={tmp_path}/sweep/1" in text
     assert not list((tmp_path / "sweep").glob("*/")), "nothing is written"
     assert "dry_run=" not in text, "the printed jobs are those that would be submitted"
+
+
+@pytest.mark.slow
+def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    words = (
+        "stage=finetune",
+        "model=llama3.2-1b",
+        "training.sequence_length=2048",
+        "training.micro_batch_size=8",
+        "cluster.hardware=v100-16",
+    )
+    config = configured(*words, "run_dir=none", "data.instructions.train=[unread.jsonl]")
+    assert hydra_launcher._memory_violation(config, 1) is None  # an earlier job of a chain may write its checkpoint
+    assert "none: whether it fits in memory is not checked: checkpoint.initialize_from=None: is required" in caplog.text
+    monkeypatch.setattr(finetuning, "complete", lambda config, _: config)
+    refused = hydra_launcher._memory_violation(config, 1)
+    assert refused is not None
+    assert "the planned job does not fit" in refused.rule
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_a_moe_layer_is_compiled_up_to_the_dispatch(worlds, model, checkpointing
     assert losses == pytest.approx(eager, rel=1e-5)
     assert graphs[1] == graphs[-1], "compiled again after the second step"
     assert calls[0] > BLOCKS * MICRO_BATCHES, "several graphs a block"
-    assert all("torch.compiler.disable" in reason for reason in reasons), reasons
+    assert all("function marked as skipped" in reason for reason in reasons), reasons
 
 
 def test_compilation_of_all_axes_together(worlds):

@@ -8,6 +8,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.planner import measured_report, measured_run
 from tests.world import configured
@@ -43,6 +44,15 @@ def test_the_plan_is_printed_beside_it(run_dir):
     assert f"{planned.estimate.step_time / 0.56:.3f}" in printed
     _, other = measured_report.compare(configured("stage=plan", "cluster.hardware=h100", "cluster.tasks_per_node=4"), run_dir)
     assert other.hardware.name.startswith("H100")
+
+
+def test_a_fine_tuning_run_is_planned_with_its_adapters(run_dir):
+    config = configured("stage=finetune", *JOB[1:], *CLUSTER, "lora.rank=4", "data.instructions.train=[unread.jsonl]")
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    artifact.write(run_dir, artifact.Manifest(stage="finetune", settings={}, files={}, totals={"world_size": 4}))
+    job, planned = measured_report.compare(configured("stage=plan"), run_dir)
+    assert job.world_size == 4
+    assert planned.estimate.memory.frozen > 10 * planned.estimate.memory.weights
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,41 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_alpaca_file_and_a_shipped_template_are_all_that_a_chat_needs(base, tmp_path):
+    """Epochs, in two jobs as in one; then the run directory alone is enough to chat and to export."""
+    from transformers import AutoTokenizer  # takes seconds
+
+    chance, run = random.Random(0), tmp_path / "run"
+    lines = [{"instruction": word, "input": "", "output": NUMBERS[word]} for word in (chance.choice(list(NUMBERS)) for _ in range(150))]
+    (tmp_path / "alpaca.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"instruction": "\\ud800", "output": "x"}\n'
+    )
+    tuned = (
+        *("training.steps=0", "training.epochs=8", "tokenizer.chat_template=plain", "data.quarantine_limit=0.1", "checkpoint.keep=9"),
+        *(f"data.instructions.train=[{tmp_path / 'alpaca.jsonl'}]", "data.instructions.validation=[]", "checkpoint.every=20"),
+    )
+    printed = pipeline(*settings(base, run, *tuned))
+    assert "150 lines of the format: Alpaca" in printed
+    assert "line 151: has the character \\ud800" in printed
+    found = losses(run)
+    assert f"training.epochs=8 of {len(found)} sequences: {len(found)} steps" in printed, "8 sequences a step, 8 epochs"
+    begun = tmp_path / "begun"
+    (begun / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/step-00000020").rename(begun / "checkpoints/step-00000020")
+    pipeline(*settings(base, begun, *tuned))
+    assert losses(begun) == pytest.approx(found[20:], rel=1e-5)
+
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "three"}]}\n')
+    pipeline("stage=generate", f"run_dir={run}", "precision=fp32", f"stage.prompts={tmp_path / 'prompts.jsonl'}", "stage.max_tokens=8")
+    generated = json.loads((run / "generated/completions.jsonl").read_text())["generated"]
+    assert (generated["text"], generated["finish_reason"]) == ("drei", "stop")
+    pipeline("stage=convert", f"run_dir={run}")
+    chat = [{"role": "user", "content": "three"}]
+    tokens = AutoTokenizer.from_pretrained(run / "hf").apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert len(tokens) == generated["prompt_tokens"]
+
+
+@pytest.mark.slow
 def test_a_model_gets_a_longer_context(base, tmp_path):
     """LongLoRA: attention in groups, embeddings and norms beside the adapters, in two jobs; then the merged model."""
     import peft  # takes seconds
@@ -309,6 +344,10 @@ def test_refusals(base, tmp_path):
     )
     for said in ("parallel.context=2", "training.sequence_length=65: must not exceed model.max_positions=64", "data.infill.rate"):
         assert said in printed
+    printed = pipeline(*settings(base, tmp_path / "run", "training.epochs=2"), expect=2)
+    assert "training.epochs=2.0: and training.steps=30 both set the length of the run" in printed
+    printed = pipeline(*settings(base, tmp_path / "run", "tokenizer.chat_template=chatml"), expect=2)
+    assert "tokenizer.chat_template=chatml: needs the special tokens <|im_start|>, <|im_end|>" in printed
     printed = pipeline(*settings(base, tmp_path / "run", 'training.frozen=["*","blocks.7.*"]'), expect=2)
     assert "blocks.7.*: matches no weight" in printed
     assert "leaves nothing to train in the model" in printed

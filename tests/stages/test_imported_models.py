@@ -130,7 +130,7 @@ def run(stage: str, model: Any = None, **settings: Any) -> Any:
     ranks = Ranks(master_port=free_port())
     if stage in ("pretrain", "finetune"):
         config = finetuning.complete(config, 1) if stage == "finetune" else config
-        training_run.run(config, ranks, CheckpointHooks(), lambda *_: None)
+        training_run.run(config, ranks, lambda _: CheckpointHooks(), lambda *_: None)
     else:
         stages.run(config, ranks)
     return config

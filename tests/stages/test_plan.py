@@ -191,7 +191,7 @@ def test_fine_tuning_is_planned_as_the_job_that_it_is(printed, tmp_path):
     assert re.search(r"^  reference +\d", preferences, re.MULTILINE)
     encoder = ("stage=plan", "model=bert-tiny", *A100, "training.objective=classification", data, none)
     assert submitted(printed(*encoder), "finetune").objective == "classification"
-    with pytest.raises(UserError, match="set lora.rank=16"):
+    with pytest.raises(UserError, match=r"set lora\.rank=16"):
         printed(*TINY, data, none, "training.objective=dpo")
     with pytest.raises(UserError, match="bidirectional encoder"):
         printed(*TINY, data, none, "training.objective=classification", "stage.search=true")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
 from pipeline.training.lr_schedule import learning_rate
+from tests.world import configured
 
 
 @given(
@@ -43,3 +44,21 @@ def test_shapes_at_half_way():
     assert quarter == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
     wsd = OptimizerConfig(lr=1, warmup_steps=1, schedule="wsd", min_lr_ratio=0, decay_steps=20)
     assert [learning_rate(u, wsd, training) for u in (80, 81, 90, 100)] == pytest.approx([1, 0.95, 0.5, 0])
+
+
+def test_a_warmup_ratio_is_a_share_of_the_steps():
+    training = TrainingConfig(steps=101)
+    share, steps = OptimizerConfig(warmup_steps=0, warmup_ratio=0.03), OptimizerConfig(warmup_steps=4)
+    both = OptimizerConfig(warmup_steps=4, warmup_ratio=0.5)
+    rates = [[learning_rate(update, optimizer, training) for update in range(101)] for optimizer in (share, steps, both)]
+    assert rates[0] == rates[1] == rates[2]
+
+
+@pytest.mark.parametrize("arguments, lr", [((), 2e-5), (("lora.rank=4",), 2e-4), (("lora.rank=4", "training.objective=dpo"), 1e-5)])
+def test_fine_tuning_has_defaults_of_its_own(arguments, lr):
+    config = configured("stage=finetune", *arguments)
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.training.steps) == (lr, 0.0, 0)
+    assert (config.optimizer.warmup_steps, config.optimizer.warmup_ratio, config.training.global_batch_size) == (0, 0.03, 32)
+    given = ("optimizer.lr=0.5", "optimizer.weight_decay=0.2", "training.steps=7")
+    config = configured("stage=finetune", *given, *arguments)
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.training.steps) == (0.5, 0.2, 7)

@@ -17,7 +17,9 @@ def violations(model: ModelConfig) -> Iterator[Violation]:
     """Yield the violated rules of the sizes: those of a family, and that PyTorch can count the bytes of a weight."""
     yield from model.violations()
     sizes = {item.name: getattr(model, item.name) for item in fields(model)}
-    largest = sorted(((size, name) for name, size in sizes.items() if type(size) is int), reverse=True)[:3]  # a weight has three dims at most
+    largest = sorted(((size, name) for name, size in sizes.items() if type(size) is int), reverse=True)[
+        :3
+    ]  # a weight has three dims at most
     if math.prod(size for size, _ in largest) > LARGEST:
         size, name = largest[0]
         yield Violation(f"model.{name}", size, "makes weights of more bytes than PyTorch can count", f"reduce model.{name}")

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
 from pipeline.config import warmup
-from pipeline.config.layout import may_compile, stages_per_rank
+from pipeline.config.layout import Layout, may_compile, reused_weights, stages_per_rank
 from pipeline.config.schema import ParallelConfig, RunConfig
+from pipeline.config.stages import TRAINING_STAGES
 
 
 def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
@@ -16,6 +17,7 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     yield from _expert(config)
     yield from _context(config)
     yield from pipeline(config)
+    yield from _without_effect(config)
     yield from _world_size(config.parallel, world_size)
 
 
@@ -118,6 +120,8 @@ def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
     """The zero-bubble V schedule computes the gradients of inputs and of weights in separate passes."""
     if per_rank != 2:
         yield Violation("parallel.stages_per_rank", per_rank, "zbv has exactly 2 stages per rank", "leave it unset")
+    elif config.model.layers >= 2 * config.parallel.pipeline and not any(_layers_per_stage(config)):
+        yield from _zbv_weights(config)
     recompute = config.training.activation_checkpointing
     if recompute != "none":
         rule = "zbv splits the backward pass and would recompute the activations twice"
@@ -126,6 +130,32 @@ def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
         yield Violation(
             "training.compile", "on", "zbv splits the backward pass, which compiled blocks do not support", "set it to auto or off"
         )
+
+
+def _zbv_weights(config: RunConfig) -> Iterator[Violation]:
+    """No weight of a stage is used at two depths: PyTorch's pass for the weights would run the blocks between them twice.
+
+    The first stage, whose input has no gradient, has one backward pass.
+    """
+    layout = Layout.of(config, config.parallel.model_ranks)
+    for stage in range(1, layout.stage_count):
+        blocks = layout.layers(stage, config.model.layers)
+        if reused := reused_weights(config.model, blocks, last=stage == layout.stage_count - 1):
+            rule = f"splits the backward pass of a stage, and stage {stage} of {layout.stage_count} shares {reused}"
+            yield Violation("parallel.schedule", "zbv", rule, "choose 1f1b or interleaved, or more pipeline ranks with fewer blocks each")
+            return
+
+
+def _without_effect(config: RunConfig) -> Iterator[Violation]:
+    """Settings of a pipeline, in a training job without one. Other stages may read a checkpoint with the settings of its run."""
+    parallel = config.parallel
+    if parallel.pipeline > 1 or config.stage.name not in TRAINING_STAGES:
+        return
+    for name, default in (("schedule", "1f1b"), ("stages_per_rank", None)):
+        value = getattr(parallel, name)
+        if value != default:
+            fix = "remove it, or set parallel.pipeline to 2 or more"
+            yield Violation(f"parallel.{name}", value, "has no effect with parallel.pipeline=1", fix)
 
 
 def _world_size(parallel: ParallelConfig, world_size: int) -> Iterator[Violation]:

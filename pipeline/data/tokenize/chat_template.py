@@ -35,6 +35,8 @@ SHIPPED = {
 NAMES = "chatml, llama3 or plain"
 #: Name of a template in a tokenizer folder or a run directory.
 FILE = "chat_template.jinja"
+#: Files of a tokenizer; the last ones name its special tokens.
+_FILES = ("tokenizer*.json", "*tokens*.json", "*.model", "vocab*", "merges.txt", "config.json", "generation_config.json")
 _FOLDER = Path(__file__).with_name("chat_templates")
 #: Characters [first, last) of a rendered chat.
 Span = tuple[int, int]
@@ -242,9 +244,10 @@ def of(tokenizer: TokenizerConfig) -> ChatTemplate | None:
 
 
 def store(template: ChatTemplate, source: Path, folder: Path) -> None:
-    """Copy a tokenizer folder with another template."""
+    """Copy the files of a tokenizer with another template; not the weights that may be beside them."""
     with atomic_folder(folder) as partial:
-        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(FILE, "*.html", "*.png"))
+        for path in (path for pattern in _FILES for path in source.glob(pattern) if path.is_file()):
+            shutil.copyfile(path, partial / path.name)
         settings = partial / "tokenizer_config.json"
         if settings.is_file() and "chat_template" in (content := json.loads(settings.read_text(encoding="utf-8"))):
             del content["chat_template"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 import string
 from collections.abc import Iterable
 from typing import Any
 
 from sentencepiece import SentencePieceTrainer, sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from pipeline.common.errors import UserError
+from pipeline.data.tokenize.training_progress import UnigramProgress, sentencepiece_messages
 
 SPACE = "▁"
 """The character that represents a space in pieces, U+2581."""
@@ -38,32 +42,51 @@ def train_unigram(texts: Iterable[str], special: list[str], split_digits: bool, 
         special: special tokens; they have the first ids.
         split_digits: encode every digit as a piece by itself.
         vocab_size: maximum number of entries.
+
+    Raises:
+        UserError: the characters of the text do not fit into the vocabulary, or the text is too short.
     """
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=model,
-        model_type="unigram",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        allow_whitespace_only_pieces=True,
-        split_digits=split_digits,
-        max_sentence_length=1 << 30,
-        num_threads=_THREADS,
-        unk_id=0,
-        bos_id=-1,
-        eos_id=-1,
-        control_symbols=special,
-        required_chars="".join(sorted({*string.printable.strip(), *"".join(special)} - {" "})),  # see EXCLUDED_SCORE
-        minloglevel=2,
-    )
+    model, progress = io.BytesIO(), UnigramProgress(vocab_size)
+    try:
+        with sentencepiece_messages(progress.read):
+            SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=model,
+                model_type="unigram",
+                vocab_size=vocab_size,
+                hard_vocab_limit=False,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                split_digits=split_digits,
+                max_sentence_length=1 << 30,
+                num_threads=_THREADS,
+                unk_id=0,
+                bos_id=-1,
+                eos_id=-1,
+                control_symbols=special,
+                required_chars="".join(sorted({*string.printable.strip(), *"".join(special)} - {" "})),  # see EXCLUDED_SCORE
+                minloglevel=0,  # UnigramProgress reads the log
+            )
+    except RuntimeError as error:
+        raise _refusal(error, vocab_size) from error
+    progress.end()
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(model.getvalue())
     return convert(proto)
+
+
+def _refusal(error: RuntimeError, vocab_size: int) -> UserError:
+    """What to do about an error of SentencePiece's trainer."""
+    if sizes := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
+        needed = int(sizes[1])
+        rule = f"is too small: the characters that cover 99.95 % of the text, 256 bytes and the special tokens need {needed:,} entries"
+        fix = f"set it to about twice as many, {2 * needed:,}; or set tokenizer.kind=bpe, which needs no entries for characters"
+        return UserError.of("tokenizer.vocab_size", vocab_size, rule, fix)
+    rule = f"SentencePiece cannot train on this text: {error}"
+    return UserError.of("tokenizer.kind", "unigram", rule, "use more text, or tokenizer.kind=bpe")
 
 
 def convert(proto: Any) -> Tokenizer:

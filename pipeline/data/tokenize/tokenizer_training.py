@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pipeline.common.errors import UserError
 from pipeline.common.progress import Progress
 from pipeline.config.data import TokenizerConfig
+from pipeline.data.tokenize.training_progress import Waiting
 from pipeline.data.tokenize.training_text import TrainingText
 
 log = logging.getLogger("pipeline")
@@ -68,17 +69,24 @@ def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]
         UserError: as train.
     """
 
-    def texts() -> Iterator[str]:
-        with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
-            for text in sample:
-                yield text
-                progress.advance(len(text.encode("utf-8")))
-        log.info("train_tokenizer: training on %.1f MB", sum(sample.languages.values()) / 1e6)
+    def trained(size: int) -> Tokenizer:
+        with Waiting(f"train_tokenizer: training {size:,} entries") as waiting:
+
+            def texts() -> Iterator[str]:
+                with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
+                    for text in sample:
+                        yield text
+                        progress.advance(len(text.encode("utf-8")))
+                log.info("train_tokenizer: training %s entries on %.1f MB", f"{size:,}", sum(sample.languages.values()) / 1e6)
+                if options.kind != "unigram":  # which reports its own progress
+                    waiting.begin()
+
+            return train(texts, options, size)
 
     if options.kind == "bpe":
-        largest = train(texts, options, sizes[-1])
+        largest = trained(sizes[-1])
         return {size: truncate_vocab(largest, size) if size < sizes[-1] else largest for size in sizes}
-    return {size: train(texts, options, size) for size in sizes}
+    return {size: trained(size) for size in sizes}
 
 
 def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:

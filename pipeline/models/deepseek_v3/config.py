@@ -59,6 +59,10 @@ class DeepseekV3Config(rope.RopeConfig):
         """Training objective: next-token prediction."""
         return "causal"
 
+    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see layout.reused_weights
+        """Return which weights a pipeline stage uses at several depths: in the last one the embedding; None for none."""
+        return f"the embedding in model.mtp_depth={self.mtp_depth} MTP modules" if last and self.mtp_depth > 1 else None
+
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
         violations = list(rope.violations(self))

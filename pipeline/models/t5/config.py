@@ -46,6 +46,14 @@ class T5Config(EncoderDecoderSizes):
         """Width of a head."""
         return self.head_width
 
+    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see layout.reused_weights
+        """Return which weights a pipeline stage with these blocks uses at several depths: the biases of a kind of block; None for none."""
+        encoder = sum(block < self.encoder_blocks for block in blocks)
+        for kind, count in (("encoder", encoder), ("decoder", len(blocks) - encoder)):
+            if count > 1:
+                return f"the relative position biases of {count} {kind} blocks"
+        return None
+
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
         violations = self.depth_violations()

@@ -1,0 +1,31 @@
+"""Settings that a job would not read are refused, and so are weights that the zero-bubble schedule cannot train."""
+
+import pytest
+
+from pipeline.config.rules import check
+from tests.world import configured
+
+ZBV = ("parallel.schedule=zbv", "parallel.pipeline=2", "training.micro_batch_size=2", "training.global_batch_size=32")
+DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("optimizer.decay_steps=50",), "optimizer.decay_steps=50: has no effect with optimizer.schedule=cosine"),
+        (("optimizer.decay_steps=50", "optimizer.schedule=wsd"), None),
+        (("parallel.schedule=zbv",), "parallel.schedule=zbv: has no effect with parallel.pipeline=1"),
+        (("parallel.stages_per_rank=2",), "parallel.stages_per_rank=2: has no effect with parallel.pipeline=1"),
+        (("model.layers=8", *ZBV), None),
+        (("model=t5-tiny", "model.layers=8", *ZBV), "stage 1 of 4 shares the relative position biases of 2 encoder blocks"),
+        (("model=t5-tiny", "model.layers=4", *ZBV), None),
+        (("model=t5-tiny", "model.layers=5", "model.encoder_layers=3", "parallel.layers_per_stage=[2,1,1,1]", *ZBV), None),
+        ((*DEEPSEEK, "model.mtp_depth=1", *ZBV), None),
+        ((*DEEPSEEK, "model.mtp_depth=2", *ZBV), "stage 3 of 4 shares the embedding in model.mtp_depth=2 MTP modules"),
+        ((*DEEPSEEK, "model.mtp_depth=2", *ZBV, "parallel.schedule=1f1b"), None),
+    ],
+)
+def test_what_is_refused(settings, message):
+    config = configured("stage=pretrain", "model=llama-tiny", *settings)
+    found = [str(violation) for violation in check.violations(config, config.parallel.pipeline)]
+    assert any(message in text for text in found) if message else not found, found
