@@ -79,16 +79,18 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def answer_log_probabilities(model: Any, base: Path, messages: list[dict[str, str]]) -> torch.Tensor:
-    """Log-probabilities of the tokens of the last message, by a stock model and its chat template."""
+    """Log-probabilities of the tokens of the last message, by a stock model and its chat template; answers are tokenized alone."""
     text = AutoTokenizer.from_pretrained(base / "stock", chat_template=TEMPLATE)
-    prompt, whole = (
-        text.apply_chat_template(part, add_generation_prompt=part != messages, tokenize=False) for part in (messages[:-1], messages)
-    )
-    encoded = text(whole, return_offsets_mapping=True, add_special_tokens=False)
-    tokens, is_answer = torch.tensor([encoded["input_ids"]]), torch.tensor([last > len(prompt) for _, last in encoded["offset_mapping"]])
+    tokens: list[int] = []
+    shown = ""
+    for number in [place for place, message in enumerate(messages) if message["role"] == "assistant"]:
+        prompt = text.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
+        tokens += text(prompt[len(shown) :], add_special_tokens=False)["input_ids"]
+        answer, shown = len(tokens), text.apply_chat_template(messages[: number + 1], tokenize=False)
+        tokens += text(shown[len(prompt) :], add_special_tokens=False)["input_ids"]
     with torch.no_grad():
-        found = model(tokens).logits.log_softmax(-1)[0, :-1]
-    return found.gather(1, tokens[0, 1:, None])[is_answer[1:], 0]
+        found = model(torch.tensor([tokens])).logits.log_softmax(-1)[0, :-1]
+    return found.gather(1, torch.tensor(tokens)[1:, None])[answer - 1 :, 0]
 
 
 def evaluated(base: Path, run_dir: Path, *more: str) -> dict[str, Any]:
