@@ -41,6 +41,6 @@ def new_name(key: str) -> str | None:
 def update(config: dict[str, Any]) -> None:
     """Rename the keys of a saved configuration (nested dictionaries) in place."""
     for old, new in RENAMED.items():
-        (group, _, name), (new_prefix, _, new_name) = old.partition("."), new.partition(".")
+        (group, _, name), (target, _, replacement) = old.partition("."), new.partition(".")
         if name in config.get(group, {}):
-            config.setdefault(new_prefix, {})[new_name] = config[group].pop(name)
+            config.setdefault(target, {})[replacement] = config[group].pop(name)

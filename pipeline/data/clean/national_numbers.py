@@ -98,8 +98,9 @@ _Forms = list[tuple[re.Pattern[str], Check | None]]
 def _by_word() -> dict[str, _Forms]:
     """The forms of the numbers that may follow a word."""
     forms: dict[str, _Forms] = {}
-    rows = [(*line.split("|", 1), None) for line in _TABLE.strip().splitlines()]
-    for words, form, check in (*rows, *_CHECKED):
+    table = [line.split("|", 1) for line in _TABLE.strip().splitlines()]
+    rows: list[tuple[str, str, Check | None]] = [*((words, form, None) for words, form in table), *_CHECKED]
+    for words, form, check in rows:
         for word in words.split(","):
             forms.setdefault(_trimmed(word.strip()), []).append((_form(form), check))
     return forms

@@ -135,9 +135,9 @@ def _emails(text: str) -> Spans:
         if local and domain and local[0] not in _ACCOUNTS and not _PIXELS.match(domain[0]) and _is_top_level(domain["top"]):
             spans.append((local.start(), domain.end()))
         at = text.find("@", at + 1)
-    for start, end, domain in obfuscated_emails.candidates(text):
-        plain = _DOMAIN.fullmatch(domain)
-        if plain and _is_top_level(plain["top"]):
+    for start, end, spelled_out in obfuscated_emails.candidates(text):
+        domain = _DOMAIN.fullmatch(spelled_out)
+        if domain and _is_top_level(domain["top"]):
             spans.append((start, end))
     return sorted(spans)
 
