@@ -27,7 +27,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         raise UserError.of("dry_run.enabled", True, rule, fix)
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
-        config = finetuning.complete(config, world_size)
+        config = finetuning.complete(config, world_size, overrides=compose.task_arguments())
     if violations := job.violations(config.cluster, config.stage.name, Path.cwd()):
         raise UserError(violations)
     if ranks.rank > 0:

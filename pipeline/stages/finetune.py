@@ -24,7 +24,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     Raises:
         UserError: there is no checkpoint to start from, the data is missing, or a setting does not fit the model; else as training/run.py.
     """
-    config = finetuning.complete(config, ranks.world_size)
+    config = finetuning.complete(config, ranks.world_size, overrides=compose.task_arguments())
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
     host_memory.check(config, ranks)

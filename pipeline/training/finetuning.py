@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pipeline.checkpoint import native, peft_format
-from pipeline.common.errors import UserError
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labeled_texts import labels_of
@@ -17,13 +18,14 @@ from pipeline.models.rope import extended
 from pipeline.training.starting_checkpoint import checkpoint_of_finetuning
 
 
-def complete(config: RunConfig, world_size: int, *, layout: bool = True) -> RunConfig:
+def complete(config: RunConfig, world_size: int, *, layout: bool = True, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration with the objective, the model of the checkpoint, and the layers of lora.adapter.
 
     Args:
         config: configuration of the run.
         world_size: ranks of the job.
         layout: whether its layout is used, and must be legal.
+        overrides: the command line of the run: what it sets of the model must be so in the checkpoint.
 
     Raises:
         UserError: there is no checkpoint to start from, a file is missing, or a setting does not fit the model.
@@ -36,6 +38,8 @@ def complete(config: RunConfig, world_size: int, *, layout: bool = True) -> RunC
     index = native.read_index(start)
     model = config_classes.from_dict(index.config["model"])
     resumes = start.resolve().is_relative_to(run_dir.resolve()) and index.train_state.samples
+    if violations := _other_model(config, model, overrides):
+        raise UserError(violations)
     if not resumes:  # the checkpoints of the run have the longer context already
         model = extended(model, config.training.context_factor)
     return _with_model(config, model, world_size, layout=layout)
@@ -57,6 +61,37 @@ def planned(config: RunConfig, world_size: int, *, layout: bool = True) -> RunCo
 def has_weights(config: RunConfig) -> bool:
     """Whether a checkpoint to start from is named, or the run has one."""
     return config.checkpoint.initialize_from is not None or bool(native.complete(Path(config.run_dir)))
+
+
+def _other_model(config: RunConfig, model: ModelConfig, overrides: Sequence[str]) -> list[Violation]:
+    """What the command line sets of the model, and the checkpoint has otherwise: a size (`model=`), or single keys (`model.KEY=`).
+
+    A longer context and labels, which fine-tuning gives to a model, are no differences.
+    """
+    given = {key: value for key, _, value in (word.lstrip("+~").partition("=") for word in overrides) if key.split(".")[0] == "model"}
+    rule, fix = (
+        "differs from the checkpoint that the run starts from, which has {}",
+        "remove it: the model of stage=finetune is that of the checkpoint",
+    )
+    if given and config.model.family != model.family:
+        return [Violation(key, value, rule.format(f"model.family={model.family}"), fix) for key, value in given.items()]
+    mine = config.model
+    if isinstance(model, BertConfig) and isinstance(mine, BertConfig) and model.labels and not mine.labels:
+        mine = mine.classifier(model.labels)
+    longer = extended(mine, config.training.context_factor)
+    different = [
+        item.name
+        for item in fields(model)
+        if getattr(model, item.name) not in (getattr(mine, item.name), getattr(longer, item.name))
+        and (f"model.{item.name}" in given or "model" in given)
+    ]
+    found = []
+    for name in [name for name in different if f"model.{name}" in given]:
+        advice = "; training.context_factor makes its context longer" if name.startswith(("rope_", "max_positions")) else ""
+        found.append(Violation(f"model.{name}", getattr(mine, name), rule.format(f"model.{name}={getattr(model, name)}"), fix + advice))
+    if implied := [f"model.{name}={getattr(model, name)}" for name in different if f"model.{name}" not in given]:
+        found.append(Violation("model", given["model"], rule.format(", ".join(implied[:4])), fix))
+    return found
 
 
 def _with_objective(config: RunConfig) -> RunConfig:

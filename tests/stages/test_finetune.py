@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.native import complete
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import UserError
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.training import finetuning
 from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
+from tests.world import configured
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% else %}\n{% endif %}"
@@ -334,6 +337,29 @@ def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
     assert "lora.quantize=nf4: requires adapters" in pipeline(*settings(base, tmp_path / "no", "lora.quantize=nf4"), expect=2)
 
 
+def test_a_model_on_the_command_line_is_that_of_the_checkpoint(base, tmp_path):
+    """Its size and keys are read from the checkpoint; other ones are refused and not ignored."""
+    sizes = ("model=llama-demo", "model.layers=2", "model.hidden=32", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=48")
+    same = (*sizes, "model.vocab_size=300", "model.max_positions=64", "model.tie_embeddings=false")
+    longer = ("training.context_factor=2", "model.rope_scaling=none")
+    for words, said in (
+        (("model.layers=7",), ["model.layers=7: differs from the checkpoint that the run starts from, which has model.layers=2"]),
+        (("model=llama-7b",), ["model=llama-7b: differs from", "model.layers=2"]),
+        (("model=gpt2",), ["model=gpt2: differs from the checkpoint that the run starts from, which has model.family=llama"]),
+        (("model.max_positions=128",), ["which has model.max_positions=64", "training.context_factor makes its context longer"]),
+        (("model.layers=2", "model.hidden=32"), []),
+        (same, []),
+        ((*same, *longer), []),
+    ):
+        config = configured(*settings(base, tmp_path / "run", *words))
+        if said:
+            with pytest.raises(UserError) as error:
+                finetuning.complete(config, 1, overrides=words)
+            assert all(text in str(error.value) for text in said), error.value
+        else:
+            assert finetuning.complete(config, 1, overrides=words).model.layers == 2
+
+
 @pytest.mark.slow
 def test_refusals(base, tmp_path):
     printed = pipeline("stage=finetune", f"run_dir={tmp_path}", expect=2)
@@ -344,6 +370,8 @@ def test_refusals(base, tmp_path):
     )
     for said in ("parallel.context=2", "training.sequence_length=65: must not exceed model.max_positions=64", "data.infill.rate"):
         assert said in printed
+    printed = pipeline(*settings(base, tmp_path / "run", "model.layers=7"), expect=2)
+    assert "model.layers=7: differs from the checkpoint that the run starts from, which has model.layers=2" in printed
     printed = pipeline(*settings(base, tmp_path / "run", "training.epochs=2"), expect=2)
     assert "training.epochs=2.0: and training.steps=30 both set the length of the run" in printed
     printed = pipeline(*settings(base, tmp_path / "run", "tokenizer.chat_template=chatml"), expect=2)
