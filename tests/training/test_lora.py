@@ -172,6 +172,17 @@ def dropped_everywhere(numbers: list[float]) -> bool:
     return numbers[3] != numbers[5] and numbers[8] < numbers[2]
 
 
+def test_the_default_targets_fit_models_whose_feed_forwards_are_routed_experts():
+    from pipeline.config.layout import Layout
+    from pipeline.parallel.parallelize import check_trained
+
+    config = configured("stage=finetune", "model=mixtral-tiny", "lora.rank=3")
+    check_trained(config, Layout.of(config, 1))
+    config = configured("stage=finetune", "model=mixtral-tiny", "lora.rank=3", "lora.targets=[*.attention.*,*.mlp.*]")
+    with pytest.raises(UserError, match=r"lora.targets=\*.mlp.\*: matches no linear layer of model.family=mixtral"):
+        check_trained(config, Layout.of(config, 1))
+
+
 def test_targets_that_match_nothing_are_refused():
     from pipeline.config.layout import Layout
     from pipeline.parallel.parallelize import check_trained

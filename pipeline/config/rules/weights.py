@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from pipeline.common.errors import Violation
 from pipeline.config.layout import Layout
-from pipeline.config.lora import is_adapter, layer_of
+from pipeline.config.lora import LoraConfig, is_adapter, layer_of
 from pipeline.config.run_parts import WeightsConfig
 from pipeline.config.trained import is_frozen
 
@@ -23,7 +23,8 @@ def violations(config: WeightsConfig, layout: Layout, names: Mapping[str, bool])
     found = []
     layers = {layer_of(name) for name in names if is_adapter(name)}
     for key, patterns in (("targets", config.lora.targets), ("rank_pattern", config.lora.rank_pattern)):
-        for pattern in patterns if config.lora.rank else ():
+        default = key == "targets" and bool(layers) and patterns == LoraConfig().targets  # a family may have one kind of layer only
+        for pattern in patterns if config.lora.rank and not default else ():
             if not any(fnmatchcase(layer, pattern) for layer in layers) and config.lora.rank_pattern.get(pattern) != 0:
                 rule = f"matches no linear layer of model.family={config.model.family}" + (" with an adapter" if key != "targets" else "")
                 found.append(
