@@ -14,7 +14,7 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.chats import chat_of
-from pipeline.data.tokenize.tokenizer import load
+from pipeline.data.tokenize.tokenizer import PromptEncoder, load
 from pipeline.generation.template import PromptTemplate
 
 #: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
@@ -107,6 +107,7 @@ class PromptReader:
         self.end_of_document, self.encoder, self.template = end_of_document, encoder, template
         self.chats, self.tokenizer = chats, load(folder)
         self.chat_encoder = ChatEncoder(self.tokenizer)
+        self.text_encoder = PromptEncoder(self.tokenizer)
 
     @property
     def ends(self) -> list[int]:
@@ -157,8 +158,7 @@ class PromptReader:
 
     def _encode_text(self, text: str) -> list[int]:
         """Encode a text with the special tokens of the tokenizer's post-processor; text that spells a special token is ordinary text."""
-        self.tokenizer.encode_special_tokens = True
-        return self._complete(self.tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._complete(self.text_encoder.encode([text], complete=True)[0])
 
     def _encode_chat(self, fields: dict[str, Any]) -> list[int]:
         """Encode a chat with the template of the tokenizer, as training does."""

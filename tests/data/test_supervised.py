@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from pipeline.common.errors import UserError
@@ -99,6 +100,23 @@ BAD_PAIRS = {
     "tokens with both answers; training.sequence_length=99": {"prompt": "x" * 45, "chosen": "y", "rejected": "z" * 20},
     'must be an object with "chosen"': ["x"],
 }
+
+
+def test_text_that_spells_an_entry_of_a_unigram_model_stays_text(tmp_path):
+    """Prompts and completions cannot end where a user writes </s>; the tokens that the post-processor adds remain."""
+    entries = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((piece, -2.0) for piece in "▁ab<>/s")]
+    tokenizer = Tokenizer(models.Unigram(entries, unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    spelled = [tokenizer.token_to_id(piece) for piece in ("▁", "a", "▁", "<", "/", "s", ">", "▁", "b")]
+    text = "a </s> b"
+    (example,) = ExampleReader(tmp_path, 2, 100).read([json.dumps({"prompt": text, "completion": text}).encode()])
+    assert example.tokens.tolist() == [1, *spelled, *spelled, 2]
+    prompts = PromptReader(tmp_path, max_positions=100, vocab_size=20, end_of_document=2)
+    assert prompts.parse(1, json.dumps({"prompt": text}).encode()).tokens == [1, *spelled]
+    assert prompts.parse(1, json.dumps({"prompt": "ab"}).encode()).tokens == [1, *(tokenizer.token_to_id(piece) for piece in "▁ab")]
 
 
 def test_pairs_of_answers_are_two_examples(folder):

@@ -51,7 +51,7 @@ class LabelReader(ExampleReader):
         """See ExampleReader."""
         parsed = [self._texts(line) for line in lines]
         texts = [text for line in parsed if not isinstance(line, BadLine) for text in line[0]]
-        encoded = iter([encoding.ids for encoding in self._encode(texts, special=False)])
+        encoded = iter(self._text_encoder.encode(texts))
         return [line if isinstance(line, BadLine) else self._joined([next(encoded) for _ in line[0]], line[1]) for line in parsed]
 
     def _texts(self, line: bytes) -> tuple[list[str], int] | BadLine:

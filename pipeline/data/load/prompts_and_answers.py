@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate, Span
 from pipeline.data.tokenize.chats import ChatError, chat_of
-from pipeline.data.tokenize.tokenizer import load
+from pipeline.data.tokenize.tokenizer import PromptEncoder, load
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ class ExampleReader:
         self, folder: Path, end_of_document: int, longest: int, too_long: str = "refuse", template: ChatTemplate | None = None
     ) -> None:
         self._folder, self._end, self._longest, self._too_long = folder, end_of_document, longest, too_long
-        self._tokenizer = load(folder)
-        self._chats = ChatEncoder(self._tokenizer)
+        tokenizer = load(folder)
+        self._chats, self._text_encoder = ChatEncoder(tokenizer), PromptEncoder(tokenizer)
         self._template = template or chat_template.load(folder)
         self.template_text = self._template.text if self._template else ""
         self.notes = Notes()
@@ -107,12 +106,12 @@ class ExampleReader:
         encoded = self._chats.encode([(chat.text, chat.begins) for chat in chats.values()])
         for (number, chat), (tokens, places) in zip(chats.items(), encoded, strict=True):
             examples[number] = self._finished(tokens, _in_spans(places, chat.answers), ends=chat.ends)
-        prompts = self._encode([pair.prompt for pair in pairs.values()], special=False, complete=True)
-        completions = self._encode([pair.completion for pair in pairs.values()], special=False)
+        prompts = self._text_encoder.encode([pair.prompt for pair in pairs.values()], complete=True)
+        completions = self._text_encoder.encode([pair.completion for pair in pairs.values()])
         for number, prompt, completion in zip(pairs, prompts, completions, strict=True):
-            before = prompt.ids or [self._end]
-            is_answer = np.arange(len(before) + len(completion.ids)) >= len(before)
-            examples[number] = self._finished([*before, *completion.ids], is_answer, ends=True)
+            before = prompt or [self._end]
+            is_answer = np.arange(len(before) + len(completion)) >= len(before)
+            examples[number] = self._finished([*before, *completion], is_answer, ends=True)
         for number, record in enumerate(records):
             if not isinstance(record, BadLine) and not isinstance(examples[number], BadLine):
                 self.notes.add(record.format, record.unused)
@@ -130,10 +129,6 @@ class ExampleReader:
             return error
         self.notes.ignored.update({f"messages.{key}": count for key, count in chat.ignored.items()})
         return _Chat(text, [first for first, _ in answers], learned, chat.learned[-1])
-
-    def _encode(self, texts: list[str], *, special: bool, complete: bool = False) -> Any:
-        self._tokenizer.encode_special_tokens = not special
-        return self._tokenizer.encode_batch(texts, add_special_tokens=complete)
 
     def _finished(self, tokens: list[int], is_answer: np.ndarray, *, ends: bool) -> Example | BadLine:
         """Append the end-of-document token where an answer comes last, unless this ends with it."""

@@ -78,6 +78,36 @@ def without_pieces(tokenizer: Tokenizer, reserved: Iterable[int]) -> Tokenizer |
     return renamed
 
 
+class PromptEncoder:
+    """Encodes prompts and completions: text that spells a special token stays text, also where it is an entry of a Unigram model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Keep a tokenizer of `load`, whose encode_special_tokens is set at each call."""
+        self._tokenizer = tokenizer
+        special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+        self._reserved = set(special) - set(unknown_token(tokenizer))
+        self._plain = without_pieces(tokenizer, sorted(self._reserved))
+
+    def encode(self, texts: Sequence[str], *, complete: bool = False) -> list[list[int]]:
+        """The ids of each text; `complete` adds the special tokens of the tokenizer's post-processor."""
+        self._tokenizer.encode_special_tokens = True
+        if self._plain is None:
+            return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=complete)]
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        for number, text in enumerate(texts):
+            if not self._reserved.isdisjoint(found[number].ids):
+                found[number] = self._plain.encode(text, add_special_tokens=False)
+        return [self._tokenizer.post_process(each, None, complete).ids for each in found]
+
+
+def unknown_token(tokenizer: Tokenizer) -> list[int]:
+    """The id of the unknown token, which is a special token that text may contain; empty if the tokenizer has none."""
+    model = json.loads(tokenizer.to_str())["model"]
+    token = model.get("unk_token")
+    number = tokenizer.token_to_id(token) if token else model.get("unk_id")
+    return [] if number is None else [number]
+
+
 class TextEncoder:
     """Encodes text with the tokenizer of a Hugging Face folder.
 
@@ -113,7 +143,7 @@ class TextEncoder:
         self.fingerprint = digest(path)
         self._reserved = np.zeros(self.vocab_size, dtype=bool)
         self._reserved[[vocabulary[token] for token in self.special_tokens]] = True
-        self._reserved[self._unknown()] = False
+        self._reserved[unknown_token(self._tokenizer)] = False
         if self.end_of_document in self.encode([end_of_document])[0].tolist():
             rule = f"is an ordinary token of {path}: a document whose text contains it would end there"
             raise UserError.of("tokenizer.end_of_document", end_of_document, rule, "choose one of its special tokens")
@@ -144,10 +174,3 @@ class TextEncoder:
     def _plain(self) -> Tokenizer | None:
         """Encodes the texts that spell special tokens and would be encoded as them; None if the model has no such entries."""
         return without_pieces(self._tokenizer, np.flatnonzero(self._reserved).tolist())
-
-    def _unknown(self) -> list[int]:
-        """The id of the unknown token, which is a special token that text may contain; empty if the tokenizer has none."""
-        model = json.loads(self._tokenizer.to_str())["model"]
-        token = model.get("unk_token")
-        number = self._tokenizer.token_to_id(token) if token else model.get("unk_id")
-        return [] if number is None else [number]
