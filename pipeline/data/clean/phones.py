@@ -27,13 +27,18 @@ _CANDIDATE = re.compile(
     rf"|(?:1[ .-])?(?:\([2-9]\d{{2}}\) ?|[2-9]\d{{2}}[ .-])\d{{3}}[.-]\d{{4}}){_END}"
 )
 _NUMBER = re.compile(rf"\+?\(?\d[\d \u00a0()./-]{{5,18}}\d{_END}")
+_CUES = (
+    "tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон"
+    "|cell|celular|cel|móvil|tfno|tlf|puh|gsm|τηλ|τηλέφωνο"
+)
+_CUE_NOUNS = "no|nr|number|nummer"
 _CUE = re.compile(
-    r"(?:\b(?:tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон"
-    r"|cell|celular|cel|móvil|tfno|tlf|puh|gsm|τηλ|τηλέφωνο)\b\.?"
+    rf"(?:\b(?:{_CUES})\b\.?"
     r"|[☎☏📞📱]|電話|电话|手机|携帯|전화|연락처|휴대폰|โทร|फ़ोन|फोन|هاتف)"
-    r"(?: ?(?:no|nr|number|nummer)\b\.?|番号|号码|號碼|번호)?\s?[:：=]?[ \u00a0]?$",
+    rf"(?: ?(?:{_CUE_NOUNS})\b\.?|番号|号码|號碼|번호)?\s?[:：=]?[ \u00a0]?$",
     re.IGNORECASE,
 )
+_CUE_ENDS = frozenset(word[-2:] for word in f"{_CUES}|{_CUE_NOUNS}".split("|"))
 _DATE_OR_DECIMAL = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$|\+\d+\.\d+$")
 
 # Regions whose national numbers begin with 0 and are written in groups. The first ones have the most lenient plans.
@@ -45,13 +50,19 @@ def spans(text: str) -> list[tuple[int, int]]:
     numbers: list[tuple[int, int]] = []
     for run in _RUN.finditer(text):
         start, end = run.start(), run.end() + 3  # what follows decides whether a number ends there
-        if _CUE.search(text, max(0, start - 30), start) and (number := _NUMBER.match(text, start)) and _is_cued(number[0]):
+        if _is_after_cue(text, start) and (number := _NUMBER.match(text, start)) and _is_cued(number[0]):
             numbers.append(number.span())
             start = number.end()
         for match in _CANDIDATE.finditer(text, start, end):
             if _is_number(text, match):
                 numbers.append((match.start() + _unclosed(match[0]), match.end()))
     return numbers
+
+
+def _is_after_cue(text: str, start: int) -> bool:
+    """Whether a word such as "phone" is before a position. Few texts end as these words do: a test of that is fast."""
+    end = text[max(0, start - 8) : start].rstrip().rstrip(".:：=").rstrip().rstrip(".")[-2:].lower()
+    return not (end.isascii() and end not in _CUE_ENDS) and _CUE.search(text, max(0, start - 30), start) is not None
 
 
 def _is_cued(number: str) -> bool:
