@@ -39,6 +39,9 @@ _SYLLABARIES = (
     *((0x3005, 0x3007), (0x3040, 0x312F), (0x31A0, 0x31BF), (0x31F0, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA000, 0xA48C)),
     *((0xF900, 0xFAFF), (0xFF66, 0xFF9F)),
 )
+UNSPACED = "".join(f"{chr(first)}-{chr(last)}" for first, last in (*_ALPHABETS, *_SYLLABARIES, (0x1100, 0x11FF), (0xAC00, 0xD7AF)))
+"""The letters that stand beside a number without a space, for a class of a regular expression; Hangul, as particles follow numbers."""
+
 # Terminal punctuation of the scripts in use (Unicode's Sentence_Terminal, and Tibetan), with full-width forms; closing quotation marks.
 _SENTENCE_ENDS = ".!?…։؟؝؞۔܀܁܂߹।॥།༎။።፧፨᙮។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᰻᰼᱾᱿‼⁇⁈⁉꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫。｡！？．" + "\"'”’»“」』"
 _HAN = 0x3000

@@ -101,7 +101,7 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     if whole is None:
         raise _no_sample(config)
     registry.check_vocabulary(config, whole)
-    registry.warn_of_few_documents(whole)
+    registry.warn_of_few_documents(whole, share[0])
     corpora = corpora if len(corpora) > 1 else {}
     pseudo: dict[str, PseudoLikelihood | None] = {}
     if stage.pseudo_perplexity:

@@ -129,7 +129,7 @@ def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
     columns["validation loss"] = [_with_error(row.validation_loss, row.validation_loss_stderr) for row in found]
     columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
-    columns["training loss"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
+    columns[f"training loss (last {_LAST})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
     columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in found]
     columns["tokens/s"] = ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in found]
     columns["state"] = [row.state for row in found]

@@ -1,4 +1,4 @@
-"""The device of a rank: one GPU each. Refused are a rank without a GPU on a cluster with GPUs, and two ranks on one GPU."""
+"""The device of a rank: one GPU each. Refused are a rank without a GPU on a cluster with GPUs, and two ranks on one GPU of NVIDIA."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def choose(local_rank: int) -> torch.device:
 
 
 def claim(device: torch.device, rank: int, store: Store) -> None:
-    """Record in the store of the job that this rank uses its GPU.
+    """Record in the store of the job that this rank uses its GPU; AMD's are not checked, as nothing says that their UUIDs differ.
 
     Raises:
         UserError: another rank uses the same GPU.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.hip is not None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     instance = visible if visible.startswith("MIG-") else ""  # a process sees one instance; those of a GPU may share its UUID

@@ -74,8 +74,8 @@ STEPS = 6
 
 
 @functools.cache
-def pretraining() -> Any:
-    return configured("stage=pretrain", "data.pairs.train=[unread.tsv]")
+def pretraining(*overrides: str) -> Any:
+    return configured("stage=pretrain", *overrides)
 
 
 @functools.cache
@@ -105,7 +105,9 @@ class Draft:
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     """A configuration that may be illegal, and its number of ranks."""
-    planned = dataclasses.replace(pretraining(), model=shipped(draw(st.sampled_from(MODELS))))
+    model = shipped(draw(st.sampled_from(MODELS)))
+    data = ["data.pairs.train=[unread.tsv]"] if model.objective == "pairs" else []
+    planned = dataclasses.replace(pretraining(*data), model=model)
     model, parallel, training, optimizer = (
         Draft(group) for group in (planned.model, planned.parallel, planned.training, planned.optimizer)
     )

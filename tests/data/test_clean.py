@@ -118,6 +118,15 @@ CHANGES = {
     "ip": ("personal", "from 84.112.7.9 and 127.0.0.1, version 1.2.3.4", "from <ip> and 127.0.0.1, version 1.2.3.4"),
     "iban": ("personal", "DE89 3704 0044 0532 0130 00, not DE12 3704 1144 1532 1130 11", "<iban>, not DE12 3704 1144 1532 1130 11"),
     "phones": ("personal", "+49 30 1234567, (0341) 97-11222, 0341/9711222, 555-123-4567", "<phone>, <phone>, <phone>, <phone>"),
+    "phones beside letters": (
+        "personal",
+        "電話は03-5321-1111です。手机号是13800138000，谢谢。전화 02-2100-2114로 연락. โทร 02-123-4567ค่ะ",
+        "電話は<phone>です。手机号是<phone>，谢谢。전화 <phone>로 연락. โทร <phone>ค่ะ",
+    ),
+    "ips beside letters": ("personal", "服务器84.112.7.9的日志, 서버 2001:4860:4860::8888에서", "服务器<ip>的日志, 서버 <ip>에서"),
+    "numbers beside letters": ("personal", "版本84.112.7.9です。第03-1234-5678号、座席は020-1234番、共555-123-4567个、2010-11-12日", None),
+    "few digits": ("personal", "Reisepass: C01XYCCT4", "Reisepass: <id>"),
+    "wide at sign": ("personal", "連絡先は jane.doe＠mail.example.org です", "連絡先は <email> です"),
     "no phones": ("personal", "1848-1849, 2001-09-11, 3.141592653, 12,345,678 in 0815 cases, 020  16   10   DLE", None),
 }
 

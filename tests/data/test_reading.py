@@ -43,6 +43,15 @@ def test_padding_between_the_streams_of_xz_is_valid(tmp_path):
     assert (texts(documents), bad) == (["good"] * 2, [])
 
 
+def test_types_of_records_do_not_depend_on_case_and_unknown_ones_are_counted(tmp_path):
+    records = [warc_record(PAGE).replace(b"WARC-Type: response", b"warc-type: Response"), warc_record(b"Jane Doe", kind="Jane Doe")]
+    records += [warc_record(b"x", kind="request").replace(b"WARC-Type", b"Warc-Type"), warc_record(PAGE)]
+    (tmp_path / "x.warc").write_bytes(b"".join(records))
+    documents, bad = read(tmp_path)
+    assert (len(documents), bad) == (2, [])
+    assert skipped(tmp_path) == ["WARC record of an unknown type"]
+
+
 def test_pages_of_a_web_archive_are_found_by_media_type_and_everything_else_is_counted(tmp_path):
     page_types = ["Text/HTML; Charset=UTF-8", " TEXT/HTML ", "text/html;charset=utf-8", "application/XHTML+xml;x=y", "text/html,text/html"]
     records = [warc_record(page(LONG), Content_Type=header) for header in page_types]

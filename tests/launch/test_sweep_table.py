@@ -34,7 +34,17 @@ def test_the_best_run_comes_first(tmp_path):
     text = sweep_table.write(tmp_path, points)
     head, *lines = (line.split("  ") for line in text.splitlines())
     assert [cell.strip() for cell in head if cell] == [
-        *("optimizer.lr", "training.seed", "validation loss", "best (step)", "training loss", "steps", "tokens/s", "state", "run_dir"),
+        *(
+            "optimizer.lr",
+            "training.seed",
+            "validation loss",
+            "best (step)",
+            "training loss (last 20)",
+            "steps",
+            "tokens/s",
+            "state",
+            "run_dir",
+        ),
     ]
     assert [[cell.strip() for cell in line if cell][:-1] for line in lines] == [
         ["0.01", "3.2500 +- 0.2500", "3.2500 (3)", "3.6667", "3", "200", "finished"],

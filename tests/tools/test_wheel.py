@@ -76,7 +76,7 @@ def test_an_installed_wheel(tannschen: Run, tmp_path: Path) -> None:
     tannschen("stage=shard", f"data.input=[{text}]", "data.shards=out/shards", "clean=none", "dedup=none")
     manifest = tannschen("stage=shard", f"data.input=[{text}]", "data.shards=out/shards", "clean=none", "dedup=none")
     assert "data.shards=out/shards is complete, nothing to do" in manifest
-    dry = tannschen("stage=pretrain", "dry_run=true", "dry_run.world_size=4")
+    dry = tannschen("stage=pretrain", "dry_run=true", "dry_run.world_size=4", "cluster.tasks_per_node=2")
     assert "parameters" in dry
     submit = next(line for line in dry.splitlines() if "sbatch" in line)
     scripts = next(word.partition("=")[2] for word in submit.split() if word.startswith("PIPELINE_SLURM="))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import numpy as np
 from stdnum.ca import sin
 from stdnum.nl import bsn
 from stdnum.us import itin, ssn
@@ -84,8 +85,11 @@ _PLAIN = re.compile(_SEPARATOR)
 _END = r"(?![A-Za-z0-9_\u00c0-\u024f]|[.,/:-]\w)"
 
 
+_TRIM = " \u00a0.:：=#(-–\t\"'“„"
+
+
 def _trimmed(before: str) -> str:
-    return before.rstrip(" \u00a0.:：=#(-–\t\"'“„")
+    return before.rstrip(_TRIM)
 
 
 def _form(form: str) -> re.Pattern[str]:
@@ -115,11 +119,32 @@ _DIGITS = re.compile(
 )
 _PREFIX = re.compile(r"(?<![A-Za-z0-9_\u00c0-\u024f/#@&?+.,-])[A-ZÑ&]{1,6}[ \u00a0-]?$")
 _IN_A_WORD = re.compile(r"[A-Za-z\u00c0-\u024f]$")
-_VERBS = re.compile(r"(?:\b(?:is|was|are|lautet|ist|est|es|é|jest|är|er|on)|は|是|为|為)$")
-_NOUNS = re.compile(
-    r"(?:[ -]?(?:numbers?|nummer|numret|numero|numéro|número|numer|num|nr|no|n°|nº|№|id|code|kodu|card|karte|carte|#)\.?"
-    r"|号码|號碼|号|番号|번호)$"
-)
+_LATIN_VERBS, _OTHER_VERBS = "is|was|are|lautet|ist|est|es|é|jest|är|er|on", "は|是|为|為"
+_LATIN_NOUNS = "numbers?|nummer|numret|numero|numéro|número|numer|num|nr|no|n°|nº|№|id|code|kodu|card|karte|carte|#"
+_OTHER_NOUNS = "号码|號碼|号|番号|번호"
+_VERBS = re.compile(rf"(?:\b(?:{_LATIN_VERBS})|{_OTHER_VERBS})$")
+_NOUNS = re.compile(rf"(?:[ -]?(?:{_LATIN_NOUNS})\.?|{_OTHER_NOUNS})$")
+# The last two characters of all these words, most of which are rare before other numbers: a test for them is fast.
+_FILLERS = f"{_LATIN_VERBS}|{_OTHER_VERBS}|{_LATIN_NOUNS.replace('numbers?', 'number|numbers')}|{_OTHER_NOUNS}".split("|")
+_TAILS = frozenset(word[-2:] for word in (*_WORDS, *_FILLERS))
+_TAIL_CODES = np.array([ord(tail[0]) << 7 | ord(tail[1]) for tail in _TAILS if len(tail) == 2 and tail.isascii()])
+_TRIMMED = np.array([chr(code) in _TRIM for code in range(127)] + [False])
+"""Of the ASCII characters; the last entry stands for all others."""
+
+
+def named(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Whether the characters before numbers can end a word that names them: a fast test, which is true of all that is not ASCII.
+
+    Args:
+        codes: (characters,) code points of texts, with a newline after each.
+        starts: (numbers,) positions of first digits.
+    """
+    last = starts - 1
+    while (trimmed := _TRIMMED[np.minimum(codes[last], 127)]).any():
+        last = last - trimmed
+    tails = [np.minimum(codes[last - back], 127).astype(np.int64) for back in (1, 0)]
+    first, second = (np.where((tail >= ord("A")) & (tail <= ord("Z")), tail | 0x20, tail) for tail in tails)
+    return np.isin(first << 7 | second, _TAIL_CODES) | (first == 127) | (second == 127)
 
 
 def spans(text: str) -> list[tuple[int, int]]:
@@ -149,6 +174,8 @@ def _span(text: str, start: int) -> tuple[int, int] | None:
 def _forms(text: str, start: int) -> _Forms:
     """The forms of the numbers that the words before a position name."""
     before = _trimmed(text[max(0, start - 60) : start].lower())
+    if before[-2:] not in _TAILS and before[-1:] not in _TAILS:
+        return []
     before = _trimmed(_VERBS.sub("", before))
     candidates = [before, shorter := _trimmed(_NOUNS.sub("", before)), _trimmed(_NOUNS.sub("", shorter))]
     forms: _Forms = []

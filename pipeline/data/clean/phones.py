@@ -8,18 +8,19 @@ from functools import lru_cache
 import phonenumbers
 
 from pipeline.data.clean.reference_numbers import numbers_a_thing
+from pipeline.data.words import UNSPACED
 
 _GAP = r"[ \u00a0\u202f./\u2010-\u2013-]"
 _SEPARATOR = (
     r"(?:[ \u00a0\u202f]|[ \u00a0\u202f]?[./\u2010-\u2013-][ \u00a0\u202f]?)"  # columns of a table have several spaces between them
 )
-_END = r"(?![\w%€$°]|[.,:/-]\d|-\w)"
+_END = rf"(?![^\W{UNSPACED}]|[%€$°]|[.,:/-]\d|-\w)"
 
 # Runs of digits and separators; the patterns below are searched within them only.
 _RUN = re.compile(r"[+(\d][\d \u00a0\u202f()./\u2010-\u2013-]{5,60}")
 _CANDIDATE = re.compile(
     # international, with + or 00
-    r"(?<![\w.,+#&=/\\-])(?<![\da-f]:)"
+    rf"(?<![^\W{UNSPACED}])(?<![.,+#&=/\\-])(?<![\da-f]:)"
     rf"(?:(?:\+ ?|00)[1-9]\d{{0,2}}(?:{_GAP}{{0,2}}(?:\(0?\)|\(\d{{1,5}}\)|\d{{1,8}})){{1,7}}"
     # national, with the trunk prefix 0 and separators
     rf"|\(?0[1-9]\d{{0,4}}\)?(?:{_SEPARATOR}\d{{2,8}}){{1,5}}|\(0[1-9]\d{{0,4}}\)\d[\d -]{{4,10}}\d"
@@ -27,17 +28,24 @@ _CANDIDATE = re.compile(
     rf"|(?:1[ .-])?(?:\([2-9]\d{{2}}\) ?|[2-9]\d{{2}}[ .-])\d{{3}}[.-]\d{{4}}){_END}"
 )
 _NUMBER = re.compile(rf"\+?\(?\d[\d \u00a0()./-]{{5,18}}\d{_END}")
+_CUES = (
+    "tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон"
+    "|cell|celular|cel|móvil|tfno|tlf|puh|gsm|τηλ|τηλέφωνο"
+)
+_CUE_NOUNS = "no|nr|number|nummer"
 _CUE = re.compile(
-    r"(?:\b(?:tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон"
-    r"|cell|celular|cel|móvil|tfno|tlf|puh|gsm|τηλ|τηλέφωνο)\b\.?"
+    rf"(?:\b(?:{_CUES})\b\.?"
     r"|[☎☏📞📱]|電話|电话|手机|携帯|전화|연락처|휴대폰|โทร|फ़ोन|फोन|هاتف)"
-    r"(?: ?(?:no|nr|number|nummer)\b\.?|番号|号码|號碼|번호)?\s?[:：=]?[ \u00a0]?$",
+    rf"(?: ?(?:{_CUE_NOUNS})\b\.?|番号|号码?|號碼?|번호)?(?:は|是|为|為|는|은)?\s?[:：=]?[ \u00a0]?$",
     re.IGNORECASE,
 )
+_CUE_ENDS = frozenset(word[-2:] for word in f"{_CUES}|{_CUE_NOUNS}".split("|"))
 _DATE_OR_DECIMAL = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$|\+\d+\.\d+$")
 
 # Regions whose national numbers begin with 0 and are written in groups. The first ones have the most lenient plans.
-_REGIONS = "FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split()  # noqa: SIM905
+_REGIONS = tuple("FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split())  # noqa: SIM905
+_UNSPACED, _UNSPACED_REGIONS = re.compile(f"[{UNSPACED}]"), ("JP", "KR", "TW", "TH")
+"""The regions of numbers beside which letters stand without a space."""
 
 
 def spans(text: str) -> list[tuple[int, int]]:
@@ -45,13 +53,19 @@ def spans(text: str) -> list[tuple[int, int]]:
     numbers: list[tuple[int, int]] = []
     for run in _RUN.finditer(text):
         start, end = run.start(), run.end() + 3  # what follows decides whether a number ends there
-        if _CUE.search(text, max(0, start - 30), start) and (number := _NUMBER.match(text, start)) and _is_cued(number[0]):
+        if _is_after_cue(text, start) and (number := _NUMBER.match(text, start)) and _is_cued(number[0]):
             numbers.append(number.span())
             start = number.end()
         for match in _CANDIDATE.finditer(text, start, end):
             if _is_number(text, match):
                 numbers.append((match.start() + _unclosed(match[0]), match.end()))
     return numbers
+
+
+def _is_after_cue(text: str, start: int) -> bool:
+    """Whether a word such as "phone" is before a position. Few texts end as these words do: a test of that is fast."""
+    end = text[max(0, start - 8) : start].rstrip().rstrip(".:：=").rstrip().rstrip(".")[-2:].lower()
+    return not (end.isascii() and end not in _CUE_ENDS) and _CUE.search(text, max(0, start - 30), start) is not None
 
 
 def _is_cued(number: str) -> bool:
@@ -71,7 +85,10 @@ def _is_number(text: str, match: re.Match[str]) -> bool:
         number = "+" + number[2:]
     if number.startswith("+"):
         return _is_possible(number)
-    return _is_national(number) if number.lstrip("(").startswith("0") else True
+    beside = _UNSPACED.search(text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1])
+    if not number.lstrip("(").startswith("0"):
+        return not beside
+    return _is_national(number, _UNSPACED_REGIONS if beside else _REGIONS)
 
 
 def _unclosed(number: str) -> int:
@@ -99,10 +116,10 @@ def _is_possible(number: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _is_national(number: str) -> bool:
-    """Whether a number is valid in a region and grouped as numbers are there; further separators are allowed."""
+def _is_national(number: str, regions: tuple[str, ...]) -> bool:
+    """Whether a number is valid in one of the regions and grouped as numbers are there; further separators are allowed."""
     groups = _boundaries(number)
-    for region in _REGIONS:
+    for region in regions:
         try:
             parsed = phonenumbers.parse(number, region)
         except phonenumbers.NumberParseException:

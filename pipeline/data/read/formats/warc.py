@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
-import operator
 import re
 from collections.abc import Iterator
 
-from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
+from fastwarc.warc import ArchiveIterator, WarcRecord
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, library_reason
@@ -17,10 +16,10 @@ from pipeline.data.read.formats.checks import UnusableError, small_fields, too_l
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.suffixes import split_compression
 
-_DOCUMENTS = (WarcRecordType.response, WarcRecordType.conversion)
-_OTHER_CONTENT = (WarcRecordType.resource, WarcRecordType.revisit, WarcRecordType.continuation)
-"""Records with content that are not read. The remaining types describe the crawl."""
-_RECORD_TYPES = functools.reduce(operator.or_, (*_DOCUMENTS, *_OTHER_CONTENT))
+_OTHER_CONTENT = ("resource", "revisit", "continuation")
+"""Types of records with content that are not read."""
+_CRAWL = ("warcinfo", "request", "metadata")
+"""Types of records that describe the crawl, which are not counted."""
 _PAGES = ("text/html", "application/xhtml+xml")
 _MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9][a-z0-9.+-]{0,60}")
 _CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([\w.:+-]+)", re.IGNORECASE)
@@ -36,10 +35,14 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
     with streams.open_bytes(source.path) as handle:
         stream = streams.UntilDamage(handle)
         try:
-            for record in ArchiveIterator(io.BufferedReader(stream), record_types=_RECORD_TYPES, parse_http=False, stream_detect=False):
+            for record in ArchiveIterator(io.BufferedReader(stream), parse_http=False, stream_detect=False):
+                # By its header: fastwarc's own type of a record depends on the case of the header's name.
+                kind = (record.headers.get("WARC-Type") or "").strip().lower()
+                if kind in _CRAWL:
+                    continue
                 position = record.stream_pos
                 try:
-                    document = _document(record, options)
+                    document = _document(record, kind, options)
                 except UnusableError as error:
                     if stream.damage is None:  # else the error is a consequence of the damage
                         yield Bad(source.label, f"byte {position}", str(error), source.size if isinstance(error, _TruncatedError) else 0)
@@ -61,23 +64,26 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
         raise stream.damage
 
 
-def _document(record: WarcRecord, options: ReadOptions) -> tuple[str, str] | str:
+def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str, str] | str:
     """Return (text, title) of a record, or the reason why it is not a page: an image, a redirect, an HTTP error.
+
+    Args:
+        kind: the type of the record, in lower case.
 
     Raises:
         UnusableError: the record is truncated, too large, or cannot be decoded.
     """
     if record.headers.get("Content-Length") is None:
         raise _TruncatedError("is truncated within its header")
-    if record.record_type not in _DOCUMENTS:
-        return f"of type {record.headers['WARC-Type'].lower()}"
+    if kind not in ("response", "conversion"):
+        return f"of type {kind}" if kind in _OTHER_CONTENT else "of an unknown type"
     if record.content_length > options.document_bytes:
         raise UnusableError(too_large(options))
     length = record.content_length
     block = record.reader.read(length)
     if len(block) < length:
         raise _TruncatedError(f"is truncated: {len(block)} of {length} bytes")
-    if record.record_type == WarcRecordType.conversion:
+    if kind == "conversion":
         return utf8(block), ""
     return _page(block, options)
 
