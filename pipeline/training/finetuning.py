@@ -73,7 +73,9 @@ def _other_model(config: RunConfig, model: ModelConfig, overrides: Sequence[str]
         "differs from the checkpoint that the run starts from, which has {}",
         "remove it: the model of stage=finetune is that of the checkpoint",
     )
-    if given and config.model.family != model.family:
+    if not given:
+        return []
+    if config.model.family != model.family:
         return [Violation(key, value, rule.format(f"model.family={model.family}"), fix) for key, value in given.items()]
     mine = config.model
     if isinstance(model, BertConfig) and isinstance(mine, BertConfig) and model.labels and not mine.labels:
