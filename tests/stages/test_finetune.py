@@ -358,6 +358,8 @@ def test_a_model_on_the_command_line_is_that_of_the_checkpoint(base, tmp_path):
             assert all(text in str(error.value) for text in said), error.value
         else:
             assert finetuning.complete(config, 1, overrides=words).model.layers == 2
+    config = configured(*settings(base, tmp_path / "run", "model=gpt2"))
+    assert finetuning.complete(config, 1).model.family == "llama", "a file may name another model"
 
 
 @pytest.mark.slow
