@@ -85,6 +85,7 @@ REFUSED = [
     ("+training.stepz=7 -m optimizer.lr=1e-4,2e-4", "1 problem:|training.stepz=7: no such key|did you mean training.steps"),
     ("+training.batch_warmup=[]", "was renamed to training.batch_rampup"),
     ("++data.blend={web:{weight:1,wieght:2}}", "sets wieght: no such key|did you mean weight"),
+    ("lora.alpha=32", "1 problem:|lora.alpha=32.0: has no effect without adapters|set lora.rank, for example 16"),
     ("data.blend.web.wieght=2", "1 problem:|data.blend.web.wieght=2: no such key|did you mean data.blend.web.weight"),
     ("data.blend.web.weight=much", "1 problem:|data.blend.web.weight=much: Value 'much'"),
     ("--config-dir=OWN model=broken", "1 problem:|model=broken: its file does not compose: while parsing|correct the file"),
