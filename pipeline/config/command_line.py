@@ -26,6 +26,8 @@ FILE = "file://"
 GROUPS = ("experiment", *(item.name for item in dataclasses.fields(RunConfig) if (CONF_DIR / item.name).is_dir()))
 #: Keys whose values are dictionaries with names that a user defines.
 NAMED = tuple(key for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict))
+#: Those of them whose entries are dataclasses.
+ENTRIES = tuple(key for key, knob, value in knobs.walk(RunConfig()) if isinstance(value, dict) and knob.item)
 
 _OWN_FILES = "write an experiment file, and choose it by --config-dir=FOLDER experiment=NAME (FOLDER/experiment/NAME.yaml)"
 #: Options of Hydra that are refused -> what to do instead.
@@ -71,6 +73,7 @@ def parse(arguments: Sequence[str]) -> Command:
     folders = _own_folders(options)
     # experiment=null is the default, which Hydra accepts in a file only.
     overrides = [_normalized(override) for override in options.overrides if override != "experiment=null"]
+    overrides = [*_entries(overrides), *overrides]
     if refused := list(_options(options)):
         raise UserError(refused)
     if options.shell_completion:  # Hydra reads the words, which are no overrides
@@ -117,6 +120,17 @@ def _normalized(override: str) -> str:
     """Convert an override to Hydra's grammar: dry_run=true to its full key, and keys of user-defined names to ++key."""
     override = re.sub("^dry_run=", "dry_run.enabled=", override)
     return f"++{override}" if override.startswith(tuple(f"{key}{mark}" for key in NAMED for mark in "=.")) else override
+
+
+def _entries(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield overrides that add the entries which only keys such as data.blend.NAME.weight name.
+
+    Hydra itself would add a plain dictionary, which has no schema. In a sweep it keeps one override of a key: the one that the user wrote.
+    """
+    for key in ENTRIES:
+        found = [match[1] for override in overrides if (match := re.match(rf"[+]*{re.escape(key)}\.([^.=]+)\.", override))]
+        if found and key not in map(key_of, overrides):
+            yield f"++{key}={{{','.join(f'{name}:{{}}' for name in dict.fromkeys(found))}}}"
 
 
 def _options(options: Namespace) -> Iterator[Violation]:

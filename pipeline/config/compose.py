@@ -20,10 +20,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import run_tokenizer
+from pipeline.config import planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, parse, quoted, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.renamed import REMOVED, new_name
@@ -35,7 +36,7 @@ from pipeline.models.config_classes import CONFIG_CLASSES
 
 @functools.cache
 def register() -> None:
-    """Register the dataclasses as schemas of the files in conf/, and the resolver `${python_stdlib:}`, a path."""
+    """Register the dataclasses as schemas of the files in conf/, and the resolvers that these files use."""
     # OmegaConf makes nodes of frozen dataclasses read-only: overrides could not change them. The composed objects are frozen all the same.
     dictconfig.is_structured_config_frozen = lambda _: False
     store = ConfigStore.instance()
@@ -45,6 +46,7 @@ def register() -> None:
     for family, schema in CONFIG_CLASSES.items():
         store.store(group="schema/model", name=family, node=schema)
     OmegaConf.register_new_resolver("finetune_lr", _finetune_lr, replace=True)
+    OmegaConf.register_new_resolver("if_finetune", _if_finetune, replace=True)
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
 
@@ -53,10 +55,15 @@ def _finetune_lr(rank: int, adapter: str | None, objective: str) -> float:
     return 1e-5 if objective == "dpo" else 2e-4 if rank or adapter else 2e-5
 
 
+def _if_finetune(tuned: int, trained: int, *, _root_: DictConfig) -> int:
+    """A default of stage=plan: the first value if the planned job is stage=finetune, the second if it is pretrain."""
+    return tuned if planned.job_stage(_root_) == "finetune" else trained
+
+
 #: Name -> dataclass of the items of lists and dictionaries.
 ITEMS: dict[str, Any] = {knob.item.__name__: knob.item for _, knob, _ in knobs.walk(RunConfig()) if knob.item}
-#: What Hydra raises for an illegal command line; the last two for a group whose value is a number or a list.
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
+#: What Hydra raises for an illegal command line: YAMLError for a file, the last two for a group whose value is a number or a list.
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError)
 
 
 def to_run_config(config: DictConfig) -> RunConfig:

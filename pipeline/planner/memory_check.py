@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import JobPlan, hardware_of, plan
-from pipeline.planner.search import Choice, search, settings_of
+from pipeline.planner.search import CHOSEN, Choice, search, settings_of
 
 
 def planned(config: RunConfig, world_size: int) -> JobPlan | None:
@@ -19,13 +21,20 @@ def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Vio
         return None
     found = search(config, world_size, hardware_of(config))
     if nearest := nearest_layout(config, found.choices):
-        fix = f"the nearest layout that fits: {' '.join(nearest.settings)}"
+        fix = f"the nearest layout that fits: {' '.join((*nearest.settings, *restored(config, nearest)))}"
     else:
         least = f" (the smallest layout needs {found.smallest.plan.estimate.memory.total / 1e9:.1f} GB)" if found.smallest else ""
         fix = f"no layout of {world_size:,} ranks fits{least}: use more nodes, or GPUs with more memory"
     needs, has = result.estimate.memory.total / 1e9, result.hardware.memory_gb
     rule = f"the planned job does not fit: it needs {needs:.1f} GB on a GPU of {has:.1f} GB"
     return Violation("cluster.hardware", config.cluster.hardware, rule, f"{fix}; or submit it anyway with cluster.check_memory=false")
+
+
+def restored(config: RunConfig, choice: Choice) -> list[str]:
+    """Return the settings of the configuration that a layout sets to their defaults, which its own settings do not name."""
+    named = {word.partition("=")[0] for word in choice.settings}
+    values = {key: [attrgetter(key)(job) for job in (config, choice.plan.config)] for key in CHOSEN if key not in named}
+    return [f"{key}={'null' if new is None else new}" for key, (old, new) in values.items() if old != new]
 
 
 def nearest_layout(config: RunConfig, choices: list[Choice]) -> Choice | None:

@@ -31,6 +31,7 @@ FILES = {
     "experiment/named.yaml": "# @package _global_\nstage: {name: evaluate}\n",
     "model/own.yaml": "defaults: [/schema/model/llama@_here_, _self_]\nlayers: 2\nhidden: 64\nheads: 4\nkv_heads: 4\nffn_hidden: 64\n",
     "model/nofamily.yaml": "layers: 3\n",
+    "model/broken.yaml": "layers: [2\n",
     "notes.txt": "no configuration",
 }
 
@@ -84,6 +85,10 @@ REFUSED = [
     ("+training.stepz=7 -m optimizer.lr=1e-4,2e-4", "1 problem:|training.stepz=7: no such key|did you mean training.steps"),
     ("+training.batch_warmup=[]", "was renamed to training.batch_rampup"),
     ("++data.blend={web:{weight:1,wieght:2}}", "sets wieght: no such key|did you mean weight"),
+    ("lora.alpha=32", "1 problem:|lora.alpha=32.0: has no effect without adapters|set lora.rank, for example 16"),
+    ("data.blend.web.wieght=2", "1 problem:|data.blend.web.wieght=2: no such key|did you mean data.blend.web.weight"),
+    ("data.blend.web.weight=much", "1 problem:|data.blend.web.weight=much: Value 'much'"),
+    ("--config-dir=OWN model=broken", "1 problem:|model=broken: its file does not compose: while parsing|correct the file"),
     ("training.sequence_warmup=[{until_step:1,value:2,until:3}]", "sets until: no such key|did you mean until_step"),
     ("hardware=h100", "hardware=h100: no such key|did you mean cluster.hardware"),
     ("+model@foo=llama-tiny", "model@foo=llama-tiny: no such key"),
@@ -212,6 +217,18 @@ def test_accepted(command: Callable[..., Ended], own: Path, words: str, steps: l
     ended = command(*words.replace("OWN", str(own)).split())
     assert ended.code == 0, ended.printed
     assert [config.training.steps for config in ended.runs] == steps
+
+
+def test_keys_of_a_corpus(command: Callable[..., Ended]) -> None:
+    """data.blend.NAME.KEY adds the corpus or changes that of another word, in any run of a sweep."""
+    ended = command("data.blend.web.weight=3", "data.blend.books.weight=2", "data.blend.books.max_epochs=4")
+    assert ended.code == 0, ended.printed
+    blend = ended.runs[0].data.blend
+    assert (blend["web"].weight, blend["books"].weight, blend["books"].max_epochs) == (3, 2, 4)
+    ended = command("data.blend={web:{weight:1},books:{}}", "data.blend.web.max_epochs=2")
+    assert [(entry.weight, entry.max_epochs) for entry in ended.runs[-1].data.blend.values()] == [(1, 2), (None, None)]
+    swept = command("-m", "data.blend.web.weight=1,2", "data.blend.books.weight=1")
+    assert [(run.data.blend["web"].weight, run.data.blend["books"].weight) for run in swept.runs[-2:]] == [(1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(

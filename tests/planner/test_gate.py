@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.planner import memory_check
 from pipeline.planner.plan import hardware_of, plan
-from pipeline.planner.search import search
+from pipeline.planner.search import Choice, search, settings_of
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -46,6 +46,18 @@ def test_adapters_are_planned_with_their_own_memory():
         totals.append((result.estimate.memory.total, result.estimate.fits))
     assert [fits for _, fits in totals] == [False, True, True]
     assert totals[1][0] - totals[2][0] > 1e9
+
+
+def test_the_nearest_layout_names_what_it_sets_back():
+    """The user's line with these settings is the layout that fits."""
+    words = ("stage=pretrain", "model=mixtral-tiny", *V100, "training.micro_batch_size=1")
+    config = configured(*words, "parallel.expert=4", "training.activation_checkpointing=full")
+    nearest = configured(*words, "parallel.pipeline=2")
+    choice = Choice(plan(nearest, 4, hardware_of(nearest)), settings_of(nearest))
+    changes = [*choice.settings, *memory_check.restored(config, choice)]
+    composed = configured(*words, "parallel.expert=4", "training.activation_checkpointing=full", *changes)
+    assert composed.parallel == nearest.parallel
+    assert composed.training == nearest.training
 
 
 def test_without_hardware_nothing_is_planned():

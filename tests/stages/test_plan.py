@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.ranks import detect
 from pipeline.config import command_line, compose, layout
 from pipeline.config.paths import CONF_DIR
+from pipeline.config.planned import job_stage
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.planner import run_cost
@@ -196,6 +198,28 @@ def test_fine_tuning_is_planned_as_the_job_that_it_is(printed, tmp_path):
     with pytest.raises(UserError, match="bidirectional encoder"):
         printed(*TINY, data, none, "training.objective=classification", "stage.search=true")
     assert "checkpoint.initialize_from is not set" in printed(*TINY, none, "lora.rank=4")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["lora.rank=4", "data.instructions.train=[unread.jsonl]"], ["training.objective=dpo", "lora.rank=4"]]
+)
+def test_a_plan_has_the_defaults_of_the_planned_job(words):
+    """A fine-tuning job of the printed command has the batch and the warm-up that were planned."""
+    plan_of = configured(*TINY, *words, "training.steps=500")
+    job = configured(f"stage={job_stage(plan_of)}", *words, "training.steps=500")
+    assert plan_of.training.global_batch_size == job.training.global_batch_size
+    assert plan_of.optimizer.warmup_steps == job.optimizer.warmup_steps
+    assert configured(*TINY, *words, "training.global_batch_size=8").training.global_batch_size == 8
+
+
+def test_the_planned_fine_tuning_is_the_submitted_one(printed, tmp_path):
+    """Fewer steps than the warm-up of pretraining are planned, too."""
+    words = ("lora.rank=4", f"data.instructions.train=[{tmp_path}/unread.jsonl]", f"run_dir={tmp_path}/none", "stage.tokens=1e5")
+    text = printed(*TINY, *words)
+    job = submitted(text, "finetune")
+    steps = math.ceil(1e5 / (job.training.global_batch_size * job.training.sequence_length))
+    assert job.training.steps == steps
+    assert f"tokens = {steps:,} steps" in text
 
 
 def test_every_collective_is_a_row_of_the_table(printed):
