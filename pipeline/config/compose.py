@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
 from pipeline.config.schema import RunConfig
@@ -78,7 +78,7 @@ def _settings(path: Path) -> dict[str, Any]:
     """Return the group tokenizer of a run's config.yaml; empty without one."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):  # the stages that need this file report it
         return {}
     group = content.get("tokenizer") if isinstance(content, dict) else None
     return group if isinstance(group, dict) else {}

@@ -61,7 +61,12 @@ def samples(training: TrainingConfig, steps: int) -> int:
 
 def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
     """Return the smallest number of steps that process at least `tokens` tokens."""
-    return bisect_left(range(tokens + 1), tokens, key=lambda steps: samples(training, steps) * training.sequence_length)
+    return steps_for_samples(training, -(-tokens // training.sequence_length))
+
+
+def steps_for_samples(training: TrainingConfig, wanted: int) -> int:
+    """Return the smallest number of steps that read at least this many samples."""
+    return bisect_left(range(wanted + 1), wanted, key=lambda steps: samples(training, steps))
 
 
 def lr_steps(optimizer: OptimizerConfig, training: TrainingConfig) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError
@@ -33,8 +32,8 @@ def with_steps(config: RunConfig, data: Objective, rank: int) -> RunConfig:
     if not training.steps:
         epochs = training.epochs or warmup.DEFAULT_EPOCHS
         wanted = math.ceil(epochs * samples - 1e-6)  # 0.1 x 30 is more than 3 in floating point
-        steps = bisect_left(range(wanted + 1), wanted, key=lambda count: warmup.samples(training, count))
-        config = knobs.changed(config, {"training.steps": max(1, steps), "training.epochs": epochs})
+        steps = max(1, warmup.steps_for_samples(training, wanted))
+        config = knobs.changed(config, {"training.steps": steps, "training.epochs": epochs})
         if violations := list(optimizer.violations(config)):
             raise UserError(violations)
         if rank == 0:

@@ -42,6 +42,7 @@ class Trainer:
         self._config = config
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
         self._reference: Pipeline | None = None
+        self._loss_weights: dict[str, float] = {}
 
     def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
         """One optimizer step.
@@ -56,8 +57,10 @@ class Trainer:
             The mean loss of the global batch, 0-dim, the same on every rank; and the result of the step.
         """
         weights = loss_weights.at(self._config.model, self._config.training, step)
-        for stage in self.model.stage_modules():
-            stage.set_loss_weights(weights)
+        if weights != self._loss_weights:  # schedules have few values, and a model many modules
+            self._loss_weights = weights
+            for stage in self.model.stage_modules():
+                stage.set_loss_weights(weights)
         batch = self._with_reference(tokens, self._with_loss_scale(batch))
         pipeline = self._pipeline(tokens, batch)
         if self._config.lora.dropout:

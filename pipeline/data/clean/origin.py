@@ -52,7 +52,7 @@ class Contamination:
         self._words, self._least = knobs.words, knobs.least_words
         grams, begins, items, short = [_NO_HASHES], [_NO_HASHES], 0, 0
         self._whole: set[bytes] = set()
-        for items, text in enumerate(_benchmark_texts(knobs.files), start=1):  # noqa: B007
+        for items, text in enumerate(_benchmark_texts(knobs.files), start=1):  # noqa: B007 - read after the loop
             words = Words([text])
             grams.append(_word_ngrams(words, self._words)[0])
             whole = _inner_words(words)

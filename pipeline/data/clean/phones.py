@@ -43,7 +43,7 @@ _CUE_ENDS = frozenset(word[-2:] for word in f"{_CUES}|{_CUE_NOUNS}".split("|"))
 _DATE_OR_DECIMAL = re.compile(r"\(?\d{1,2}([./-])\d{1,2}\1(?:19|20)?\d\d$|\+\d+\.\d+$")
 
 # Regions whose national numbers begin with 0 and are written in groups. The first ones have the most lenient plans.
-_REGIONS = tuple("FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split())  # noqa: SIM905
+_REGIONS = tuple("FR GB BE NL CH IT SE FI DE AT IE AU NZ ZA JP KR TW TR".split())  # noqa: SIM905 - a literal takes a line each
 _UNSPACED, _UNSPACED_REGIONS = re.compile(f"[{UNSPACED}]"), ("JP", "KR", "TW", "TH")
 """The regions of numbers beside which letters stand without a space."""
 

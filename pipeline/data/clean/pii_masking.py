@@ -43,7 +43,7 @@ _ADDRESS = re.compile(
     re.I,
 )
 _PORT = re.compile(r":\d{2,5}\b|/\d{1,2}\b")
-_RESOLVERS = frozenset("1.0.0.1 1.0.0.2 1.0.0.3 1.1.1.1 1.1.1.2 1.1.1.3 4.2.2.1 4.2.2.2 8.8.4.4 8.8.8.8 9.9.9.9".split())  # noqa: SIM905
+_RESOLVERS = frozenset("1.0.0.1 1.0.0.2 1.0.0.3 1.1.1.1 1.1.1.2 1.1.1.3 4.2.2.1 4.2.2.2 8.8.4.4 8.8.8.8 9.9.9.9".split())  # noqa: SIM905 - a literal takes a line each
 _LOG = re.compile(r" - |\s+\[")
 """What follows an address at the beginning of a line of a server's log."""
 
