@@ -35,9 +35,12 @@ def dcp(trainer: Any, path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader, load
 
     state: dict[str, Any] = state_of(trainer)
-    if dist.get_world_size() > 1:
-        state = {name: tensor if name not in sliced(trainer) else as_dtensor(tensor, sliced(trainer)[name]) for name, tensor in state.items()}
+    state |= {name: as_dtensor(state[name], dim) for name, dim in sliced(trainer).items()}
     load(state, storage_reader=FileSystemReader(path))
+
+
+#: Implementation -> its load.
+LOADS = {"ours": ours, "dcp": dcp}
 
 
 def as_dtensor(local: Tensor, dim: int) -> Any:
@@ -77,7 +80,7 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         for name in ("ours", "dcp"):
             path = Path(options[name]["checkpoint"])
             calls = {"plain": lambda path=path: plain_read(files(path), rank, ranks)} if name == "ours" else {}
-            calls[name] = lambda load=globals()[name], path=path: load(trainer, path)
+            calls[name] = lambda name=name, path=path: LOADS[name](trainer, path)
             for label, call in calls.items():
                 if rank == 0:
                     evict(path)
