@@ -6,6 +6,7 @@ usage: checkpoint_loads.py '{"ranks": 1 | 2, "ours": {"checkpoint", "checksums"}
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -76,6 +77,8 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         config = configuration(options, f"parallel.tensor={ranks}")
         trainer = build(config, ranks)
         state = state_of(trainer)
+        for module in ("torch.distributed.checkpoint", "torch.distributed.tensor", "pipeline.checkpoint.load_any_layout"):
+            importlib.import_module(module)  # before the first load is timed
         result: dict[str, Any] = {"needed": sum(tensor.nbytes for tensor in state.values())}
         for name in ("ours", "dcp"):
             path = Path(options[name]["checkpoint"])

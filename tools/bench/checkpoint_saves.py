@@ -139,9 +139,9 @@ def ours(job: Job, options: dict[str, Any]) -> dict[str, Any]:
         started = time.perf_counter()
         path = save.save(Path(options["run_dir"]), index, job.trainer.engine.fragments(), 1)
         result["synchronous"].append(time.perf_counter() - started)
+        result["checksums"] = checksums(job.state)
+        result["disk"], result["checkpoint"] = disk_bytes(path), str(path)
         result["quiet"] += quiet(job, options["steps"])
-    result["checksums"] = checksums(job.state)
-    result["disk"], result["checkpoint"] = disk_bytes(path), str(path)
     return result
 
 
