@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.checkpoint import native, parts
-from pipeline.checkpoint.native import Index
+from pipeline.checkpoint.native import Index, TensorEntry
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box
 from pipeline.common.errors import DamagedCheckpointError
 
@@ -114,14 +114,24 @@ def runs_of_tensor(folder: Path, index: Index, name: str) -> Iterator[Run]:
     rows = parts.read_rows(folder / native.PARTS, *entry.rows)
     if f"{xxhash.xxh3_64_intdigest(rows.tobytes()):016x}" != entry.rows_xxh3:
         raise ValueError(f"{native.PARTS}: rows {entry.rows[0]} to {entry.rows[1] - 1} do not match their checksum")
+    yield from runs_of_rows(rows, index.kinds, index.tensors)
+
+
+def runs_of_rows(rows: np.ndarray, kinds: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterator[Run]:
+    """The runs that rows of parts.npy describe.
+
+    Args:
+        rows: in any order.
+        kinds: of the checkpoint, in the order of the index.
+        tensors: of the checkpoint, in the order of the index.
+    """
+    entries = list(tensors.items())
     for row in rows:
-        box = parts.box_of(row, len(entry.shape))
-        for number, kind in enumerate(index.kinds):
-            if (offset := int(row["offset"][number])) != NOT_STORED:
-                yield Run(
-                    name, kind, entry.shape, box, int(row["start"]), int(row["count"]), entry.dtypes[kind], int(row["file"]), offset,
-                    int(row["block"][number]), int(row["xxh3"][number]),
-                )  # fmt: skip
+        name, entry = entries[row["tensor"]]
+        box, start, count, file = parts.box_of(row, len(entry.shape)), int(row["start"]), int(row["count"]), int(row["file"])
+        for kind, offset, block, xxh3 in zip(kinds, row["offset"].tolist(), row["block"].tolist(), row["xxh3"].tolist(), strict=True):
+            if offset != NOT_STORED:
+                yield Run(name, kind, entry.shape, box, start, count, entry.dtypes[kind], file, offset, block, xxh3)
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
