@@ -32,11 +32,13 @@ class FileEntry:
         name: of the file in the folder of the checkpoint.
         bytes: its size.
         xxh3: checksum in hexadecimal: of its block digests (format 2), or of the whole file (format 1).
+        blocks: number of its block digests, which are its last bytes; 0 in format 1.
     """
 
     name: str
     bytes: int
     xxh3: str
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ def write(path: Path, parts: Sequence[Part], read: Callable[[int, str], Iterable
         end = 0
         for tensor in tensors:
             part, kind = parts[tensor.part], kinds[tensor.kind]
-            own = digests[tensor.block : tensor.block + count_blocks(tensor.bytes, part.block_bytes)]
-            _write_tensor(handle, part.key(kind), read(tensor.part, kind), tensor.bytes, part.block_bytes, own)
+            hasher = BlockHasher(part.block_bytes, part.before(kind))
+            _write_tensor(handle, part.key(kind), read(tensor.part, kind), tensor.bytes, hasher)
+            own = hasher.digests()
+            digests[tensor.block : tensor.block + len(own)] = own
             places[tensor.part, tensor.kind] = (len(header) + tensor.offset, tensor.block, digest_of(own))
             end = tensor.offset + tensor.bytes
         _write_all(handle, memoryview(bytes(-end % 8) + digests.tobytes()))
@@ -101,7 +105,7 @@ def write(path: Path, parts: Sequence[Part], read: Callable[[int, str], Iterable
     finally:
         os.close(handle)
     size = len(header) + end + -end % 8 + digests.nbytes
-    return WrittenFile(FileEntry(path.name, size, f"{digest_of(digests):016x}"), list(parts), kinds, places)
+    return WrittenFile(FileEntry(path.name, size, f"{digest_of(digests):016x}", blocks), list(parts), kinds, places)
 
 
 def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_Tensor], int]:
@@ -119,7 +123,7 @@ def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_T
         tensors.append(_Tensor(p, k, end, part.bytes(kind), blocks))
         content[part.key(kind)] = {"dtype": part.dtypes[kind], "shape": [part.count], "data_offsets": [end, end + part.bytes(kind)]}
         end += part.bytes(kind)
-        blocks += count_blocks(part.bytes(kind), part.block_bytes)
+        blocks += count_blocks(part.bytes(kind), part.block_bytes, part.before(kind))
     assert len(content) == len(stored) + 1, "the same run of a weight is stored twice"
     if padding := -end % 8:
         content["padding"] = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
@@ -130,15 +134,12 @@ def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_T
     return len(text).to_bytes(8, "little") + text, tensors, blocks
 
 
-def _write_tensor(
-    handle: int, key: str, buffers: Iterable[memoryview], size: int, block_bytes: int, digests: npt.NDArray[np.uint64]
-) -> None:
-    """Write the bytes of a tensor and set the checksums of its blocks.
+def _write_tensor(handle: int, key: str, buffers: Iterable[memoryview], size: int, hasher: BlockHasher) -> None:
+    """Write the bytes of a tensor and add them to the checksums of its blocks.
 
     Raises:
         ValueError: the buffers do not have `size` bytes together.
     """
-    hasher = BlockHasher(block_bytes)
     written = 0
     for buffer in buffers:
         for piece in _pieces(buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer):
@@ -147,7 +148,6 @@ def _write_tensor(
             written += len(piece)
     if written != size:
         raise ValueError(f"{key}: {written} bytes instead of {size}")
-    digests[:] = hasher.digests()
 
 
 def _pieces(buffer: memoryview) -> Iterator[memoryview]:
@@ -166,16 +166,19 @@ class BlockHasher:
 
     Args:
         block_bytes: bytes of a block; the last one may be shorter.
+        before: bytes by which the first block is shorter.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, before: int) -> None:
         self._block = block_bytes
         self._digests: list[int] = []
         self._open = xxhash.xxh3_64()  # of a block that began in an earlier buffer
-        self._filled = 0
+        self._filled = before
+        self._empty = True
 
     def update(self, data: memoryview) -> None:
         """Add bytes."""
+        self._empty = self._empty and not data
         begin = 0
         if self._filled:
             begin = min(self._block - self._filled, len(data))
@@ -200,12 +203,12 @@ class BlockHasher:
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """The checksums of all blocks; no bytes can be added afterwards."""
-        if self._filled:
+        if self._filled and not self._empty:
             self._finish()
         return np.array(self._digests, np.uint64)
 
 
-def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, digests: npt.NDArray[np.uint64]) -> list[int]:
+def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, before: int, digests: npt.NDArray[np.uint64]) -> list[int]:
     """Read bytes of an open file, and return the numbers of the blocks that differ from their checksums.
 
     Args:
@@ -213,18 +216,19 @@ def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, digest
         offset: of the first byte.
         size: number of bytes.
         block_bytes: bytes of a block.
+        before: bytes by which the first block is shorter.
         digests: of the blocks.
     """
-    found = read_digests(handle, offset, size, block_bytes)
+    found = read_digests(handle, offset, size, block_bytes, before)
     return [int(number) for number in np.flatnonzero(found != digests)]
 
 
-def read_digests(handle: int, offset: int, size: int, block_bytes: int) -> npt.NDArray[np.uint64]:
+def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: int) -> npt.NDArray[np.uint64]:
     """Read bytes of an open file and return the checksums of their blocks; missing bytes of a short file are left out."""
-    hasher, end = BlockHasher(block_bytes), offset + size
+    hasher, end = BlockHasher(block_bytes, before), offset + size
     while offset < end and (data := os.pread(handle, min(_PIECE, end - offset), offset)):
         hasher.update(memoryview(data))
         offset += len(data)
     found = hasher.digests()
-    missing = count_blocks(size, block_bytes) - len(found) if size else 0
+    missing = count_blocks(size, block_bytes, before) - len(found)
     return np.concatenate([found, np.zeros(missing, np.uint64)]) if missing > 0 else found
