@@ -15,10 +15,10 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.checkpoint import catalog, native, stored_runs
-from pipeline.checkpoint.data_file import BLOCK_DIGESTS, FileEntry, read_digests
+from pipeline.checkpoint.data_file import FileEntry, read_digests
 from pipeline.checkpoint.native import Index, TensorEntry
-from pipeline.checkpoint.parts import Part, count_blocks, digest_of
-from pipeline.checkpoint.stored_runs import Run
+from pipeline.checkpoint.parts import Part, digest_of
+from pipeline.checkpoint.stored_runs import StoredRun
 from pipeline.common import atomic_files
 from pipeline.common.errors import UserError
 
@@ -102,7 +102,7 @@ def _content(path: Path) -> str:
 
 def _format_2(folder: Path, index: Index, progress: Progress) -> Iterator[Damage]:
     """Verify parts.npy and the completeness of each tensor, and then each file from its first byte to its last."""
-    runs: list[Run] = []
+    runs: list[StoredRun] = []
     parts_are_right = True
     for name, entry in index.tensors.items():
         try:
@@ -120,7 +120,7 @@ def _format_2(folder: Path, index: Index, progress: Progress) -> Iterator[Damage
     yield from damages(folder, index.files, index.tensors, runs, progress)
 
 
-def _tensor(name: str, kind: str, entry: TensorEntry, runs: Sequence[Run]) -> Damage | None:
+def _tensor(name: str, kind: str, entry: TensorEntry, runs: Sequence[StoredRun]) -> Damage | None:
     """What the index and the parts of a tensor contradict each other in."""
     if (count := sum(run.count for run in runs)) != prod(entry.shape):
         return Damage(native.PARTS, f"{count:,} of {prod(entry.shape):,} elements are stored", name, kind, "all elements")
@@ -130,7 +130,11 @@ def _tensor(name: str, kind: str, entry: TensorEntry, runs: Sequence[Run]) -> Da
 
 
 def damages(
-    folder: Path, files: Sequence[FileEntry], tensors: Mapping[str, TensorEntry], runs: Sequence[Run], progress: Progress = lambda _: None
+    folder: Path,
+    files: Sequence[FileEntry],
+    tensors: Mapping[str, TensorEntry],
+    runs: Sequence[StoredRun],
+    progress: Progress = lambda _: None,
 ) -> Iterator[Damage]:
     """Read every byte of the data files of a checkpoint of format 2, and yield what is missing or changed.
 
@@ -141,11 +145,11 @@ def damages(
         runs: what the files hold, in any order.
         progress: reported to after each file.
     """
-    by_file: list[list[Run]] = [[] for _ in files]
+    by_file: list[list[StoredRun]] = [[] for _ in files]
     for run in runs:
         by_file[run.file].append(run)
 
-    def of_file(pair: tuple[FileEntry, list[Run]]) -> list[Damage]:
+    def of_file(pair: tuple[FileEntry, list[StoredRun]]) -> list[Damage]:
         return list(_file(folder / pair[0].name, pair[0], tensors, sorted(pair[1], key=lambda run: run.block)))
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -154,7 +158,7 @@ def damages(
             yield from found
 
 
-def _file(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry], runs: Sequence[Run]) -> Iterator[Damage]:
+def _file(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry], runs: Sequence[StoredRun]) -> Iterator[Damage]:
     """What is missing or changed of one file, whose runs are given in its order."""
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -164,13 +168,12 @@ def _file(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry], runs:
     try:
         if (size := os.fstat(handle).st_size) != file.bytes:
             yield Damage(file.name, f"has {size:,} bytes, expected {file.bytes:,}")
-        blocks = sum(count_blocks(run.bytes, tensors[run.name].block_bytes) for run in runs)
         try:
-            blocks = _described_blocks(path, runs)
+            _check_header(path, runs)
         except (OSError, ValueError, KeyError, TypeError) as error:
             yield Damage(file.name, f"its header is damaged, which only other readers of safetensors need: {error}")
-        table = np.frombuffer(os.pread(handle, 8 * blocks, max(0, file.bytes - 8 * blocks)), "<u8")
-        known = len(table) == blocks and f"{digest_of(table):016x}" == file.xxh3
+        table = np.frombuffer(os.pread(handle, 8 * file.blocks, max(0, file.bytes - 8 * file.blocks)), "<u8")
+        known = len(table) == file.blocks and f"{digest_of(table):016x}" == file.xxh3
         if not known and size == file.bytes:
             yield Damage(file.name, "its block digests are damaged; its parts are verified as a whole")
         for run in runs:
@@ -179,34 +182,34 @@ def _file(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry], runs:
         os.close(handle)
 
 
-def _described_blocks(path: Path, runs: Sequence[Run]) -> int:
-    """The number of blocks of a file by its header, which must describe the runs.
+def _check_header(path: Path, runs: Sequence[StoredRun]) -> None:
+    """Compare the header of a file with the runs that it has to describe.
 
     Raises:
-        ValueError: it describes them otherwise, or is no header.
+        ValueError, KeyError: it describes them otherwise, or is no header.
     """
     content, first = stored_runs.header(path)
     for run in runs:
         key = Part(run.name, run.shape, run.box, run.start, run.count, 1, {}).key(run.kind)
         if content[key] != {"dtype": run.dtype, "shape": [run.count], "data_offsets": [run.offset - first, run.offset - first + run.bytes]}:
             raise ValueError(key)
-    return int(content[BLOCK_DIGESTS]["shape"][0])
 
 
-def _run(handle: int, file: FileEntry, run: Run, block_bytes: int, table: npt.NDArray[np.uint64] | None) -> Iterator[Damage]:
+def _run(handle: int, file: FileEntry, run: StoredRun, block_bytes: int, table: npt.NDArray[np.uint64] | None) -> Iterator[Damage]:
     """Verify the blocks of a run, or the run as a whole if the block digests are not known."""
-    found = read_digests(handle, run.offset, run.bytes, block_bytes)
+    before = run.start * run.item_size % block_bytes
+    found = read_digests(handle, run.offset, run.bytes, block_bytes, before)
     if digest_of(found) == run.xxh3:
         return
     changed = np.zeros(0, np.int64) if table is None else np.flatnonzero(found != table[run.block : run.block + len(found)])
-    per_block = block_bytes * run.count // run.bytes
     for first, last in _series(changed):
-        yield _damage(file, "other bytes than were saved", run, first * per_block, min(last * per_block, run.count))
+        begin, end = ((number * block_bytes - before) // run.item_size for number in (first, last))
+        yield _damage(file, "other bytes than were saved", run, max(begin, 0), min(end, run.count))
     if not len(changed):
         yield _damage(file, "other bytes than were saved", run)
 
 
-def _damage(file: FileEntry, what: str, run: Run, first: int = 0, last: int | None = None) -> Damage:
+def _damage(file: FileEntry, what: str, run: StoredRun, first: int = 0, last: int | None = None) -> Damage:
     """Damage of elements `first : last` of a run, or of all of them."""
     return Damage(file.name, what, run.name, run.kind, run.where(first, run.count if last is None else last))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import catalog, commit, native, parts, stored_runs, verify
-from pipeline.checkpoint.stored_runs import Run
+from pipeline.checkpoint.stored_runs import StoredRun
 from tests.checkpoint import small_checkpoints
 
 
@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> Path:
     return small_checkpoints.write(tmp_path, small_checkpoints.state(), 3, columns=True)
 
 
-def run_of(folder: Path, name: str, kind: str, number: int = 0) -> Run:
+def run_of(folder: Path, name: str, kind: str, number: int = 0) -> StoredRun:
     index = native.read_index(folder)
     return [run for run in stored_runs.runs_of_tensor(folder, index, name) if run.kind == kind][number]
 

@@ -89,24 +89,35 @@ def test_bf16_is_read(tmp_path):
     values = np.array([1.5, -2.0, 0.0], "f4")
     path = tmp_path / "file"
     path.write_bytes((values.view("u4") >> 16).astype("u2").tobytes())
-    run = stored_runs.Run("a", "weight", (3,), ((0, 3),), 0, 3, "BF16", 0, 0)
+    run = stored_runs.StoredRun("a", "weight", (3,), ((0, 3),), 0, 3, "BF16", 0, 0)
     assert np.concatenate(list(stored_runs.values(path, run))).tolist() == values.tolist()
 
 
-def test_diff_of_two_layouts_is_empty(tool, tmp_path):
-    a = small_checkpoints.write_format_1(tmp_path / "a", small_checkpoints.state(), 7)
-    b = small_checkpoints.write_format_1(tmp_path / "b", small_checkpoints.state(), 7)
-    assert tool("diff", a, b) == (0, "5 tensors are equal, 0 differ\n")
+def test_diff_is_empty_whatever_layout_and_format(tool, tmp_path):
+    state = small_checkpoints.state()
+    state["b.bias"]["exp_avg"][3] = np.nan
+    layouts = {"a": {}, "b": {"columns": True}, "c": {"writers": 3}, "d": {"block_bytes": 128}}
+    folders = [small_checkpoints.write(tmp_path / name, state, 7, **layout) for name, layout in layouts.items()]
+    folders.append(small_checkpoints.write_format_1(tmp_path / "e", state, 7))
+    for folder in folders:
+        assert tool("diff", folders[0], folder) == (0, "5 tensors are equal, 0 differ\n")
 
 
-def test_diff_names_settings_and_tensors(tool, tmp_path):
+def test_tensors_with_equal_digests_are_not_read(tool, tmp_path):
+    a, b = (small_checkpoints.write(tmp_path / name, small_checkpoints.state(), 7) for name in "ab")
+    for path in b.glob("*.safetensors"):
+        path.unlink()
+    assert tool("diff", a, b)[0] == 0
+
+
+def test_diff_names_settings_and_tensors(tool, tmp_path, write):
     other = small_checkpoints.state()
-    a = small_checkpoints.write_format_1(tmp_path / "a", small_checkpoints.state(), 7)
+    a = write(tmp_path / "a", small_checkpoints.state(), 7)
     weight = other["a.weight"]["weight"]
     before = weight[2, 3].copy()
     weight[2, 3] += 0.5
     other["d.new"] = other.pop("c.frozen")
-    b = small_checkpoints.write_format_1(tmp_path / "b", other, 8, optimizer={"lr": 0.002})
+    b = write(tmp_path / "b", other, 8, optimizer={"lr": 0.002})
     code, text = tool("diff", tmp_path / "a", b, "--json")
     found = json.loads(text)
     assert (code, found["a"], found["equal"]) == (1, str(a), 3)
