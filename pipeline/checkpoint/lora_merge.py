@@ -68,17 +68,17 @@ class MergedWeights:
         return name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters)
 
 
-def open_merged(path: Path, folder: str | None) -> MergedWeights:
+def open_merged(source: Path | Checkpoint, folder: str | None) -> MergedWeights:
     """Open a checkpoint with an adapter merged into its weights.
 
     Args:
-        path: the checkpoint.
+        source: the checkpoint, or its folder.
         folder: an adapter in PEFT's format (stage.adapter), None for none.
 
     Raises:
         UserError: the adapter is of another base, or cannot be read; or as Checkpoint.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(source) if isinstance(source, Path) else source
     if folder is None:
         return MergedWeights(checkpoint)
     model = config_classes.from_dict(checkpoint.config["model"])
