@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, state_of
 
@@ -92,37 +94,49 @@ def quiet(job: Job, steps: int) -> list[float]:
 
 
 def dcp(job: Job, options: dict[str, Any]) -> dict[str, Any]:
-    """torch.distributed.checkpoint.async_save with a stager that keeps its buffers, in shared memory for the process."""
+    """torch.distributed.checkpoint.async_save."""
     from torch.distributed.checkpoint import FileSystemWriter, async_save
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     kind = AsyncCheckpointerType(options["implementation"].removeprefix("dcp-"))
-    share = kind is AsyncCheckpointerType.PROCESS
-    stager = DefaultStager(
-        StagingOptions(use_pinned_memory=False, use_shared_memory=share, use_async_staging=False, use_non_blocking_copy=False)
-    )
-    result: dict[str, Any] = {"saves": []}
+    stager = KeptBuffers(share=kind is AsyncCheckpointerType.PROCESS)
+    result: dict[str, Any] = {"saves": [], "quiet": []}
     futures: list[Any] = []
     for number in range(options["rounds"]):
         target = Path(options["folder"], options["implementation"], str(number))
 
         def begin(target: Path = target) -> Callable[[], bool]:
             writer = FileSystemWriter(target)
-            future = async_save(job.state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager)
-            futures.append(future)
-            return future.done
+            futures.append(async_save(job.state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager))
+            return futures[-1].done
 
-        result["quiet"] = result.get("quiet", []) + quiet(job, options["steps"])
+        result["quiet"] += quiet(job, options["steps"])
         result["checksums"] = checksums(job.state)
         result["saves"].append(beside(job, begin, options["steps"]))
         futures.pop().result()
-        result["disk"] = disk_bytes(target)
+        result["disk"], result["checkpoint"] = disk_bytes(target), str(target)
         if number:
             shutil.rmtree(target.with_name(str(number - 1)))
-        result["checkpoint"] = str(target)
-    stager.close()
     return result
+
+
+class KeptBuffers(BlockingAsyncStager):
+    """Stages every tensor in a buffer of its own, which is used again.
+
+    DCP's stagers keep buffers too, but copy the whole storage of a view, and the weights of a bucket are views of one storage.
+    """
+
+    def __init__(self, *, share: bool) -> None:
+        super().__init__()
+        self._share, self._buffers = share, dict[str, Tensor]()
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy all tensors."""
+        for name, tensor in state_dict.items():
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(tensor).share_memory_() if self._share else torch.empty_like(tensor)
+            self._buffers[name].copy_(tensor)
+        return self._buffers
 
 
 def ours(job: Job, options: dict[str, Any]) -> dict[str, Any]:
