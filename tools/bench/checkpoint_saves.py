@@ -6,6 +6,7 @@ usage: checkpoint_saves.py '{"implementation": "ours" | "dcp-thread" | "dcp-proc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -19,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, state_of
 
@@ -94,12 +93,16 @@ def quiet(job: Job, steps: int) -> list[float]:
 
 
 def dcp(job: Job, options: dict[str, Any]) -> dict[str, Any]:
-    """torch.distributed.checkpoint.async_save."""
+    """torch.distributed.checkpoint.async_save with a stager that keeps its buffers, in shared memory for the process."""
     from torch.distributed.checkpoint import FileSystemWriter, async_save
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     kind = AsyncCheckpointerType(options["implementation"].removeprefix("dcp-"))
-    stager = KeptBuffers(share=kind is AsyncCheckpointerType.PROCESS)
+    share = kind is AsyncCheckpointerType.PROCESS
+    stager = DefaultStager(
+        StagingOptions(use_pinned_memory=False, use_shared_memory=share, use_async_staging=False, use_non_blocking_copy=False)
+    )
     result: dict[str, Any] = {"saves": [], "quiet": []}
     futures: list[Any] = []
     for number in range(options["rounds"]):
@@ -117,39 +120,21 @@ def dcp(job: Job, options: dict[str, Any]) -> dict[str, Any]:
         result["disk"], result["checkpoint"] = disk_bytes(target), str(target)
         if number:
             shutil.rmtree(target.with_name(str(number - 1)))
+    stager.close()
     return result
-
-
-class KeptBuffers(BlockingAsyncStager):
-    """Stages every tensor in a buffer of its own, which is used again.
-
-    DCP's stagers keep buffers too, but copy the whole storage of a view, and the weights of a bucket are views of one storage.
-    """
-
-    def __init__(self, *, share: bool) -> None:
-        super().__init__()
-        self._share, self._buffers = share, dict[str, Tensor]()
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy all tensors."""
-        for name, tensor in state_dict.items():
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(tensor).share_memory_() if self._share else torch.empty_like(tensor)
-            self._buffers[name].copy_(tensor)
-        return self._buffers
 
 
 def ours(job: Job, options: dict[str, Any]) -> dict[str, Any]:
     """The plain write, the synchronous save, and the asynchronous one."""
-    from pipeline.checkpoint import save
-    from pipeline.checkpoint.native import Index, TrainState
+    from pipeline.checkpoint import native, save
+    from pipeline.checkpoint.native import TrainState
 
     folder = Path(options["folder"], "plain")
     folder.mkdir(parents=True)
     result: dict[str, Any] = {"plain": [], "synchronous": [], "quiet": [], "saves": []}
     for _ in range(options["rounds"]):
         result["plain"].append(plain_write(folder / "plain.bin", job.state))
-        index = Index(TrainState(step=job.steps, samples=job.steps, updates=job.steps), configuration_of(job))
+        index = native.new_index(TrainState(job.steps, job.steps, job.steps), dataclasses.asdict(job.config), "", 1)
         started = time.perf_counter()
         path = save.save(Path(options["run_dir"]), index, job.trainer.engine.fragments(), 1)
         result["synchronous"].append(time.perf_counter() - started)
@@ -157,13 +142,6 @@ def ours(job: Job, options: dict[str, Any]) -> dict[str, Any]:
         result["disk"], result["checkpoint"] = disk_bytes(path), str(path)
         result["quiet"] += quiet(job, options["steps"])
     return result
-
-
-def configuration_of(job: Job) -> dict[str, Any]:
-    """The configuration as the index has it."""
-    import dataclasses
-
-    return dataclasses.asdict(job.config)
 
 
 def main() -> None:
