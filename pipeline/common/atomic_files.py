@@ -92,13 +92,13 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        _publish_folder(partial, final)
+        publish_folder(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish_folder(partial: Path, final: Path) -> None:
-    """Rename a complete folder to its final name and remove the folder that it replaces."""
+def publish_folder(partial: Path, final: Path) -> None:
+    """Rename a complete folder to its final name, on the same file system, and remove the folder that it replaces."""
     retired = final.with_name(f".{final.name}.retired")
     if final.exists():
         shutil.rmtree(retired, ignore_errors=True)

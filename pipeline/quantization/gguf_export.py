@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.huggingface_export import Original, token_ids
 from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.checkpoint.original import Original, token_ids
 from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.huggingface_export import TokenIds, Weights
+from pipeline.checkpoint.original import TokenIds
+from pipeline.checkpoint.weights import Weights
 from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress

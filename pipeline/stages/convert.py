@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
-from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
+from pipeline.checkpoint.original import Original
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest

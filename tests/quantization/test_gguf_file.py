@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoint.huggingface_export import TokenIds
+from pipeline.checkpoint.original import TokenIds
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.quantization import gguf_file
