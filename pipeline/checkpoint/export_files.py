@@ -59,7 +59,7 @@ class Writer:
 
     def __init__(self, comm: Comm | None = None, records: Unfinished | None = None) -> None:
         self.comm, self.records = comm or SingleProcessComm(), records
-        self.entries: dict[str, dict[str, Any]] = {}
+        self.entries: dict[Path, dict[str, Any]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -93,7 +93,7 @@ class Writer:
         notes: dict[str, dict[str, Any]] = dict(kept)
         for written in self.comm.allgather(mine):
             notes |= written
-        self.entries |= {name: note["entry"] for name, note in notes.items()}
+        self.entries |= {folder / name: note["entry"] for name, note in notes.items()}
         return {file.name: notes[file.name]["note"] for file in files}
 
     def _kept(self, folder: Path, file: OutputFile) -> dict[str, Any] | None:
@@ -227,6 +227,6 @@ def _empty(work: Path) -> None:
 
 def write_manifest(folder: Path, writer: Writer, settings: dict[str, Any], totals: dict[str, Any]) -> None:
     """Write the manifest of an export, with the checksums that were computed when its files were written."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    entries = {name: writer.entries.get(name) or artifact.entry(path) for name, path in paths.items()}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    entries = {path.relative_to(folder).as_posix(): writer.entries.get(path) or artifact.entry(path) for path in paths}
     artifact.write(folder, artifact.Manifest("convert", settings, entries, totals))
