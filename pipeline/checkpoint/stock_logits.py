@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from contextlib import nullcontext, redirect_stderr
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     if config.objective != "causal" or size > MEMORY:
         log.info("convert: the digests of all tensors agree")
         return
+    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         import transformers
     except ModuleNotFoundError:
@@ -84,9 +88,12 @@ def _load(stock_class: Any, folder: Path, gguf_file: str | None) -> Any:
     verbosity, bars = stock_logging.get_verbosity(), stock_logging.is_progress_bar_enabled()
     stock_logging.set_verbosity_error()
     stock_logging.disable_progress_bar()
+    # The bar of GGUF files has no switch.
+    quiet = nullcontext() if gguf_file is None else redirect_stderr(io.StringIO())
     try:
         file = {} if gguf_file is None else {"gguf_file": gguf_file}
-        model, report = stock_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **file)
+        with quiet:
+            model, report = stock_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **file)
     finally:
         stock_logging.set_verbosity(verbosity)
         if bars:
