@@ -98,7 +98,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Rename a complete folder to its final name, on the same file system, and remove the folder that it replaces."""
+    """Rename a complete folder to its final name and remove the folder that it replaces."""
     retired = final.with_name(f".{final.name}.retired")
     if final.exists():
         shutil.rmtree(retired, ignore_errors=True)
