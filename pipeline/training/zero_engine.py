@@ -137,6 +137,10 @@ class ZeroEngine(Engine):
         """See Engine."""
         return self._updates
 
+    def counters(self) -> Tensor:
+        """See Engine."""
+        return torch.cat([torch.tensor([self._updates], dtype=torch.float64).to(self._mesh.device), self.loss_scale.counters(self._mesh.device)])
+
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """See Engine."""
