@@ -75,7 +75,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     """
     run_dir, settings = Path(config.run_dir), config.checkpoint
     if settings.async_save == "off":
-        return SyncSaver(run_dir, settings.files)
+        return SyncSaver(run_dir, getattr(settings, "files", "rank"))
     shares = plan([fragment.held() for fragment in trainer.engine.fragments()])
     needed = staged_bytes([share.part for share in shares])
     name = "" if process is None else process.name
@@ -86,7 +86,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     if not reason:
         number = next(number for number, members in enumerate(nodes) if ranks.rank in members)
         node = Node(offers[nodes[number][0]].writer, nodes[number], number, len(nodes))
-        file = node_file_name(number) if settings.files == "node" else file_name(ranks.rank)
+        file = node_file_name(number) if getattr(settings, "files", "rank") == "node" else file_name(ranks.rank)
         patience = config.training.timeout_minutes * 60 * INPUT_OUTPUT / 2
         problem = ""
         try:
@@ -102,7 +102,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
         process.close()
     if ranks.rank == 0:
         log.info("checkpoint.async_save=%s: training waits for each checkpoint: %s", settings.async_save, reason)
-    return SyncSaver(run_dir, settings.files)
+    return SyncSaver(run_dir, getattr(settings, "files", "rank"))
 
 
 def nodes_of(offers: list[Offer]) -> list[tuple[int, ...]]:

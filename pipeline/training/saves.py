@@ -195,7 +195,7 @@ class Saves:
             self._settings = dataclasses.asdict(config)
         index = Index(self._with_counters(state, counters), self._settings, self._data.fingerprint(config, state.samples))
         needed = frozenset(folder.name for folder in native.complete(run_dir) if self._hooks.keeps(folder))
-        return Commit(index, config.checkpoint.keep, 0, needed)
+        return Commit(index, config.checkpoint.keep, getattr(config.checkpoint, "keep_every", 0), needed)
 
     def _last_update(self, counters: HostCopy) -> LastUpdate | None:
         """The last update of the optimizer; in the thread of the snapshot."""
