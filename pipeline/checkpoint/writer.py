@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from pipeline.checkpoint import commit, committing, handover, records
+from pipeline.checkpoint import catalog, commit, committing, handover, records
 from pipeline.checkpoint.data_file import WrittenFile
 from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written, identity_of
 from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
@@ -129,11 +129,16 @@ class Node:
             if last:
                 records.write_record(folder, member.node, [attempt.files[name] for name in sorted(attempt.files)])
         except Exception as error:
-            reason = reason_of(error)
-            with suppress(Exception):
+            reason = attempt.abandoned or reason_of(error)
+            with suppress(OSError):
                 check_folder(member)
-                commit.write_failure(folder, member.node, reason)
+                if folder.is_dir():
+                    commit.write_failure(folder, member.node, reason)
+                elif not attempt.abandoned:
+                    reason = f"the checkpoint was given up in the meantime ({reason})"
             failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "")
+            if attempt.abandoned:
+                discard(member, save.step, save.attempt)
             self._answer(sharing, [failed] * len(sharing))
             return
         answers: list[Written | Failed] = []
@@ -154,13 +159,13 @@ class Node:
     def abandon(self, rank: Rank, message: Abandon) -> None:
         """A rank of this node has not handed over its part, or rank 0 knows that one of another node has not."""
         with self._lock:
-            self._attempts.setdefault(message.attempt, Attempt()).abandoned = message.reason
+            attempt = self._attempts.setdefault(message.attempt, Attempt())
+            attempt.abandoned = message.reason
             committing = any(thread.name == message.attempt and thread.is_alive() for thread in self._commits)
-        with suppress(OSError):
-            check_folder(rank.member)
-            folder = commit.partial_folder(rank.member.run_dir, message.step, message.attempt)
-            if rank.member.nodes == 1 and not committing:
-                shutil.rmtree(folder, ignore_errors=True)  # without a commit that would do it
+            waiting = [handed for handed in attempt.handed.values() if rank.member.rank in handed.member.sharing]
+        self._answer(waiting, [Failed(message.attempt, message.reason)] * len(waiting))  # the file that they share is not written
+        if rank.member.nodes == 1 and not committing:  # nobody else removes it
+            discard(rank.member, message.step, message.attempt)
 
     def _commit(self, rank: Rank, save: Save, settings: Commit, attempt: Attempt, before: list[threading.Thread]) -> None:
         """Wait for the records of all nodes, commit, and remove what is not kept. A thread, after those of earlier saves."""
@@ -169,14 +174,15 @@ class Node:
             thread.join()
         try:
             check_folder(member)
-            commit.abandon(member.run_dir)  # a failed attempt, whose bytes this one may need
+            commit.finish_interrupted(member.run_dir)  # a failed attempt, whose bytes this one may need
             partial = commit.begin(member.run_dir, settings.index, save.attempt, member.nodes)
             folder = committing.finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
         except Exception as error:
-            with suppress(Exception):
-                check_folder(member)
-                commit.abandon(member.run_dir)
-            rank.answer(Failed(save.attempt, reason_of(error), commit=True))
+            reason = reason_of(error)
+            with self._lock:
+                attempt.abandoned = reason
+            discard(member, save.step, save.attempt)
+            rank.answer(Failed(save.attempt, reason, commit=True))
             return
         rank.answer(Committed(save.attempt, save.step, folder))
         try:
@@ -187,6 +193,15 @@ class Node:
     def _patience(self, member: Member) -> float:
         """Seconds that the records of other nodes are waited for."""
         return member.patience if self._ended is None else min(member.patience, _LINGER)
+
+
+def discard(member: Member, step: int, attempt: str) -> None:
+    """Remove what was written of an attempt, and its name in the catalog; a checkpoint that is complete already stays."""
+    with suppress(OSError):
+        check_folder(member)
+        if not (catalog.folder_of(member.run_dir, step) / catalog.INDEX).is_file():
+            shutil.rmtree(commit.partial_folder(member.run_dir, step, attempt), ignore_errors=True)
+            commit.abandon(member.run_dir)
 
 
 def check_folder(member: Member) -> None:

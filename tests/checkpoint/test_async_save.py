@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pipeline.checkpoint import catalog, staging
 from pipeline.checkpoint.async_save import AsyncSaver, Node
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import Index, TrainState
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.save_plan import Held, plan
 from pipeline.checkpoint.saver import Outcome, Request
 from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, word_sum
@@ -253,6 +255,95 @@ def test_a_failed_save_says_why_and_leaves_nothing(run):
     run.update()
     assert run.save().reason == ""
     assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir() if path.is_dir()) == ["step-00000002"]
+
+
+def test_a_full_disk_fails_a_save_and_the_next_one_succeeds(run):
+    """A limit of the size of files has the same effect: for the data, the index, and what else there is."""
+    run.update()
+    folder = run.save().folder
+    for path in sorted(folder.iterdir()):
+        run.update()
+        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (path.stat().st_size - 1, resource.RLIM_INFINITY))
+        assert "File too large" in run.save().reason, path.name
+        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert [found.name for found in (run.run_dir / "checkpoints").glob("*step*")] == [folder.name], path.name
+    run.update()
+    assert run.save().reason == ""
+
+
+class Job:
+    """Ranks of several nodes, all in this process: no call of a saver waits for another rank. Each has a weight of its own."""
+
+    def __init__(self, run_dir: Path, nodes: int, local: int, files: str) -> None:
+        (run_dir / "checkpoints").mkdir()
+        self.run_dir = run_dir
+        self.processes = [WriterProcess(f"test-{os.getpid()}-{id(self)}-{node}") for node in range(nodes)]
+        self.weights = [torch.rand(600 + rank) for rank in range(nodes * local)]
+        self.savers = []
+        for rank, weight in enumerate(self.weights):
+            node, count = rank // local, weight.numel()
+            first = node * local
+            where = Node(self.processes[node].name, tuple(range(first, first + local)), node, nodes)
+            shares = plan([Held(f"w{rank}", (count,), ((0, count),), 0, count, {"weight": "F32"})])
+            process = self.processes[node] if rank == first else None
+            self.savers.append(AsyncSaver(run_dir, rank, where, process, shares, files, torch.device("cpu"), "job", None, 20.0))
+
+    def save(self, step: int, torn: tuple[int, ...] = ()) -> list[list[Outcome]]:
+        """The outcomes of the ranks; the copies of some are useless."""
+        commit = Commit(Index(TrainState(step), {}), 9, 0, frozenset())
+        for rank, saver in enumerate(self.savers):
+            fragments: list[Any] = [SimpleNamespace(tensors={"weight": self.weights[rank]})]
+            saver.begin(Request(step, fragments, lambda: None, None if rank else lambda: commit))
+            if rank in torn:
+                self.weights[rank].add_(1)
+        for saver in self.savers:
+            saver.before_update()
+        for saver in self.savers:
+            saver.wait()
+        found = [saver.poll() for saver in self.savers[1:]]
+        self.savers[0].wait_for_commit()
+        return [self.savers[0].poll(), *found]
+
+    def close(self) -> None:
+        for saver in reversed(self.savers):
+            saver.close()
+
+
+@pytest.fixture(params=["rank", "node"])
+def job(tmp_path, request):
+    found = Job(tmp_path, 2, 2, request.param)
+    yield found
+    found.close()
+
+
+def test_ranks_of_several_nodes_write_one_checkpoint_and_learn_of_their_failures(job):
+    for step in (1, 2):
+        ((outcome,), *others) = job.save(step)
+        assert (outcome.reason, others) == ("", [[], [], []])
+        checkpoint = Checkpoint(catalog.folder_of(job.run_dir, step))
+        for rank, weight in enumerate(job.weights):
+            assert torch.equal(checkpoint.tensor(f"w{rank}"), weight)
+            weight.add_(1)
+    files = sorted(path.name for path in checkpoint.path.glob("*.safetensors"))
+    assert files in ([f"rank-{rank:05d}.safetensors" for rank in range(4)], ["node-00000.safetensors", "node-00001.safetensors"])
+
+    job.weights[3][5] = torch.nan
+    ((outcome,), *others) = job.save(3)
+    assert "w3 contains values that are not finite" in outcome.reason
+    assert others[2][0].not_finite == "w3"
+    job.weights[3][5] = 0
+
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    ((outcome,), *others) = job.save(4)
+    assert "writer 1: " in outcome.reason
+    assert others[1][0].reason
+    assert job.save(5)[0][0].reason == "", "it was started again"
+
+    ((outcome,), *others) = job.save(6, torn=(3,))
+    assert "writer 1: weight of w3 changed" in outcome.reason
+    assert "weight of w3 changed" in others[2][0].reason
+    assert job.save(7)[0][0].reason == ""
+    assert catalog.read(job.run_dir).complete == [1, 2, 5, 7]
 
 
 def test_nothing_is_written_into_another_run(run):
