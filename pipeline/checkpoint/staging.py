@@ -119,7 +119,8 @@ class Staging:
             sources: what this rank saves now, the same parts as before.
             then: called in the thread when the copy has been made and the snapshot released.
         """
-        assert self._thread is None or not self._thread.is_alive(), "the segments are in use"
+        if self._thread is not None:
+            self._thread.join()  # it has handed over, and ends
         started = None
         if self._stream is not None:
             started = torch.cuda.Event()

@@ -298,7 +298,7 @@ class Job:
                 self.weights[rank].add_(1)
         for saver in self.savers:
             saver.before_update()
-        for saver in self.savers:
+        for saver in reversed(self.savers):  # a rank tells what it did not hand over when it waits
             saver.wait()
         found = [saver.poll() for saver in self.savers[1:]]
         self.savers[0].wait_for_commit()
