@@ -24,6 +24,7 @@ from pipeline.checkpoint.native import PARTS, Index, PartsEntry
 from pipeline.checkpoint.records import failure_name, merge, record_name
 from pipeline.checkpoint.verify import damages
 from pipeline.common.atomic_files import atomic_file, publish_folder
+from pipeline.common.errors import UserError
 
 log = logging.getLogger("pipeline")
 
@@ -173,7 +174,8 @@ def _obstacle(folder: Path, writers: int) -> str | None:
         without, _ = missing(folder, writers)
         if without:
             return f"{len(without)} of {writers} records are missing, the first is that of writer {without[0]}"
+        native.read_index(folder, DRAFT)
         merged = merge(folder, writers)
         return next(damages(folder, merged.files, merged.kinds, merged.tensors, merged.rows), None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         return str(error)

@@ -210,8 +210,12 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
     Raises:
         UserError: a file could not be written, or another job uses the run directory; the partial checkpoint is removed.
     """
-    with claimed(run_dir, "run_dir"):
-        return _reported(run_dir, lambda: _save_full(run_dir, index, fragments, file_bytes))
+
+    def write_locked() -> Path:
+        with claimed(run_dir, "run_dir"):
+            return _save_full(run_dir, index, fragments, file_bytes)
+
+    return _reported(run_dir, write_locked)
 
 
 def _save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
