@@ -74,7 +74,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     """
     run_dir, settings = Path(config.run_dir), config.checkpoint
     if settings.async_save == "off":
-        return SyncSaver(run_dir, getattr(settings, "files", "rank"))
+        return SyncSaver(run_dir, settings.files)
     shares = plan([fragment.held() for fragment in trainer.engine.fragments()])
     needed = staged_bytes([share.part for share in shares])
     name = "" if process is None else process.name
@@ -85,11 +85,10 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     if not reason:
         number = next(number for number, members in enumerate(nodes) if ranks.rank in members)
         node = Node(offers[nodes[number][0]].writer, nodes[number], number, len(nodes))
-        files = getattr(settings, "files", "rank")
         patience = config.training.timeout_minutes * 60 * INPUT_OUTPUT / 2
         problem = ""
         try:
-            saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, files, trainer.mesh.device, offers[0].token, lock, patience)
+            saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, settings.files, trainer.mesh.device, offers[0].token, lock, patience)
         except OSError as error:
             problem = f"rank {ranks.rank}: {error}"
         reason = next(filter(None, _gather(problem)), "")
@@ -101,7 +100,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
         process.close()
     if ranks.rank == 0:
         log.info("checkpoint.async_save=%s: training waits for each checkpoint: %s", settings.async_save, reason)
-    return SyncSaver(run_dir, getattr(settings, "files", "rank"))
+    return SyncSaver(run_dir, settings.files)
 
 
 def nodes_of(offers: list[Offer]) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import handover, native
 from pipeline.checkpoint.handover import Commit, LastUpdate
-from pipeline.checkpoint.native import Index, TrainState
+from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.saver import Outcome, Request, Saver
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
@@ -193,9 +193,10 @@ class Saves:
         config, run_dir = self._config, Path(self._config.run_dir)
         if self._settings is None:
             self._settings = dataclasses.asdict(config)
-        index = Index(self._with_counters(state, counters), self._settings, self._data.fingerprint(config, state.samples))
+        fingerprint, world_size = self._data.fingerprint(config, state.samples), self._trainer.mesh.layout.world_size
+        index = native.new_index(self._with_counters(state, counters), self._settings, fingerprint, world_size)
         needed = frozenset(folder.name for folder in native.complete(run_dir) if self._hooks.keeps(folder))
-        return Commit(index, config.checkpoint.keep, getattr(config.checkpoint, "keep_every", 0), needed)
+        return Commit(index, config.checkpoint.keep, config.checkpoint.keep_every, needed)
 
     def _last_update(self, counters: HostCopy) -> LastUpdate | None:
         """The last update of the optimizer; in the thread of the snapshot."""
