@@ -25,6 +25,7 @@ from pipeline.checkpoint.records import failure_name, merge, record_name
 from pipeline.checkpoint.stored_runs import runs_of_rows
 from pipeline.checkpoint.verify import damages
 from pipeline.common.atomic_files import atomic_file, publish_folder
+from pipeline.common.errors import UserError
 
 log = logging.getLogger("pipeline")
 
@@ -174,9 +175,10 @@ def _obstacle(folder: Path, writers: int) -> str | None:
         without, _ = missing(folder, writers)
         if without:
             return f"{len(without)} of {writers} records are missing, the first is that of writer {without[0]}"
+        native.read_index(folder, DRAFT)
         merged = merge(folder, writers)
         runs = list(runs_of_rows(merged.rows, merged.kinds, merged.tensors))
         damage = next(damages(folder, merged.files, merged.tensors, runs), None)
         return None if damage is None else str(damage)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         return str(error)
