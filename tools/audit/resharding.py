@@ -21,10 +21,14 @@ from pipeline.parallel import mesh as meshes
 from pipeline.training.trainer import Trainer
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+#: No optimizer updates this weight; moments that a checkpoint does not have are read as zero.
+NO_MOMENTS = "router.bias"
 
 
 def known_values(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
     """The full weight or moment of this name: random bits of finite numbers, which depend on nothing else, fp32."""
+    if kind != "weight" and name.endswith(NO_MOMENTS):
+        return torch.zeros(shape)
     generator = torch.Generator().manual_seed(xxh3_64_intdigest(f"{kind}/{name}".encode()) % (1 << 63))
     values = torch.randn(shape, generator=generator)
     return values.abs() if kind == "exp_avg_sq" else values
@@ -51,17 +55,17 @@ def fill(fragments: list[Fragment], known: bool) -> None:
 def save_known(trainer: Trainer, config: Any, run_dir: Path) -> None:
     """Save the known values in the trainer's layout. Collective."""
     fill(trainer.engine.fragments(), known=True)
-    _save(trainer, config, run_dir)
+    save_now(trainer, config, run_dir)
 
 
 def load_and_save(trainer: Trainer, config: Any, source: Path, run_dir: Path) -> None:
     """Load a checkpoint of another layout and save it again. Collective."""
     fill(trainer.engine.fragments(), known=False)
     load_any_layout.load(Checkpoint(source), trainer.engine.fragments())
-    _save(trainer, config, run_dir)
+    save_now(trainer, config, run_dir)
 
 
-def _save(trainer: Trainer, config: Any, run_dir: Path) -> Path:
+def save_now(trainer: Trainer, config: Any, run_dir: Path) -> Path:
     index = Index(TrainState(step=1), dataclasses.asdict(config), "")
     return save.save(run_dir, index, trainer.engine.fragments(), keep=1)
 
@@ -100,9 +104,17 @@ def serve_sources(jobs: list[tuple[str, str, Any]], folder: Path) -> None:
         save_known(build(config), config, run_dir_of(folder, family, name))
 
 
-def serve_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path, results: Any) -> None:
-    """Load the checkpoints of all sources in every layout (family, name, configuration, sources); on one rank of a world."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def load_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path) -> list[tuple[str, str, str, str]]:
+    """Load the checkpoints of all sources in every layout; on one rank of a world.
+
+    Args:
+        jobs: (family, name of the layout, its configuration, names of the sources).
+        folder: has the sources.
+
+    Returns:
+        This rank's share of the cells: (family, source, layout, difference from the known values, empty without one).
+    """
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for family, name, config, sources in jobs:
         trainer = build(config)
         for source in sources:
@@ -112,6 +124,13 @@ def serve_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path, resul
         for source in sources[rank::size]:
             cell = run_dir_of(folder, family, source, name)
             names = set(Checkpoint(checkpoint_in(run_dir_of(folder, family, source))).names())
-            results.put((family, source, name, difference(checkpoint_in(cell), names)))
+            found.append((family, source, name, difference(checkpoint_in(cell), names)))
             shutil.rmtree(cell)
         dist.barrier()
+    return found
+
+
+def serve_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path, results: Any) -> None:
+    """As load_cells; the cells are put into a queue."""
+    for cell in load_cells(jobs, folder):
+        results.put(cell)

@@ -116,15 +116,15 @@ class Listener:
     """The socket that traced processes report to.
 
     Attributes:
-        address: its path.
+        name: of the socket, in the abstract namespace.
         messages: (role, process id, message, connection) in the order of arrival.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.address = str(folder / "socket")
+    def __init__(self) -> None:
+        self.name = f"chaos-{os.getpid()}-{random.SystemRandom().getrandbits(32)}"
         self.messages: queue.Queue[tuple[str, int, dict[str, Any], socket.socket]] = queue.Queue()
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(self.address)
+        self._socket.bind(f"\0{self.name}")
         self._socket.listen(64)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -185,7 +185,7 @@ class Job:
         self.writers: list[int] = []
         self.first_step = False
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "none"}
-        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | {"CHAOS_SOCKET": listener.address}
+        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | {"CHAOS_SOCKET": listener.name}
         job |= {"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         job |= {} if fault is None else {"CHAOS_FAULT": fault.environment()}
         command = ["-m", "tools.chaos.tracing", *arguments]
@@ -235,13 +235,13 @@ class Job:
         return [pid for pid in self.writers if _is_alive(pid)]
 
 
-def processes_of(address: str) -> list[int]:
+def processes_of(name: str) -> list[int]:
     """Process ids on this machine that were started for this listener, by their environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if f"CHAOS_SOCKET={address}".encode() in (folder / "environ").read_bytes() and _is_alive(int(folder.name)):
+                if f"CHAOS_SOCKET={name}".encode() in (folder / "environ").read_bytes() and _is_alive(int(folder.name)):
                     found.append(int(folder.name))
     return found
 

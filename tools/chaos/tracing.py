@@ -47,13 +47,13 @@ class Tracer:
 
     Args:
         role: "rank 0", "rank 1", ... or "writer".
-        address: path of the tool's socket.
+        name: of the tool's socket.
         fault: {"role", "file", "line", "started", "count"}: where to stop; None for nowhere.
     """
 
-    def __init__(self, role: str, address: str, fault: dict[str, Any] | None) -> None:
+    def __init__(self, role: str, name: str, fault: dict[str, Any] | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address)
+        self._socket.connect(f"\0{name}")
         self._answers = self._socket.makefile("r")
         self._lock = threading.Lock()
         self._started = role == "writer"

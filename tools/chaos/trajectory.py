@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from pipeline.checkpoint.reader import Checkpoint
 from tools.chaos.job import Fault, Job, Listener, Start, Traced, processes_of
 from tools.chaos.tracing import MOMENT_OF, MOMENTS
 
+#: Steps of a run of tools/chaos_checkpoint.
 STEPS = 60
+#: Faults of one run directory, at most.
+PER_RUN = 12
 #: A tiny model whose step takes milliseconds; fp32 on a CPU is deterministic.
 SETTINGS = (
     *("stage=pretrain", "model=llama-tiny", "model.layers=2", "model.hidden=16", "model.heads=2", "model.kv_heads=2"),
     *("model.ffn_hidden=24", "model.vocab_size=320", "training.sequence_length=16", "training.global_batch_size=4"),
     *("training.micro_batch_size=2", "training.validate_every=0", "optimizer.warmup_steps=2", "optimizer.lr=0.01"),
-    *("precision=fp32", "tracking=disabled", f"training.steps={STEPS}", "training.validation_batches=1"),
+    *("precision=fp32", "tracking=disabled", "training.validation_batches=1"),
 )
 #: Keys of a line of metrics.jsonl that do not depend on the time.
 EXACT = ("step", "samples", "loss", "grad_norm", "lr", "skipped")
@@ -83,11 +87,12 @@ class Undisturbed:
 
     Attributes:
         run_dir: its run directory.
+        steps: training.steps.
     """
 
-    def __init__(self, start: Start, layout: Layout, data: Path, folder: Path, listener: Listener, traced: Traced) -> None:
-        self.run_dir = folder / "undisturbed"
-        arguments = [*SETTINGS, *layout.settings, f"data.tokens={data}", f"run_dir={self.run_dir}", *_saves(1, 1_000_000)]
+    def __init__(self, start: Start, layout: Layout, steps: int, data: Path, folder: Path, listener: Listener, traced: Traced) -> None:
+        self.run_dir, self.steps = folder / "undisturbed", steps
+        arguments = [*SETTINGS, f"training.steps={steps}", *layout.settings, f"data.tokens={data}", f"run_dir={self.run_dir}", *_saves(1, 1_000_000)]
         job = Job(start, arguments, layout.ranks, listener, None, folder / "undisturbed.log")
         while None in job.codes() or not listener.messages.empty():
             job.next(traced, 0.1)
@@ -95,7 +100,6 @@ class Undisturbed:
             job.next(traced, 0.05)
         if any(job.codes()):
             raise RuntimeError(f"the undisturbed run failed:\n{job.output.read_text()}")
-        self._values: dict[int, dict[tuple[str, str], torch.Tensor]] = {}
 
     def differences(self, checkpoint: Path) -> str:
         """What differs in a checkpoint of the same step of another run; empty if all weights, moments and counters are bit-equal."""
@@ -178,7 +182,7 @@ class Trajectory:
         self._chance, self._faults, self._folder = chance, Faults(chance), folder
         self._run_dir = folder / "run"
         self._every, self._keep = chance.choice([1, 1, 2, 3]), chance.choice([1_000_000, 1_000_000, 2])
-        self._arguments = [*SETTINGS, *layout.settings, f"data.tokens={data}", f"run_dir={self._run_dir}", *_saves(self._every, self._keep)]
+        self._arguments = [*SETTINGS, f"training.steps={undisturbed.steps}", *layout.settings, f"data.tokens={data}", f"run_dir={self._run_dir}", *_saves(self._every, self._keep)]
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._compared: set[str] = set()
@@ -250,7 +254,7 @@ class Trajectory:
                 return ""
             file, line, _ = message[1]["landed"]
             return f"{message[0]} at {Path(file).name}:{line} ({message[1]['function']})"
-        if not job.first_step or _lines(self._run_dir) < min(job.fault.step + begun, STEPS - 3):
+        if not job.first_step or _lines(self._run_dir) < min(job.fault.step + begun, self._undisturbed.steps - 3):
             return ""
         time.sleep(job.fault.delay)
         partial = sorted((self._run_dir / "checkpoints").glob(".step-*"))
@@ -291,13 +295,13 @@ class Trajectory:
     def _finish(self) -> None:
         """Compare the end of the run with the undisturbed one, and look for leftovers."""
         deadline = time.monotonic() + 30
-        while (left := processes_of(self._listener.address)) and time.monotonic() < deadline:
+        while (left := processes_of(self._listener.name)) and time.monotonic() < deadline:
             time.sleep(0.02)
         if left:
             names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in left]
             self._report(f"processes run after the end: {names}")
         self._compare()
-        if _newest(self._run_dir) != STEPS:
+        if _newest(self._run_dir) != self._undisturbed.steps:
             self._report(f"the newest checkpoint is of step {_newest(self._run_dir)}")
         if (ours := exact(self._run_dir)) != (theirs := exact(self._undisturbed.run_dir)):
             first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} lines")
@@ -342,3 +346,34 @@ def exact(run_dir: Path) -> list[tuple[Any, ...]]:
     """The lines of metrics.jsonl, without times."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line.get(key) for key in EXACT) if "loss" in line else (line["step"], line["validation_loss"]) for line in lines]
+
+
+def run(
+    faults: int, seed: int, layouts: tuple[Layout, ...], data: Path, folder: Path, start: Start, steps: int = STEPS
+) -> Iterator[Row]:
+    """Yield the rows of at least `faults` faults, spread over the layouts.
+
+    Args:
+        faults: how many.
+        seed: of all random choices.
+        layouts: of the runs.
+        data: token shards.
+        folder: for the runs; those with a problem remain.
+        start: starts a process.
+        steps: of a run.
+    """
+    chance, listener = random.Random(seed), Listener()
+    for number, layout in enumerate(layouts):
+        share = faults // len(layouts) + (number < faults % len(layouts))
+        if not share:
+            continue
+        own, traced = folder / str(number), Traced()
+        own.mkdir(parents=True)
+        undisturbed = Undisturbed(start, layout, steps, data, own, listener, traced)
+        found = attempt = 0
+        while found < share:
+            (own / f"run-{attempt}").mkdir()
+            trajectory = Trajectory(start, layout, undisturbed, data, own / f"run-{attempt}", listener, traced, chance)
+            rows = trajectory.run(min(PER_RUN, share - found))
+            found, attempt = found + len(rows), attempt + 1
+            yield from rows
