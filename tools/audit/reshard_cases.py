@@ -5,7 +5,13 @@ from __future__ import annotations
 COMMON = (
     *("stage=pretrain", "precision=fp32", "model.layers=4", "model.hidden=32", "model.heads=4", "model.max_positions=16"),
     "model.vocab_size=67",  # odd: tensor ranks have pieces of different sizes
-    *("training.sequence_length=16", "training.global_batch_size=24", "training.micro_batch_size=1", "training.steps=2", "optimizer.warmup_steps=1"),
+    *(
+        "training.sequence_length=16",
+        "training.global_batch_size=24",
+        "training.micro_batch_size=1",
+        "training.steps=2",
+        "optimizer.warmup_steps=1",
+    ),
 )
 
 #: Family -> settings of its model.

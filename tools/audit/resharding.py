@@ -66,6 +66,7 @@ def load_and_save(trainer: Trainer, config: Any, source: Path, run_dir: Path) ->
 
 
 def save_now(trainer: Trainer, config: Any, run_dir: Path) -> Path:
+    """Save the state of a trainer as step 1 of a run directory. Collective."""
     index = Index(TrainState(step=1), dataclasses.asdict(config), "")
     return save.save(run_dir, index, trainer.engine.fragments(), keep=1)
 

@@ -21,7 +21,14 @@ def make_tokens(folder: Path) -> Path:
     (text / "documents.jsonl").write_text("\n".join(documents) + "\n")
     small = ("data.part_megabytes=0.1", "data.shard_megabytes=0.05", "data.validation_fraction=0.1", "clean=none", "dedup=none")
     _stage(folder, "shard", f"data.input=[{text}]", f"data.shards={shards}", *small)
-    _stage(folder, "train_tokenizer", f"data.shards={shards}", "tokenizer.vocab_size=300", "tokenizer.report=false", f"tokenizer.path={tokenizer}")
+    _stage(
+        folder,
+        "train_tokenizer",
+        f"data.shards={shards}",
+        "tokenizer.vocab_size=300",
+        "tokenizer.report=false",
+        f"tokenizer.path={tokenizer}",
+    )
     _stage(folder, "tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={tokens}")
     return tokens
 

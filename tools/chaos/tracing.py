@@ -1,7 +1,7 @@
 """Traces the lines of a process of a job, reports them to tools/chaos_checkpoint, and stops at the line where a fault is to happen.
 
-The pipeline knows nothing of this: `sys.settrace` calls back for every line of the files below. A process that reaches the line of its fault
-waits for the answer of the tool, which kills this process or others meanwhile with SIGKILL.
+The pipeline knows nothing of this: `sys.settrace` calls back for every line of the files below. A process that reaches the line of its
+fault waits for the answer of the tool, which meanwhile kills this process or others with SIGKILL.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tracer:
         self._stop_at = fault["count"] if fault is not None else 0
         self._send({"role": role, "pid": os.getpid()})
 
-    def call(self, frame: FrameType, event: str, argument: object) -> Any:
+    def call(self, frame: FrameType, _event: str, _argument: object) -> Any:
         """Trace the lines of a function if it is in one of the files (the protocol of sys.settrace)."""
         code = frame.f_code
         if code not in self._files:
@@ -77,7 +77,7 @@ class Tracer:
             self._started = True
         return self.line
 
-    def line(self, frame: FrameType, event: str, argument: object) -> Any:
+    def line(self, frame: FrameType, event: str, _argument: object) -> Any:
         """Count a line; stop at that of the fault."""
         if event == "line":
             key = (self._files[frame.f_code] or "", frame.f_lineno, self._started)

@@ -92,7 +92,14 @@ class Undisturbed:
 
     def __init__(self, start: Start, layout: Layout, steps: int, data: Path, folder: Path, listener: Listener, traced: Traced) -> None:
         self.run_dir, self.steps = folder / "undisturbed", steps
-        arguments = [*SETTINGS, f"training.steps={steps}", *layout.settings, f"data.tokens={data}", f"run_dir={self.run_dir}", *_saves(1, 1_000_000)]
+        arguments = [
+            *SETTINGS,
+            f"training.steps={steps}",
+            *layout.settings,
+            f"data.tokens={data}",
+            f"run_dir={self.run_dir}",
+            *_saves(1, 1_000_000),
+        ]
         job = Job(start, arguments, layout.ranks, listener, None, folder / "undisturbed.log")
         while None in job.codes() or not listener.messages.empty():
             job.next(traced, 0.1)
@@ -101,22 +108,28 @@ class Undisturbed:
         if any(job.codes()):
             raise RuntimeError(f"the undisturbed run failed:\n{job.output.read_text()}")
 
-    def differences(self, checkpoint: Path) -> str:
-        """What differs in a checkpoint of the same step of another run; empty if all weights, moments and counters are bit-equal."""
-        try:
-            ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(self.run_dir, native.step_of(checkpoint)))
-            if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
-                return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
-            if ours.names() != theirs.names():
-                return f"{checkpoint.name}: other weights"
-            for name in ours.names():
-                for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                    if not torch.equal(ours.tensor(name, kind), theirs.tensor(name, kind)):
-                        stale = [f for f in native.complete(self.run_dir) if torch.equal(Checkpoint(f).tensor(name, kind), ours.tensor(name, kind))]
-                        return f"{checkpoint.name}: {kind} of {name} differs" + (f", equals that of {stale[-1].name}" if stale else "")
-        except Exception as error:  # a damaged checkpoint is a finding, not the end of the tool
-            return f"{checkpoint.name}: {error}"
-        return ""
+
+def difference(checkpoint: Path, run_dir: Path) -> str:
+    """What differs in a checkpoint from that of the same step of another run; empty if all weights, moments and counters are bit-equal.
+
+    Args:
+        checkpoint: a folder.
+        run_dir: of a run with all its checkpoints. A stale tensor is one that equals that of another step.
+    """
+    try:
+        ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(run_dir, native.step_of(checkpoint)))
+        if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
+            return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
+        if ours.names() != theirs.names():
+            return f"{checkpoint.name}: other weights"
+        for name in ours.names():
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                if not torch.equal(found := ours.tensor(name, kind), theirs.tensor(name, kind)):
+                    same = [f.name for f in native.complete(run_dir) if torch.equal(found, Checkpoint(f).tensor(name, kind))]
+                    return f"{checkpoint.name}: {kind} of {name} differs" + (f"; it is that of {same[-1]}" if same else "")
+    except Exception as error:  # a damaged checkpoint is a finding, not the end of the tool
+        return f"{checkpoint.name}: {error}"
+    return ""
 
 
 class Faults:
@@ -130,27 +143,34 @@ class Faults:
         self._chance = chance
         self._moments: list[str] = []
 
-    def choose(self, layout: Layout, traced: Traced, async_writer: bool) -> Fault:
-        """Return a fault for the next start of a job."""
+    def choose(self, layout: Layout, traced: Traced, steps: int, left: int, every: int) -> Fault:
+        """Return a fault for the next start of a job.
+
+        Args:
+            layout: of the run.
+            traced: the lines that jobs of this layout execute; the undisturbed one saved after every step.
+            steps: training.steps.
+            left: steps that are not trained yet.
+            every: checkpoint.every.
+        """
         if not self._moments:
             self._moments = [*MOMENTS, "any time"]
             self._chance.shuffle(self._moments)
         moment = self._moments.pop()
-        own_ranks = [f"rank {rank}" for rank in range(layout.ranks)]
-        roles = own_ranks + ["writer"] * async_writer
-        found = [key for key in traced.lines if MOMENT_OF[key[1]] == moment and key[0] in roles] if moment in MOMENTS else []
-        if moment in ("starting",):
-            found = [key for key in traced.lines if not key[3] and key[0] in roles]
-        elif found:
-            found = [key for key in found if key[3]]
+        roles = [f"rank {rank}" for rank in range(layout.ranks)]
+        roles += ["writer"] * any(key[0] == "writer" for key in traced.lines)
+        if moment == "starting":
+            found = [key for key in traced.lines if not key[3]]
+        else:
+            found = [key for key in traced.lines if key[3] and MOMENT_OF[key[1]] == moment]
         if not found:
             victim = self._chance.choice([*roles, "all"])
             return Fault("any time", victim, step=self._chance.randint(1, 8), delay=self._chance.random() * 0.05)
         role = self._chance.choice(sorted({key[0] for key in found}))
         key = self._chance.choice(sorted(key for key in found if key[0] == role))
         victim = self._chance.choice([role, role, "all", *roles])
-        count = max(1, int(traced.lines[key] ** self._chance.random())) if key[3] else 1
-        return Fault(moment, victim, key[1:], role, count)
+        times = min(left if moment == "training" else left // every, 8) * traced.lines[key] / steps
+        return Fault(moment, victim, key[1:], role, max(1, int(max(1.0, times) ** self._chance.random())) if key[3] else 1)
 
 
 class Trajectory:
@@ -164,7 +184,8 @@ class Trajectory:
         folder: an empty folder of this trajectory.
         listener: for the reports of the processes.
         traced: the lines that processes execute; extended.
-        chance: decides about faults.
+        chance: decides about everything else.
+        faults: chooses them.
     """
 
     def __init__(
@@ -177,12 +198,20 @@ class Trajectory:
         listener: Listener,
         traced: Traced,
         chance: random.Random,
+        faults: Faults,
     ) -> None:
         self._start, self._layout, self._undisturbed, self._listener, self._traced = start, layout, undisturbed, listener, traced
-        self._chance, self._faults, self._folder = chance, Faults(chance), folder
+        self._chance, self._faults, self._folder = chance, faults, folder
         self._run_dir = folder / "run"
         self._every, self._keep = chance.choice([1, 1, 2, 3]), chance.choice([1_000_000, 1_000_000, 2])
-        self._arguments = [*SETTINGS, f"training.steps={undisturbed.steps}", *layout.settings, f"data.tokens={data}", f"run_dir={self._run_dir}", *_saves(self._every, self._keep)]
+        self._arguments = [
+            *SETTINGS,
+            f"training.steps={undisturbed.steps}",
+            *layout.settings,
+            f"data.tokens={data}",
+            f"run_dir={self._run_dir}",
+            *_saves(self._every, self._keep),
+        ]
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._compared: set[str] = set()
@@ -195,7 +224,8 @@ class Trajectory:
         while not done:
             fault = None
             if len(self._rows) < faults and tried < 3 * faults:
-                fault = self._faults.choose(self._layout, self._traced, any(key[0] == "writer" for key in self._traced.lines))
+                steps = self._undisturbed.steps
+                fault = self._faults.choose(self._layout, self._traced, steps, steps - _newest(self._run_dir), self._every)
                 tried += 1
             done = self._one_start(fault)
             if self._attempt > 3 * faults + 10:
@@ -208,7 +238,7 @@ class Trajectory:
         """Start the command once, with a fault or without. Returns whether the run is complete."""
         self._attempt += 1
         log = self._folder / f"{self._attempt}.log"
-        complete, pending = _newest(self._run_dir), bool(self._waiting)
+        complete = _newest(self._run_dir)
         job = Job(self._start, self._arguments, self._layout.ranks, self._listener, fault, log)
         started, quiet = time.monotonic(), time.monotonic()
         struck: Row | None = None
@@ -234,17 +264,19 @@ class Trajectory:
             if time.monotonic() - quiet > PATIENCE:
                 self._report(f"start {self._attempt}: no progress for {PATIENCE:g} s", struck)
                 break
+        ended = job.codes()
         job.stop(grace=2.0 if self._chance.random() < 0.5 else 0.0)
-        if fault is None and resumed is None and job.first_step:
-            resumed = self._check_start(log, complete, time.monotonic() - started)
+        if resumed is None and job.first_step:
+            self._check_start(log, complete, time.monotonic() - started)
         if self._chance.random() < 0.5 or fault is None:  # else the next job starts while the writer of this one may still commit
             self._await_writers(job)
         self._compare()
-        codes = job.codes()
-        if struck is None and any(code != 0 for code in codes):
-            self._report(f"start {self._attempt} ended with exit codes {codes}: {log.read_text()[-1500:]}")
-            return True
-        return struck is None and not pending or struck is None and codes == [0] * self._layout.ranks
+        by_itself = struck is None or struck.fault.victim == "writer"
+        if by_itself and any(ended):
+            self._report(f"start {self._attempt} ended with exit codes {ended}: {log.read_text()[-1500:]}", struck)
+        if struck in self._waiting and by_itself and None not in ended:
+            self._waiting.remove(struck)
+        return by_itself and None not in ended
 
     def _is_time(self, job: Job, message: tuple[str, dict[str, Any], socket.socket] | None, begun: int) -> str:
         """Where the fault lands if its moment has come, else empty. `begun`: the newest checkpoint when the job was started."""
@@ -259,7 +291,11 @@ class Trajectory:
         time.sleep(job.fault.delay)
         partial = sorted((self._run_dir / "checkpoints").glob(".step-*"))
         content = [path.name for path in partial[:1] for path in path.glob("*")]
-        return f"after line {_lines(self._run_dir)}, {partial[0].name}: {len(content)} files" if partial else f"after line {_lines(self._run_dir)}"
+        return (
+            f"after line {_lines(self._run_dir)}, {partial[0].name}: {len(content)} files"
+            if partial
+            else f"after line {_lines(self._run_dir)}"
+        )
 
     def _check_start(self, log: Path, complete: int, seconds: float) -> int:
         """Check what a start continues from; the rows that waited for it get the verdict."""
@@ -281,9 +317,9 @@ class Trajectory:
             key = f"{folder.name} {folder.stat().st_ino}"
             if key not in self._compared and (folder / native.INDEX).is_file():
                 self._compared.add(key)
-                if difference := self._undisturbed.differences(folder):
-                    if (folder / native.INDEX).is_file():  # else it was removed meanwhile, as checkpoint.keep says
-                        self._report(difference)
+                wrong = difference(folder, self._undisturbed.run_dir)
+                if wrong and (folder / native.INDEX).is_file():  # else it was removed meanwhile, as checkpoint.keep says
+                    self._report(wrong)
 
     def _await_writers(self, job: Job) -> None:
         deadline = time.monotonic() + 30
@@ -348,9 +384,7 @@ def exact(run_dir: Path) -> list[tuple[Any, ...]]:
     return [tuple(line.get(key) for key in EXACT) if "loss" in line else (line["step"], line["validation_loss"]) for line in lines]
 
 
-def run(
-    faults: int, seed: int, layouts: tuple[Layout, ...], data: Path, folder: Path, start: Start, steps: int = STEPS
-) -> Iterator[Row]:
+def run(faults: int, seed: int, layouts: tuple[Layout, ...], data: Path, folder: Path, start: Start, steps: int = STEPS) -> Iterator[Row]:
     """Yield the rows of at least `faults` faults, spread over the layouts.
 
     Args:
@@ -363,6 +397,7 @@ def run(
         steps: of a run.
     """
     chance, listener = random.Random(seed), Listener()
+    chooser = Faults(chance)
     for number, layout in enumerate(layouts):
         share = faults // len(layouts) + (number < faults % len(layouts))
         if not share:
@@ -373,7 +408,7 @@ def run(
         found = attempt = 0
         while found < share:
             (own / f"run-{attempt}").mkdir()
-            trajectory = Trajectory(start, layout, undisturbed, data, own / f"run-{attempt}", listener, traced, chance)
+            trajectory = Trajectory(start, layout, undisturbed, data, own / f"run-{attempt}", listener, traced, chance, chooser)
             rows = trajectory.run(min(PER_RUN, share - found))
             found, attempt = found + len(rows), attempt + 1
             yield from rows
