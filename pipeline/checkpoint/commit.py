@@ -23,7 +23,7 @@ from pipeline.checkpoint.catalog import INDEX, Pending, folder_of
 from pipeline.checkpoint.native import PARTS, Index, PartsEntry
 from pipeline.checkpoint.records import failure_name, merge, record_name
 from pipeline.checkpoint.verify import damages
-from pipeline.common.atomic_files import atomic_file, publish_folder
+from pipeline.common.atomic_files import atomic_file, publish_folder, remove_leftovers
 
 log = logging.getLogger("pipeline")
 
@@ -57,11 +57,19 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
         OSError: the disk is full, or the folder cannot be written.
     """
     folder = partial_folder(run_dir, index.train_state.step, attempt)
-    folder.mkdir(parents=True, exist_ok=True)
-    native.write_index(folder, index, DRAFT)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     pending = Pending(index.train_state.step, folder.name, writers, started)
-    catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
+    abandon(run_dir)
+    for other in folder.parent.glob(".step-*.partial"):  # of failed attempts, which fill the disk
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    try:
+        catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
+        folder.mkdir(parents=True, exist_ok=True)
+        native.write_index(folder, index, DRAFT)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 
@@ -91,6 +99,7 @@ def commit(run_dir: Path) -> Path:
     pending = catalog.read(run_dir).pending
     assert pending is not None, "no checkpoint is being written"
     folder = run_dir / "checkpoints" / pending.folder
+    remove_leftovers(folder)  # of a commit that was interrupted
     merged = merge(folder, pending.writers)
     with atomic_file(folder / PARTS) as handle:
         np.save(handle, merged.rows)
@@ -112,38 +121,48 @@ def _finish(run_dir: Path, pending: Pending) -> None:
 
 
 def abandon(run_dir: Path) -> None:
-    """Remove the checkpoint that the catalog names as pending.
+    """Remove the checkpoint that the catalog names as pending. If its folder has its final name already, it is complete, and stays.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the catalog cannot be written.
     """
     current = catalog.read(run_dir)
-    if current.pending is not None:
-        shutil.rmtree(run_dir / "checkpoints" / current.pending.folder, ignore_errors=True)
-        catalog.write(run_dir, replace(current, pending=None))
+    if (pending := current.pending) is None:
+        return
+    if _is_published(run_dir, pending):
+        _finish(run_dir, pending)
+        return
+    shutil.rmtree(run_dir / "checkpoints" / pending.folder, ignore_errors=True)
+    catalog.write(run_dir, replace(current, pending=None))
+
+
+def _is_published(run_dir: Path, pending: Pending) -> bool:
+    """Whether the folder of a pending checkpoint has its final name."""
+    return not (run_dir / "checkpoints" / pending.folder).is_dir() and (folder_of(run_dir, pending.step) / INDEX).is_file()
 
 
 def finish_interrupted(run_dir: Path) -> None:
-    """Finish the commit of a job that has died, or remove what it has written. The caller holds the lock of the run directory.
+    """Finish the commit of a job that has died, or remove what it has written; then catalog.adopt. The caller holds the run's lock.
 
     The commit is finished if all records are there and every byte that they describe has its checksum.
 
     Raises:
         OSError: a file cannot be written.
     """
-    pending = catalog.read(run_dir).pending
-    if pending is None:
-        return
-    folder, final = run_dir / "checkpoints" / pending.folder, folder_of(run_dir, pending.step)
-    if not folder.is_dir() and (final / INDEX).is_file():
+    if (pending := catalog.read(run_dir).pending) is not None:
+        _finish_or_abandon(run_dir, pending)
+    catalog.adopt(run_dir)
+
+
+def _finish_or_abandon(run_dir: Path, pending: Pending) -> None:
+    if _is_published(run_dir, pending):
         _finish(run_dir, pending)
-        return
-    if (reason := _obstacle(folder, pending.writers)) is None:
+    elif (reason := _obstacle(run_dir / "checkpoints" / pending.folder, pending.writers)) is None:
         commit(run_dir)
         log.info("%s: finished the checkpoint of step %d, which an earlier job began at %s", run_dir, pending.step, pending.started)
-        return
-    abandon(run_dir)
-    log.warning("%s: removed the incomplete checkpoint of step %d of an earlier job: %s", run_dir, pending.step, reason)
+    else:
+        abandon(run_dir)
+        log.warning("%s: removed the incomplete checkpoint of step %d of an earlier job: %s", run_dir, pending.step, reason)
 
 
 def _obstacle(folder: Path, writers: int) -> str | None:
