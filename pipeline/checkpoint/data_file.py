@@ -36,11 +36,13 @@ class FileEntry:
         name: of the file in the folder of the checkpoint.
         bytes: its size.
         xxh3: checksum in hexadecimal: of its block digests (format 2), or of the whole file (format 1).
+        blocks: number of its block digests, which are its last bytes; 0 in format 1.
     """
 
     name: str
     bytes: int
     xxh3: str
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class DataFile:
         last = bytes(-end % 8) + every.astype("<u8").tobytes()
         with _opened(self.path) as handle:
             _write_at(handle, memoryview(last), len(self._header) + end)
-        entry = FileEntry(self.path.name, len(self._header) + end + len(last), f"{digest_of(every):016x}")
+        entry = FileEntry(self.path.name, len(self._header) + end + len(last), f"{digest_of(every):016x}", self._blocks)
         return WrittenFile(entry, self._parts, self.kinds, places)
 
 
@@ -183,7 +185,7 @@ def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_T
         tensors.append(_Tensor(p, k, end, part.bytes(kind), blocks))
         content[part.key(kind)] = {"dtype": part.dtypes[kind], "shape": [part.count], "data_offsets": [end, end + part.bytes(kind)]}
         end += part.bytes(kind)
-        blocks += count_blocks(part.bytes(kind), part.block_bytes)
+        blocks += count_blocks(part.bytes(kind), part.block_bytes, part.before(kind))
     assert len(content) == len(stored) + 1, "the same run of a weight is stored twice"
     if padding := -end % 8:
         content["padding"] = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
@@ -200,7 +202,7 @@ def _write_tensor(handle: int, offset: int, part: Part, kind: str, buffers: Iter
     Raises:
         ValueError: the buffers do not have the bytes of the part.
     """
-    hasher = BlockHasher(part.block_bytes)
+    hasher = BlockHasher(part.block_bytes, part.before(kind))
     written = 0
     for buffer in buffers:
         for piece in _pieces(buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer):
@@ -229,16 +231,19 @@ class BlockHasher:
 
     Args:
         block_bytes: bytes of a block; the last one may be shorter.
+        before: bytes by which the first block is shorter.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, before: int) -> None:
         self._block = block_bytes
         self._digests: list[int] = []
         self._open = xxhash.xxh3_64()  # of a block that began in an earlier buffer
-        self._filled = 0
+        self._filled = before
+        self._empty = True
 
     def update(self, data: memoryview) -> None:
         """Add bytes."""
+        self._empty = self._empty and not data
         begin = 0
         if self._filled:
             begin = min(self._block - self._filled, len(data))
@@ -263,12 +268,12 @@ class BlockHasher:
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """The checksums of all blocks; no bytes can be added afterwards."""
-        if self._filled:
+        if self._filled and not self._empty:
             self._finish()
         return np.array(self._digests, np.uint64)
 
 
-def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, digests: npt.NDArray[np.uint64]) -> list[int]:
+def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, before: int, digests: npt.NDArray[np.uint64]) -> list[int]:
     """Read bytes of an open file, and return the numbers of the blocks that differ from their checksums.
 
     Args:
@@ -276,18 +281,19 @@ def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, digest
         offset: of the first byte.
         size: number of bytes.
         block_bytes: bytes of a block.
+        before: bytes by which the first block is shorter.
         digests: of the blocks.
     """
-    found = read_digests(handle, offset, size, block_bytes)
+    found = read_digests(handle, offset, size, block_bytes, before)
     return [int(number) for number in np.flatnonzero(found != digests)]
 
 
-def read_digests(handle: int, offset: int, size: int, block_bytes: int) -> npt.NDArray[np.uint64]:
+def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: int) -> npt.NDArray[np.uint64]:
     """Read bytes of an open file and return the checksums of their blocks; missing bytes of a short file are left out."""
-    hasher, end = BlockHasher(block_bytes), offset + size
+    hasher, end = BlockHasher(block_bytes, before), offset + size
     while offset < end and (data := os.pread(handle, min(_PIECE, end - offset), offset)):
         hasher.update(memoryview(data))
         offset += len(data)
     found = hasher.digests()
-    missing = count_blocks(size, block_bytes) - len(found) if size else 0
+    missing = count_blocks(size, block_bytes, before) - len(found)
     return np.concatenate([found, np.zeros(missing, np.uint64)]) if missing > 0 else found

@@ -58,8 +58,9 @@ def _damages_of_file(
         digests = []
         for offset, column, row in sorted((part for part in stored if part[0] != NOT_STORED), key=lambda part: part[0]):
             name, tensor = tensors[int(row["tensor"])]
-            part_bytes = int(row["count"]) * ITEM_SIZE[tensor.dtypes[kinds[column]]]
-            found = read_digests(handle, offset, part_bytes, tensor.block_bytes)
+            item = ITEM_SIZE[tensor.dtypes[kinds[column]]]
+            before = int(row["start"]) * item % tensor.block_bytes
+            found = read_digests(handle, offset, int(row["count"]) * item, tensor.block_bytes, before)
             if digest_of(found) != int(row["xxh3"][column]):
                 box, start = box_of(row, len(tensor.shape)), int(row["start"])
                 where = f"{kinds[column]} of {name}, elements {start}:{start + int(row['count'])} of {box}"
