@@ -39,9 +39,8 @@ def save(run_dir: Path, step: int, keep: int = 2) -> None:
 
 def start(run_dir: Path) -> Path | None:
     """The checkpoint from which the next job continues."""
-    commit.finish_interrupted(run_dir)
     with ExitStack() as claims:
-        return run_directory.claim(run_dir, "auto", claims)
+        return run_directory.claim(run_dir, "auto", claims)[0]
 
 
 def assert_whole(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -94,6 +95,7 @@ class Fault:
         count: see line.
         step: for a random time, the step in which it lies.
         delay: for a random time, seconds after the line of this step in metrics.jsonl.
+        token: of this fault.
     """
 
     moment: str
@@ -103,13 +105,14 @@ class Fault:
     count: int = 1
     step: int = 0
     delay: float = 0.0
+    token: int = field(default_factory=itertools.count().__next__)
 
     def environment(self) -> str:
         """The fault as tracing.install reads it."""
         if self.line is None:
             return "null"
         file, line, started = self.line
-        return json.dumps({"role": self.role, "file": file, "line": line, "started": started, "count": self.count})
+        return json.dumps({"id": self.token, "role": self.role, "file": file, "line": line, "started": started, "count": self.count})
 
 
 class Listener:
@@ -123,6 +126,7 @@ class Listener:
     def __init__(self) -> None:
         self.name = f"chaos-{os.getpid()}-{random.SystemRandom().getrandbits(32)}"
         self.messages: queue.Queue[tuple[str, int, dict[str, Any], socket.socket]] = queue.Queue()
+        self._landed: set[str] = set()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(64)
@@ -135,7 +139,7 @@ class Listener:
 
     def _read(self, connection: socket.socket) -> None:
         role, pid = "", 0
-        with contextlib.suppress(ConnectionResetError), connection, connection.makefile("r") as lines:
+        with contextlib.suppress(OSError), connection, connection.makefile("r") as lines:
             for line in lines:
                 try:
                     message = json.loads(line)
@@ -143,6 +147,10 @@ class Listener:
                     return
                 if "role" in message:
                     role, pid = message["role"], message["pid"]
+                if "landed" in message and message["fault"] in self._landed:  # the process that was started after the fault
+                    connection.sendall(b"go on\n")
+                    continue
+                self._landed.add(message.get("fault", ""))
                 self.messages.put((role, pid, message, connection))
 
 

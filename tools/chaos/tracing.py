@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,19 +21,32 @@ ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 
 #: Moment -> files whose lines belong to it. The files of a moment that a rank executes before its first step belong to "starting".
 MOMENTS = {
-    "staging": ("pipeline/checkpoint/staging.py", "pipeline/checkpoint/async_save.py"),
+    "staging": (
+        "pipeline/checkpoint/staging.py",
+        "pipeline/checkpoint/async_save.py",
+        "pipeline/checkpoint/writer_process.py",
+        "pipeline/training/saves.py",
+    ),
     "writing": (
         "pipeline/checkpoint/writer.py",
         "pipeline/checkpoint/data_file.py",
+        "pipeline/checkpoint/records.py",
+        "pipeline/checkpoint/staged_checks.py",
         "pipeline/checkpoint/save.py",
-        "pipeline/checkpoint/save_plan.py",
-        "pipeline/checkpoint/parts.py",
+        "pipeline/checkpoint/sync_save.py",
     ),
-    "committing": ("pipeline/checkpoint/commit.py", "pipeline/checkpoint/catalog.py", "pipeline/common/atomic_files.py"),
+    "committing": (
+        "pipeline/checkpoint/committing.py",
+        "pipeline/checkpoint/commit.py",
+        "pipeline/checkpoint/catalog.py",
+        "pipeline/common/atomic_files.py",
+        "pipeline/common/locks.py",
+    ),
     "training": ("pipeline/training/loop.py", "pipeline/training/trainer.py", "pipeline/training/step_control.py"),
     "starting": (
         "pipeline/training/run_directory.py",
         "pipeline/training/resume.py",
+        "pipeline/training/choose_saver.py",
         "pipeline/checkpoint/load_any_layout.py",
         "pipeline/checkpoint/reader.py",
     ),
@@ -91,8 +105,10 @@ class Tracer:
     def _stop(self, key: tuple[str, int, bool], function: str) -> None:
         """Report the fault's line and wait: the tool kills this process, or others and then answers."""
         with self._lock:
-            self._socket.sendall(json.dumps({"landed": key, "function": function}).encode() + b"\n")
-            self._answers.readline()
+            landed = {"landed": key, "function": function, "fault": os.environ["CHAOS_FAULT"]}
+            with suppress(OSError):
+                self._socket.sendall(json.dumps(landed).encode() + b"\n")
+                self._answers.readline()
 
     def report_counts(self) -> None:
         """Send how often each line was executed."""
@@ -100,7 +116,7 @@ class Tracer:
         self._send({"counts": [[*key, count] for key, count in self._counts.items()]})
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._lock:
+        with self._lock, suppress(OSError):  # the tool has ended
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
 

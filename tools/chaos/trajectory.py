@@ -240,7 +240,7 @@ class Trajectory:
         log = self._folder / f"{self._attempt}.log"
         complete = _newest(self._run_dir)
         job = Job(self._start, self._arguments, self._layout.ranks, self._listener, fault, log)
-        started, quiet = time.monotonic(), time.monotonic()
+        started = quiet = struck_at = time.monotonic()
         struck: Row | None = None
         resumed: int | None = None
         while None in job.codes():
@@ -252,14 +252,12 @@ class Trajectory:
             if struck is None and fault is not None and (where := self._is_time(job, message, complete)):
                 row = Row(fault, where, self._layout.name, _lines(self._run_dir), _newest(self._run_dir))
                 if job.strike(message[2] if message is not None else None):
-                    struck, quiet = row, time.monotonic()
+                    struck, struck_at = row, time.monotonic()
                     self._rows.append(row)
-                    self._waiting.append(row)
                     if fault.victim != "writer":
                         break
             if struck is not None and _newest(self._run_dir) > struck.complete:  # the job went on
-                struck.seconds = time.monotonic() - quiet
-                self._waiting.remove(struck)
+                struck.seconds = time.monotonic() - struck_at
                 break
             if time.monotonic() - quiet > PATIENCE:
                 self._report(f"start {self._attempt}: no progress for {PATIENCE:g} s", struck)
@@ -274,8 +272,8 @@ class Trajectory:
         by_itself = struck is None or struck.fault.victim == "writer"
         if by_itself and any(ended):
             self._report(f"start {self._attempt} ended with exit codes {ended}: {log.read_text()[-1500:]}", struck)
-        if struck in self._waiting and by_itself and None not in ended:
-            self._waiting.remove(struck)
+        if struck is not None and not by_itself:
+            self._waiting.append(struck)
         return by_itself and None not in ended
 
     def _is_time(self, job: Job, message: tuple[str, dict[str, Any], socket.socket] | None, begun: int) -> str:
