@@ -22,6 +22,7 @@ import torch
 from pipeline.checkpoint import commit, handover
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.handover import Abandon, Committed, Failed, Member, Save, Written
+from pipeline.checkpoint.save import file_name, node_file_name
 from pipeline.checkpoint.save_plan import Share
 from pipeline.checkpoint.saver import Outcome, Request, Saver
 from pipeline.checkpoint.staging import Snapshot, Source, Staging
@@ -80,7 +81,7 @@ class AsyncSaver(Saver):
         node: of this process.
         process: the writer process, on the rank that has started it.
         shares: what this rank writes of its fragments.
-        file: name of the data file of this rank; ranks of a node with the same name share the file.
+        files: checkpoint.files: a data file of each "rank" or "node".
         device: of the fragments.
         token: of the job, for the names of partial folders.
         lock: file descriptor of the lock of the run directory, on rank 0.
@@ -97,14 +98,14 @@ class AsyncSaver(Saver):
         node: Node,
         process: WriterProcess | None,
         shares: Sequence[Share],
-        file: str,
+        files: str,
         device: torch.device,
         token: str,
         lock: int | None,
         patience: float,
     ) -> None:
         self._run_dir, self._rank, self._node, self._process, self._shares = run_dir.absolute(), rank, node, process, shares
-        self._file, self._token, self._lock, self._patience = file, token, lock, patience
+        self._files, self._token, self._lock, self._patience = files, token, lock, patience
         self._identity = handover.identity_of(run_dir / "checkpoints")
         self._staging = Staging([share.part for share in shares], device)
         self._snapshot: Snapshot | None = None
@@ -194,15 +195,16 @@ class AsyncSaver(Saver):
             OSError: it cannot be started, or does not answer.
         """
         connection = self._started() if self._process is None else self._process.connect()
-        shares, staging = self._shares, self._staging
+        shares, staging, node, shared = self._shares, self._staging, self._node, self._files == "node"
         member = Member(
             rank=self._rank,
-            ranks=self._node.ranks,
-            node=self._node.number,
-            nodes=self._node.count,
+            ranks=node.ranks,
+            node=node.number,
+            nodes=node.count,
             run_dir=self._run_dir,
             identity=self._identity,
-            file=self._file,
+            sharing=node.ranks if shared else (self._rank,),
+            file=node_file_name(node.number) if shared else file_name(self._rank),
             parts=[share.part for share in shares],
             places=staging.places,
             segments=[segment.size for segment in staging.segments],

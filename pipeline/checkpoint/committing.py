@@ -10,7 +10,6 @@ from pipeline.checkpoint import catalog, commit
 from pipeline.checkpoint.handover import Commit
 
 
-
 def finish(run_dir: Path, partial: Path, writers: int, stopped: Callable[[], str], patience: Callable[[], float]) -> Path:
     """Wait for the records of all writers, and commit.
 
@@ -41,7 +40,8 @@ def finish(run_dir: Path, partial: Path, writers: int, stopped: Callable[[], str
         if len(missing) < before:
             before, changed, pause = len(missing), time.monotonic(), 0.005
         if time.monotonic() - changed > patience():
-            raise TimeoutError(f"{len(missing)} of {writers} writers have no record after {patience():.0f} s, the first is writer {missing[0]}")
+            without = f"{len(missing)} of {writers} writers have no record after {patience():.0f} s"
+            raise TimeoutError(f"{without}, the first is writer {missing[0]}")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
 

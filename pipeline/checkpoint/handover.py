@@ -8,7 +8,6 @@ import struct
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,8 @@ class Member:
         nodes: number of nodes; each writes one record.
         run_dir: the run directory, in which checkpoints/ exists.
         identity: of checkpoints/ (identity_of): another folder in its place is not written to.
-        file: name of the data file of this rank; ranks of a node with the same name share the file.
+        sharing: the ranks of the node whose data is in the same file, in order.
+        file: name of this file.
         parts: what this rank saves.
         places: kind -> place, for each of the parts.
         segments: bytes of each segment.
@@ -52,6 +52,7 @@ class Member:
     nodes: int
     run_dir: Path
     identity: tuple[int, int] | None
+    sharing: tuple[int, ...]
     file: str
     parts: list[Part]
     places: list[dict[str, Place]]
@@ -240,5 +241,3 @@ def not_finite(step: int, name: str) -> NotFiniteWeightsError:
     rule = f"{name} contains values that are not finite; no checkpoint was written"
     fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
     return NotFiniteWeightsError([Violation("weights after step", step, rule, fix)])
-
-

@@ -1,4 +1,4 @@
-"""Copies of what a rank saves, in host memory that it shares with the writer process, made beside the next step's forward and backward passes.
+"""Copies of what a rank saves, in memory that it shares with the writer process, made beside the forward and backward passes.
 
 Weights, master weights and moments do not change between two optimizer steps. A snapshot therefore only begins a copy: a thread, on GPUs
 with a stream of its own, copies into the segments while the next step computes its gradients, and the trainer waits for it before the
@@ -151,12 +151,13 @@ class Staging:
                 self._stream.wait_event(started)
             yield
 
-    def _sum(self, sources: Sequence[Source]) -> list[dict[str, int]] | Tensor:
-        """word_sum of each live part and kind; on GPUs as a tensor in pinned memory, which is filled later."""
+    def _sum(self, sources: Sequence[Source]) -> list[int] | Tensor:
+        """word_sum of each live part and kind, one after the other; on GPUs as a tensor in pinned memory, which is filled later."""
+        words = [(source.live(kind), ITEM_SIZE[dtype]) for source in sources for kind, dtype in source.part.dtypes.items()]
         if self._stream is None:
-            return [{kind: word_sum(_bytes(source.live(kind)), _item_size(source, kind)) for kind in source.part.dtypes} for source in sources]
-        words = [(source.live(kind), _WORDS[_item_size(source, kind)]) for source in sources for kind in source.part.dtypes]
-        sums = torch.stack([live.view(dtype).sum(dtype=torch.int32) for live, dtype in words]) if words else torch.zeros(0, dtype=torch.int32)
+            return [word_sum(_bytes(live), size) for live, size in words]
+        found = [live.view(_WORDS[size]).sum(dtype=torch.int32) for live, size in words]
+        sums = torch.stack(found) if found else torch.zeros(0, dtype=torch.int32)
         return sums.to("cpu", non_blocking=True)
 
     def _copy(self, snapshot: Snapshot) -> None:
@@ -187,7 +188,7 @@ class Snapshot:
         copied: on GPUs, the end of the copy.
         released: set when the copy may be handed over.
         problem: why the copy is useless, empty if it is not.
-        summed: word_sum of each live part and kind.
+        summed: word_sum of each live part and kind, one after the other.
     """
 
     def __init__(self, sources: Sequence[Source], started: torch.cuda.Event | None) -> None:
@@ -195,7 +196,7 @@ class Snapshot:
         self.queued, self.released = threading.Event(), threading.Event()
         self.copied: torch.cuda.Event | None = None
         self.problem = ""
-        self.summed: list[dict[str, int]] | Tensor = []
+        self.summed: list[int] | Tensor = []
         self._versions = self._current_versions()
 
     def wait(self) -> None:
@@ -208,10 +209,9 @@ class Snapshot:
 
     def sums(self) -> list[dict[str, int]]:
         """word_sum of each live part and kind; after the copy."""
-        if isinstance(self.summed, Tensor):
-            values = iter((value & 0xFFFFFFFF) for value in self.summed.tolist())
-            return [{kind: next(values) for kind in source.part.dtypes} for source in self.sources]
-        return self.summed
+        values = self.summed.tolist() if isinstance(self.summed, Tensor) else self.summed
+        sums = iter(values)
+        return [{kind: next(sums) & 0xFFFFFFFF for kind in source.part.dtypes} for source in self.sources]
 
     def _current_versions(self) -> list[int]:
         return [source.version(kind) for source in self.sources for kind in source.part.dtypes]
@@ -226,10 +226,6 @@ class Snapshot:
 def staged_bytes(parts: Sequence[Part]) -> int:
     """Bytes of host memory that the copies of these parts need."""
     return sum(part.bytes(kind) for part in parts for kind in part.dtypes)
-
-
-def _item_size(source: Source, kind: str) -> int:
-    return ITEM_SIZE[source.part.dtypes[kind]]
 
 
 def _bytes(live: Tensor) -> np.ndarray:

@@ -1,8 +1,8 @@
 """The writer process of a node: hashes and writes what the ranks of the node hand over, and commits checkpoints. Imports no torch.
 
-`python -m pipeline.checkpoint.writer LISTENER CONNECTION` is started by the first rank of each node (async_save.py), before that has process
-groups and a GPU. The process is in a session of its own and ignores the signals that announce the end of a job: what was handed over is
-written, also if the ranks die in the meantime, and then it ends. It reads the shared memory of the ranks and can change none of their state.
+`python -m pipeline.checkpoint.writer LISTENER CONNECTION` is started by the first rank of each node (writer_process.py), before that has
+process groups and a GPU. The process is in a session of its own and ignores the signals that announce the end of a job: what was handed
+over is written, also if the ranks die in the meantime, and then it ends. It maps the memory of the ranks to read only.
 
 A thread serves each rank. When all ranks of the node have written, one record names their files; the writer of node 0 waits for the records
 of all nodes in a thread of its own, and commits.
@@ -10,8 +10,6 @@ of all nodes in a thread of its own, and commits.
 
 from __future__ import annotations
 
-import mmap
-import os
 import shutil
 import signal
 import socket
@@ -19,50 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-import numpy as np
-
-from pipeline.checkpoint import commit, committing, data_file, handover, records
+from pipeline.checkpoint import commit, committing, handover, records
 from pipeline.checkpoint.data_file import WrittenFile
-from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Place, Save, Written, identity_of
-from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED
-from pipeline.checkpoint.staged_checks import chunks, finite_bits, should_have_changed, word_sum
+from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written, identity_of
+from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
 from pipeline.common import locks
 
-#: Bytes that are verified, hashed and written at a time.
-_CHUNK = 4 << 20
 #: Seconds that the records of other nodes are waited for after the ranks of this node have ended.
 _LINGER = 60.0
-
-
-class NotFiniteError(ValueError):
-    """A weight is not finite."""
-
-
-class Segments:
-    """The shared memory of a rank."""
-
-    def __init__(self, files: list[int], sizes: list[int]) -> None:
-        self._maps = [mmap.mmap(file, size, prot=mmap.PROT_READ) for file, size in zip(files, sizes, strict=True)]
-        for file in files:
-            os.close(file)
-
-    def read(self, place: Place) -> Iterator[memoryview]:
-        """Yield the bytes of a place; pages that were read do not count as memory of this process any more."""
-        with memoryview(self._maps[place.segment]) as view:
-            for first, last in chunks(place.bytes, _CHUNK):
-                yield view[place.offset + first : place.offset + last]
-                page = (place.offset + first) // mmap.PAGESIZE * mmap.PAGESIZE
-                self._maps[place.segment].madvise(mmap.MADV_DONTNEED, page, place.offset + last - page)
-
-    def array(self, place: Place) -> np.ndarray:
-        """The fp32 numbers of a place."""
-        return np.frombuffer(self._maps[place.segment], np.float32, place.bytes // 4, place.offset)
 
 
 @dataclass
@@ -82,9 +49,16 @@ class Rank:
 
 @dataclass
 class Attempt:
-    """A save in progress: what the ranks of this node have handed over and written, by rank."""
+    """A save in progress.
 
-    saves: dict[int, Save] = field(default_factory=dict)
+    Attributes:
+        handed: what each rank of this node has handed over.
+        files: the files that have been written.
+        done: the ranks whose data has been written.
+        abandoned: why the attempt is given up, empty if it is not.
+    """
+
+    handed: dict[int, Handed] = field(default_factory=dict)
     files: dict[str, WrittenFile] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     abandoned: str = ""
@@ -126,27 +100,31 @@ class Node:
         """Write what a rank has handed over, and the record of the node when all its ranks have written."""
         member = rank.member
         with self._lock:
-            attempt = self._attempts.setdefault(save.attempt, Attempt())
-            attempt.saves[member.rank] = save
-            for old in list(self._attempts)[:-2]:
+            for old in list(self._attempts)[:-1]:
                 del self._attempts[old]
-            sharing = [self.ranks[other] for other in member.ranks if other in self.ranks and self.ranks[other].member.file == member.file]
-            complete = all(other.member.rank in attempt.saves for other in sharing)
+            attempt = self._attempts.setdefault(save.attempt, Attempt())
+            attempt.handed[member.rank] = Handed(member, rank.segments, save)
+            sharing = [attempt.handed[other] for other in member.sharing if other in attempt.handed]
         if save.commit is not None:
             before = [thread for thread in self._commits if thread.is_alive()]
             thread = threading.Thread(target=self._commit, args=(rank, save, save.commit, attempt, before), name=save.attempt)
             self._commits = [*before, thread]
             thread.start()
-        if not complete:
-            return  # the last rank that shares the file writes it
+        if len(sharing) == len(member.sharing):  # otherwise the last of them writes the file
+            self._write(sharing, attempt)
+
+    def _write(self, sharing: list[Handed], attempt: Attempt) -> None:
+        """Write the file of the ranks that share it, and the record of the node after its last file."""
+        member, save = sharing[0].member, sharing[0].save
         folder = commit.partial_folder(member.run_dir, save.step, save.attempt)
         try:
             check_folder(member)
             folder.mkdir(exist_ok=True)
-            written = write_file(folder / member.file, sharing, attempt)
+            written = write_file(folder / member.file, sharing) if any(handed.member.parts for handed in sharing) else None
             with self._lock:
-                attempt.files[member.file] = written
-                attempt.done |= {other.member.rank for other in sharing}
+                if written is not None:
+                    attempt.files[member.file] = written
+                attempt.done |= set(member.sharing)
                 last = attempt.done == set(member.ranks)
             if last:
                 records.write_record(folder, member.node, [attempt.files[name] for name in sorted(attempt.files)])
@@ -155,14 +133,23 @@ class Node:
             with suppress(Exception):
                 check_folder(member)
                 commit.write_failure(folder, member.node, reason)
-            name = str(error) if isinstance(error, NotFiniteError) else ""
-            for other in sharing:
-                other.answer(Failed(save.attempt, reason, not_finite=name))
+            failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "")
+            self._answer(sharing, [failed] * len(sharing))
             return
+        answers: list[Written | Failed] = []
         end = 0
-        for other in sharing:
-            start, end = end, end + len(other.member.parts)
-            other.answer(Written(save.attempt, weight_digests(written, start, end)))
+        for handed in sharing:
+            start, end = end, end + len(handed.member.parts)
+            answers.append(Written(save.attempt, weight_digests(written, start, end)))
+        self._answer(sharing, answers)
+
+    def _answer(self, ranks: list[Handed], answers: Sequence[Written | Failed]) -> None:
+        """Answer the ranks that are still there."""
+        for handed, answer in zip(ranks, answers, strict=True):
+            with self._lock:
+                rank = self.ranks.get(handed.member.rank)
+            if rank is not None:
+                rank.answer(answer)
 
     def abandon(self, rank: Rank, message: Abandon) -> None:
         """A rank of this node has not handed over its part, or rank 0 knows that one of another node has not."""
@@ -184,9 +171,7 @@ class Node:
             check_folder(member)
             commit.abandon(member.run_dir)  # a failed attempt, whose bytes this one may need
             partial = commit.begin(member.run_dir, settings.index, save.attempt, member.nodes)
-            folder = committing.finish(
-                member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member)
-            )
+            folder = committing.finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
         except Exception as error:
             with suppress(Exception):
                 check_folder(member)
@@ -213,61 +198,6 @@ def check_folder(member: Member) -> None:
     folder = member.run_dir / "checkpoints"
     if identity_of(folder) != member.identity:
         raise FileNotFoundError(f"{folder} was removed or renamed while the run was writing to it")
-
-
-def write_file(path: Path, ranks: list[Rank], attempt: Attempt) -> WrittenFile:
-    """Write the data file of a rank, or of the ranks that share it, and verify what is written.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: the bytes are not those of the snapshot, not finite, or those of the previous save.
-    """
-    owned = [(rank, number) for rank in ranks for number in range(len(rank.member.parts))]
-
-    def read(position: int, kind: str) -> Iterator[memoryview]:
-        rank, number = owned[position]
-        part, place = rank.member.parts[number], rank.member.places[number][kind]
-        dtype, total = part.dtypes[kind], 0
-        for data in rank.segments.read(place):
-            total += word_sum(data, ITEM_SIZE[dtype])
-            if kind == "weight" and not finite_bits(data, dtype):
-                raise NotFiniteError(part.name)
-            yield data
-        if total & 0xFFFFFFFF != attempt.saves[rank.member.rank].sums[number][kind]:
-            raise ValueError(f"{kind} of {part.name} was not copied as it was when the save began: {part.key(kind)} has another sum")
-
-    written = data_file.write(path, [rank.member.parts[number] for rank, number in owned], read)
-    digests = weight_digests(written, 0, len(owned))
-    start = 0
-    for rank in ranks:
-        check_stale(rank, attempt.saves[rank.member.rank], digests[start : start + len(rank.member.parts)])
-        start += len(rank.member.parts)
-    return written
-
-
-def weight_digests(written: WrittenFile, start: int, end: int) -> np.ndarray:
-    """The checksum of the weight of parts `start : end` of a file; 0 for a part without one."""
-    if "weight" not in written.kinds:
-        return np.zeros(end - start, np.uint64)
-    places = written.places[start:end, written.kinds.index("weight")]
-    return np.where(places[:, 0] == np.uint64(NOT_STORED), np.uint64(0), places[:, 2])
-
-
-def check_stale(rank: Rank, save: Save, digests: np.ndarray) -> None:
-    """Refuse a weight that equals the previous save although its last update changed it.
-
-    Raises:
-        ValueError: with the name of the weight.
-    """
-    if save.update is None or save.previous is None:
-        return
-    for number in np.flatnonzero((digests == save.previous) & (digests != 0)):
-        part, places = rank.member.parts[number], rank.member.places[number]
-        if not {"weight", "exp_avg", "exp_avg_sq"} <= part.dtypes.keys() or part.dtypes["weight"] != "F32":
-            continue
-        values = [rank.segments.array(places[kind]) for kind in ("weight", "exp_avg", "exp_avg_sq")]
-        if should_have_changed(*values, save.update):
-            raise ValueError(f"{part.name} equals the previous save, although its last update changed it: the copy is stale")
 
 
 def reason_of(error: Exception) -> str:

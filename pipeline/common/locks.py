@@ -88,7 +88,7 @@ def note_last_write(handle: int) -> None:
 
 
 def _after_last_write(path: Path) -> int | None:
-    """Wait while a process of a job that has ended still writes its last checkpoint, and lock the file; None if the owner is another job."""
+    """Lock the file as soon as a job that has ended has written its last checkpoint; None if a job that goes on holds the lock."""
     said = False
     while (handle := _locked(path, fcntl.LOCK_EX)) is None:
         owner = _owner(path).strip()

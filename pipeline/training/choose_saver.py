@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import commit
 from pipeline.checkpoint.async_save import AsyncSaver, Node
-from pipeline.checkpoint.save import file_name, node_file_name
 from pipeline.checkpoint.save_plan import plan
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.staging import staged_bytes
@@ -86,11 +85,11 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     if not reason:
         number = next(number for number, members in enumerate(nodes) if ranks.rank in members)
         node = Node(offers[nodes[number][0]].writer, nodes[number], number, len(nodes))
-        file = node_file_name(number) if getattr(settings, "files", "rank") == "node" else file_name(ranks.rank)
+        files = getattr(settings, "files", "rank")
         patience = config.training.timeout_minutes * 60 * INPUT_OUTPUT / 2
         problem = ""
         try:
-            saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, file, trainer.mesh.device, offers[0].token, lock, patience)
+            saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, files, trainer.mesh.device, offers[0].token, lock, patience)
         except OSError as error:
             problem = f"rank {ranks.rank}: {error}"
         reason = next(filter(None, _gather(problem)), "")

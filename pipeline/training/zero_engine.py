@@ -139,7 +139,8 @@ class ZeroEngine(Engine):
 
     def counters(self) -> Tensor:
         """See Engine."""
-        return torch.cat([torch.tensor([self._updates], dtype=torch.float64).to(self._mesh.device), self.loss_scale.counters(self._mesh.device)])
+        updates = torch.tensor([self._updates], dtype=torch.float64).to(self._mesh.device, non_blocking=True)
+        return torch.cat([updates, self.loss_scale.counters(self._mesh.device)])
 
     @torch.no_grad()
     def loaded(self, updates: int) -> None:

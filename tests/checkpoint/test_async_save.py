@@ -48,7 +48,7 @@ class Run:
         self.process.start()
         device = torch.device("cpu")
         node = Node(self.process.name, (0,), 0, 1)
-        self.saver = AsyncSaver(run_dir, 0, node, self.process, plan(held), "rank-00000.safetensors", device, "job", lock, 60.0)
+        self.saver = AsyncSaver(run_dir, 0, node, self.process, plan(held), "rank", device, "job", lock, 60.0)
 
     def update(self) -> None:
         """A step of the optimizer."""
@@ -133,11 +133,11 @@ def test_the_update_waits_for_the_copy(run, monkeypatch):
     assert np.array_equal(run.stored(1), before.numpy())
 
 
-def planted_without_copy(run, monkeypatch):
-    monkeypatch.setattr(staging, "copy", lambda live, target: None)
+def planted_without_copy(_run, monkeypatch):
+    monkeypatch.setattr(staging, "copy", lambda _live, _target: None)
 
 
-def planted_copy_once(run, monkeypatch):
+def planted_copy_once(_run, monkeypatch):
     seen = set()
 
     def copy_once(live, target, copy=staging.copy):
@@ -148,7 +148,7 @@ def planted_copy_once(run, monkeypatch):
     monkeypatch.setattr(staging, "copy", copy_once)
 
 
-def planted_first_weights(run, monkeypatch):
+def planted_first_weights(run, _monkeypatch):
     """The saver gets clones of the first state for ever."""
     fragments = [SimpleNamespace(tensors={kind: t.clone() for kind, t in f.tensors.items()}) for f in run.fragments()]
     run.fragments = lambda: fragments
@@ -291,7 +291,8 @@ def test_the_writer_finishes_what_a_killed_rank_handed_over_and_the_next_job_wai
 
 
 def test_a_running_job_is_not_waited_for(tmp_path):
-    with locks.claimed(tmp_path, "run_dir"), pytest.raises(UserError, match="is being written by another job"), locks.claimed(tmp_path, "run_dir"):
+    refused = pytest.raises(UserError, match="is being written by another job")
+    with locks.claimed(tmp_path, "run_dir"), refused, locks.claimed(tmp_path, "run_dir"):
         pass
 
 
@@ -314,7 +315,8 @@ def test_checks_of_bytes(dtype):
         spoiled_data = memoryview(spoiled.view(torch.uint8).numpy())
         assert not finite_bits(spoiled_data, name)
         assert word_sum(spoiled_data, size) != word_sum(data, size)
-    assert finite_bits(memoryview(torch.full((9,), torch.finfo(dtype).max, dtype=dtype).view(torch.uint8).numpy()), name), "the sum overflows"
+    largest = torch.full((9,), torch.finfo(dtype).max, dtype=dtype)
+    assert finite_bits(memoryview(largest.view(torch.uint8).numpy()), name), "the sum overflows"
 
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-6, 1e-8])

@@ -218,7 +218,8 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
         Metrics(Path(config.run_dir), config.tracking, {}, 0, TrainState(), **numbers) as metrics,
         Watchdog(training.timeout_minutes) as watchdog,
     ):
-        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, CheckpointHooks(), SyncSaver(Path(config.run_dir), "rank"))
+        saver = SyncSaver(Path(config.run_dir), "rank")
+        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, CheckpointHooks(), saver)
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
