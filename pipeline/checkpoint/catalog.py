@@ -88,19 +88,6 @@ def listed(run_dir: Path) -> list[int]:
     return sorted(step_of(f) for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and (f / INDEX).is_file())
 
 
-def adopt(run_dir: Path) -> None:
-    """Add the checkpoints to the catalog that it does not name: copied by hand, or those whose removal was interrupted.
-
-    The folders are listed for it, once for each start of a job, which holds the lock of the run directory.
-    """
-    if not (run_dir / "checkpoints" / CATALOG).is_file():
-        return
-    catalog = read(run_dir)
-    if missing := sorted(set(listed(run_dir)) - set(catalog.complete)):
-        log.info("%s: %s did not name the checkpoints of steps %s", run_dir, CATALOG, ", ".join(map(str, missing)))
-        write(run_dir, replace(catalog, complete=[*catalog.complete, *missing]))
-
-
 def write(run_dir: Path, catalog: Catalog) -> None:
     """Replace the catalog.
 
@@ -121,14 +108,14 @@ def prune(run_dir: Path, keep: int, every: int = 0, needed: Callable[[Path], boo
         needed: whether an older one is kept, too.
 
     Raises:
-        OSError: a folder cannot be removed.
+        OSError: a folder cannot be removed; the next call tries it again.
     """
-    present = complete(run_dir)
-    removed = [folder for folder in present[:-keep] if not (_is_kept(folder, every) or needed(folder))]
-    for folder in removed:  # before the catalog, which may name what is gone, but no folder may be left that it does not name
+    catalog = read(run_dir)
+    removed = [folder for folder in complete(run_dir)[:-keep] if not (_is_kept(folder, every) or needed(folder))]
+    for folder in removed:
         remove_folder(folder)
     if removed:
-        write(run_dir, replace(read(run_dir), complete=[step_of(folder) for folder in present if folder not in removed]))
+        write(run_dir, replace(catalog, complete=[step for step in catalog.complete if folder_of(run_dir, step) not in removed]))
 
 
 def _is_kept(folder: Path, every: int) -> bool:

@@ -60,13 +60,13 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     pending = Pending(index.train_state.step, folder.name, writers, started)
     abandon(run_dir)
-    for other in folder.parent.glob(".step-*.partial"):  # of failed attempts, which fill the disk
+    for other in folder.parent.glob(".step-*.partial"):  # of failed attempts, to which late writers have added files
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
     try:
-        catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
         folder.mkdir(parents=True, exist_ok=True)
-        native.write_index(folder, index, DRAFT)
+        native.write_index(folder, replace(index, versions=index.versions or native.versions()), DRAFT)
+        catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -121,48 +121,55 @@ def _finish(run_dir: Path, pending: Pending) -> None:
 
 
 def abandon(run_dir: Path) -> None:
-    """Remove the checkpoint that the catalog names as pending. If its folder has its final name already, it is complete, and stays.
+    """Remove the checkpoint that the catalog names as pending. If its folder has its final name already, it is named as complete.
 
     Raises:
         OSError: the catalog cannot be written.
     """
     current = catalog.read(run_dir)
-    if (pending := current.pending) is None:
+    if current.pending is None:
         return
-    if _is_published(run_dir, pending):
-        _finish(run_dir, pending)
+    if _is_published(run_dir, current.pending):
+        _finish(run_dir, current.pending)
         return
-    shutil.rmtree(run_dir / "checkpoints" / pending.folder, ignore_errors=True)
+    shutil.rmtree(run_dir / "checkpoints" / current.pending.folder, ignore_errors=True)
     catalog.write(run_dir, replace(current, pending=None))
 
 
 def _is_published(run_dir: Path, pending: Pending) -> bool:
-    """Whether the folder of a pending checkpoint has its final name."""
+    """Whether the folder of a checkpoint has its final name."""
     return not (run_dir / "checkpoints" / pending.folder).is_dir() and (folder_of(run_dir, pending.step) / INDEX).is_file()
 
 
 def finish_interrupted(run_dir: Path) -> None:
-    """Finish the commit of a job that has died, or remove what it has written; then catalog.adopt. The caller holds the run's lock.
+    """Finish the commit of a job that has died, or remove what it has written. The caller holds the lock of the run directory.
 
-    The commit is finished if all records are there and every byte that they describe has its checksum.
+    The commit is finished if all records are there and every byte that they describe has its checksum. The catalog is then what the
+    folder has: a checkpoint that a user has copied there is found, one that was moved away is not missed.
 
     Raises:
         OSError: a file cannot be written.
     """
-    if (pending := catalog.read(run_dir).pending) is not None:
-        _finish_or_abandon(run_dir, pending)
-    catalog.adopt(run_dir)
+    _finish_pending(run_dir)
+    current, found = catalog.read(run_dir), catalog.listed(run_dir)
+    if current.complete != found:
+        catalog.write(run_dir, replace(current, complete=found))
 
 
-def _finish_or_abandon(run_dir: Path, pending: Pending) -> None:
+def _finish_pending(run_dir: Path) -> None:
+    """Finish or remove the checkpoint that the catalog names as pending, if there is one."""
+    pending = catalog.read(run_dir).pending
+    if pending is None:
+        return
     if _is_published(run_dir, pending):
         _finish(run_dir, pending)
-    elif (reason := _obstacle(run_dir / "checkpoints" / pending.folder, pending.writers)) is None:
+        return
+    if (reason := _obstacle(run_dir / "checkpoints" / pending.folder, pending.writers)) is None:
         commit(run_dir)
         log.info("%s: finished the checkpoint of step %d, which an earlier job began at %s", run_dir, pending.step, pending.started)
-    else:
-        abandon(run_dir)
-        log.warning("%s: removed the incomplete checkpoint of step %d of an earlier job: %s", run_dir, pending.step, reason)
+        return
+    abandon(run_dir)
+    log.warning("%s: removed the incomplete checkpoint of step %d of an earlier job: %s", run_dir, pending.step, reason)
 
 
 def _obstacle(folder: Path, writers: int) -> str | None:
