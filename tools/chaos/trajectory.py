@@ -50,7 +50,7 @@ class Layout:
 LAYOUTS = (
     Layout("1 rank, ZeRO 0", 1, ("parallel.zero_stage=0",)),
     Layout("2 ranks, ZeRO 2", 2, ("parallel.zero_stage=2",)),
-    Layout("1 rank, ZeRO 1", 1, ("parallel.zero_stage=1",)),
+    Layout("1 rank, ZeRO 1", 1, ("parallel.zero_stage=1", "checkpoint.async_save=off")),
     Layout("2 ranks, tensor 2, ZeRO 0", 2, ("parallel.tensor=2", "parallel.zero_stage=0")),
 )
 
@@ -264,7 +264,7 @@ class Trajectory:
                 break
         ended = job.codes()
         job.stop(grace=2.0 if self._chance.random() < 0.5 else 0.0)
-        if resumed is None and job.first_step:
+        if resumed is None and (job.first_step or (struck is None and None not in ended)):  # it may have had nothing to do
             self._check_start(log, complete, time.monotonic() - started)
         if self._chance.random() < 0.5 or fault is None:  # else the next job starts while the writer of this one may still commit
             self._await_writers(job)
