@@ -80,6 +80,8 @@ class Saves:
         if self._rank == 0 and self._gone():
             return
         self._watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
+        if self._saver.waits:
+            self._metrics.flush()  # a complete checkpoint has the lines of all its steps
         engine = self._trainer.engine
         counters = HostCopy(engine.counters())
         commit = partial(self._commit, state, counters) if self._rank == 0 else None
@@ -89,7 +91,7 @@ class Saves:
     def before_update(self) -> None:
         """Wait until the weights may change; called before every update of the optimizer."""
         if self._saver.holds_weights():
-            self._metrics.flush()  # a complete checkpoint has the lines of all its steps
+            self._metrics.flush()  # as in begin
         self._saver.before_update()
 
     def poll(self) -> None:
