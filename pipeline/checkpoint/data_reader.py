@@ -287,17 +287,20 @@ def _verify(source: Source, low: int, high: int, place: memoryview, digests: Dig
     """Compare the blocks of a span with their checksums; blocks in a row that differ are one damage."""
     if not len(digests):
         return []
-    grid = low - source.offset + source.before  # counted from where the first block would begin
-    ends = [
-        min(end - grid, high - low)
-        for end in range((grid // source.block + 1) * source.block, grid + high - low + source.block, source.block)
-    ]
-    begins = [0, *ends[:-1]]
-    found = np.array([xxhash.xxh3_64_intdigest(place[begin:end]) for begin, end in zip(begins, ends, strict=True)], np.uint64)
-    bad = np.flatnonzero(found != digests)
+    # The first block may be shorter, and so may the last one.
+    lead = min(-(low - source.offset + source.before) % source.block, high - low)
+    whole = (high - low - lead) // source.block * source.block
+    ends = np.concatenate([[lead] if lead else [], np.arange(lead + source.block, lead + whole + 1, source.block)]).astype(np.int64)
+    found = [xxhash.xxh3_64_intdigest(place[:lead])] if lead else []
+    found += map(xxhash.xxh3_64_intdigest, np.frombuffer(place[lead : lead + whole], np.uint8).reshape(-1, source.block))
+    if lead + whole < high - low:
+        found.append(xxhash.xxh3_64_intdigest(place[lead + whole :]))
+        ends = np.append(ends, high - low)
+    begins = np.append(0, ends[:-1])
+    bad = np.flatnonzero(np.array(found, np.uint64) != digests)
     damaged = []
     for run in np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1) if len(bad) else ():
-        first, last = low - source.offset + begins[run[0]], low - source.offset + ends[run[-1]]
+        first, last = (low - source.offset + int(byte) for byte in (begins[run[0]], ends[run[-1]]))
         damaged.append(Damage(source, first, last, "differs there from its checksum"))
     return damaged
 
