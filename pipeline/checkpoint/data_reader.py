@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,17 +96,9 @@ class DataFiles:
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], counters: Counters) -> None:
         self._folder, self._files, self._counters = folder, files, counters
-        self._open: dict[int, int] = {}
+        self._open: dict[int, FileIO] = {}
         self._verified: set[int] = set()
         self._buffers = threading.local()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def read(self, plans: Sequence[FilePlan], buffers: Sequence[Bytes]) -> list[Damage]:
         """Read what the plans say into the buffers, and return what is damaged; the content of the buffers is then undefined."""
@@ -123,7 +117,7 @@ class DataFiles:
         """Close files that are not needed, if too many would be open."""
         if len(files | self._open.keys()) > OPEN_FILES:
             for file in self._open.keys() - files:
-                os.close(self._open.pop(file))
+                self._open.pop(file).close()
 
     def _tasks(self, plans: Sequence[FilePlan], damaged: list[Damage]) -> Iterator[_Task]:
         """Open each file, read its block digests, and yield the chunks."""
@@ -144,7 +138,7 @@ class DataFiles:
             OSError: it is missing, or is not the file that was written.
         """
         if file in self._open:
-            return self._open[file]
+            return self._open[file].fileno()
         entry = self._files[file]
         path = self._folder / entry.name
         size = path.stat().st_size
@@ -155,9 +149,9 @@ class DataFiles:
             if digest(path) != entry.xxh3:
                 raise OSError("is corrupt: its checksum differs from the recorded one")
             self._verified.add(file)
-        self._open[file] = os.open(path, os.O_RDONLY)
+        self._open[file] = FileIO(path)
         self._counters.opened.append(entry.name)
-        return self._open[file]
+        return self._open[file].fileno()
 
     def _pread(self, handle: int, vectors: list[memoryview], offset: int) -> int:
         """Fill the vectors from an offset of a file; returns the number of bytes, fewer only at the end of the file."""
@@ -292,7 +286,8 @@ def _verify(source: Source, low: int, high: int, place: memoryview, digests: Dig
     whole = (high - low - lead) // source.block * source.block
     ends = np.concatenate([[lead] if lead else [], np.arange(lead + source.block, lead + whole + 1, source.block)]).astype(np.int64)
     found = [xxhash.xxh3_64_intdigest(place[:lead])] if lead else []
-    found += map(xxhash.xxh3_64_intdigest, np.frombuffer(place[lead : lead + whole], np.uint8).reshape(-1, source.block))
+    blocks: Any = np.frombuffer(place[lead : lead + whole], np.uint8).reshape(-1, source.block)
+    found += map(xxhash.xxh3_64_intdigest, blocks)
     if lead + whole < high - low:
         found.append(xxhash.xxh3_64_intdigest(place[lead + whole :]))
         ends = np.append(ends, high - low)
