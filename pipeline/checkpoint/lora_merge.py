@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.checkpoint.averaged import open_checkpoint
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, check_base
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
@@ -48,6 +49,10 @@ class MergedWeights:
                 value = merged(value.float(), factors.a, factors.b, factors.scale)
         return value
 
+    def has(self, name: str, kind: str) -> bool:
+        """As Checkpoint.has."""
+        return self.checkpoint.has(name, kind)
+
     def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
         """As Checkpoint.fragment; None for a weight that an adapter changes."""
         if name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters):
@@ -55,17 +60,18 @@ class MergedWeights:
         return self.checkpoint.fragment(rank, name, geometry, kind)
 
 
-def open_merged(path: Path, folder: str | None) -> MergedWeights:
+def open_merged(path: Path, folder: str | None, weights: str = "trained") -> MergedWeights:
     """Open a checkpoint with an adapter merged into its weights.
 
     Args:
         path: the checkpoint.
         folder: an adapter in PEFT's format (stage.adapter), None for none.
+        weights: stage.weights.
 
     Raises:
-        UserError: the adapter is of another base, or cannot be read; or as Checkpoint.
+        UserError: the adapter is of another base, or cannot be read; or as open_checkpoint.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = open_checkpoint(path, weights)
     if folder is None:
         return MergedWeights(checkpoint)
     model = config_classes.from_dict(checkpoint.config["model"])

@@ -22,6 +22,8 @@ from pipeline.config import renamed
 from pipeline.parallel.pieces import Piece, Slice
 
 INDEX = "index.json"
+#: The kind of tensors of averaged weights (training.ema).
+EMA = "ema"
 
 
 @dataclass(frozen=True)

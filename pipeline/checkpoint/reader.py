@@ -72,6 +72,10 @@ class Checkpoint:
             raise UserError.of("checkpoint", self.path, rule, "use an older checkpoint")
         return full
 
+    def has(self, name: str, kind: str) -> bool:
+        """Whether the checkpoint has tensors of a kind for a weight; moments that it does not have are zero."""
+        return kind in self._kinds and any(tensor_key(kind, name) in self._keys[file] for file, _ in self._fragments[name])
+
     def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
         """Return a fragment as a rank wrote it; None if that rank wrote another fragment of the weight, or none."""
         file = file_name(rank)

@@ -114,6 +114,13 @@ class TrainingConfig:
         "null, or more than there are, reads all of it",
         at_least=1,
     )
+    ema: float | None = knob(
+        None,
+        "also keep an exponential moving average of the weights, fp32, which stage.weights=ema uses: the share of the average that an "
+        "optimizer update keeps, such as 0.999; default: none",
+        above=0,
+        at_most=0.9999999,
+    )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,

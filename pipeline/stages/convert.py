@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
+from pipeline.checkpoint import averaged, huggingface_export, imported, peft_format, reader
 from pipeline.checkpoint.huggingface_export import Original
 from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.lora_export import export_adapter
@@ -43,7 +43,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if stage.input is not None:
         import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
     elif stage.format == "peft":
-        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"))
+        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"), stage.weights)
     else:
         _export(config, stage, run_dir)
 
@@ -61,7 +61,7 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
-    checkpoint = open_merged(path, stage.adapter)
+    checkpoint = open_merged(path, stage.adapter, stage.weights)
     model = config_classes.from_dict(checkpoint.config["model"])
     original = _original(checkpoint, model, tokenizer)
     checks = [
@@ -96,6 +96,7 @@ def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEnco
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         **({"stage.format": "gguf"} if stage.format == "gguf" else {}),
         **export.settings_of(stage),
+        **averaged.settings_of(stage.weights),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / peft_format.WEIGHTS

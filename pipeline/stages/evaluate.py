@@ -85,7 +85,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
         paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
         for path in paths:
-            checkpoint = open_merged(path, stage.adapter)
+            checkpoint = open_merged(path, stage.adapter, stage.weights)
             model = weights.model_of(checkpoint)
             tasks.check_model(model, run_dir, config.tokenizer.path, encoder.vocab_size)
             config = weights.for_generation(config, model)

@@ -22,6 +22,7 @@ from pipeline.config.lora import PARTS, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
+from pipeline.training import weight_averaging
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
 from pipeline.training.trainer import Trainer
 
@@ -104,6 +105,7 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
     load_any_layout.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
     if found is not None:
         _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
+    weight_averaging.begin(fragments)
     trainer.engine.loaded(0)
     dist.barrier()
     log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
@@ -139,7 +141,9 @@ def load(trainer: Trainer, checkpoint: Checkpoint | MergedWeights) -> TrainState
     Raises:
         UserError: the checkpoint is corrupt, or its weights have other shapes.
     """
-    load_any_layout.load(checkpoint, trainer.engine.fragments())
+    fragments = trainer.engine.fragments()
+    load_any_layout.load(checkpoint, fragments)
+    weight_averaging.begin_where_missing(fragments, checkpoint)
     state = checkpoint.train_state
     trainer.engine.loaded(state.updates)
     trainer.engine.loss_scale.load(state.loss_scale, state.finite_steps)
