@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.checkpoint.fragments import consolidate_fragments
-from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
+from pipeline.checkpoint.native import find, piece_of, read_index, tensor_key
 from pipeline.common.atomic_files import verify
 from pipeline.common.errors import UserError
 
@@ -34,7 +34,12 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         index = read_index(path)
-        self.config, self.train_state, self.data, self._files = index.config, index.train_state, index.data, index.files
+        self.config, self.train_state, self.data, self._files = (
+            index.config,
+            index.train_state,
+            index.data,
+            {file.name: file for file in index.files},
+        )
         self._kinds = index.kinds
         self._open: dict[str, Any] = {}
         self._headers: dict[str, dict[str, dict[str, Any]]] = {}
@@ -78,7 +83,7 @@ class Checkpoint:
 
     def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
         """Return a fragment as a rank wrote it; None if that rank wrote another fragment of the weight, or none."""
-        file = file_name(rank)
+        file = f"rank-{rank:05d}.safetensors"
         if file not in self._files or self._geometries(file).get(name) != geometry:
             return None
         return self._read(file, kind, name)
@@ -115,5 +120,5 @@ class Checkpoint:
 
     def _verify(self, file: str) -> None:
         if file not in self._verified:
-            verify(self.path / file, self._files[file]["bytes"], self._files[file]["xxh3"], _REMEDY)
+            verify(self.path / file, self._files[file].bytes, self._files[file].xxh3, _REMEDY)
             self._verified.add(file)

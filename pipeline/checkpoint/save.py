@@ -16,9 +16,14 @@ from safetensors.torch import save_file
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.native import Index
+from pipeline.checkpoint.native import FileEntry, Index
 from pipeline.common.atomic_files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
 from pipeline.common.errors import UserError
+
+
+def file_name(rank: int) -> str:
+    """File name of a rank."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:
@@ -42,14 +47,14 @@ def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, need
     with atomic_folder(final) if rank == 0 else nullcontext(partial_folder(final)) as folder:
         dist.barrier()
         answers: list[Any] = [None] * world_size
-        dist.all_gather_object(answers, _try_to_write(folder / native.file_name(rank), [f for f in fragments if f.owned]))
+        dist.all_gather_object(answers, _try_to_write(folder / file_name(rank), [f for f in fragments if f.owned]))
         failures = [answer for answer in answers if isinstance(answer, str)]
         if failures:
             raise UserError.of("run_dir", folder, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
         if rank == 0:
-            files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
+            files = [entry for entry in answers if entry]
             kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
-            native.write_index(folder, replace(index, files=files, kinds=kinds))
+            native.write_index(folder, replace(index, format=1, files=files, kinds=kinds))
     if rank == 0:
         for old in native.complete(run_dir)[:-keep]:
             if not needed(old):
@@ -73,15 +78,15 @@ def _check_finite(fragments: list[Fragment], step: int) -> None:
         raise UserError.of("weights after step", step, rule, fix)
 
 
-def _try_to_write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
-    """Write and fsync one file. Returns its length and checksum, an empty dict without fragments, or the error message."""
+def _try_to_write(path: Path, fragments: list[Fragment]) -> FileEntry | str | None:
+    """Write and fsync one file. Returns its length and checksum, None without fragments, or the error message."""
     try:
-        return _write(path, fragments) if fragments else {}
+        return _write(path, fragments) if fragments else None
     except Exception as error:  # the other ranks wait for the answer
         return f"could not be written: {error}"
 
 
-def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
+def _write(path: Path, fragments: list[Fragment]) -> FileEntry:
     """Write and fsync one file. Returns its length and checksum."""
     tensors = {native.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
     geometry = {f.piece.name: native.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
@@ -92,7 +97,7 @@ def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
         os.fsync(handle)
     finally:
         os.close(handle)
-    return {"bytes": path.stat().st_size, "xxh3": digest(path)}
+    return FileEntry(path.name, path.stat().st_size, digest(path))
 
 
 def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
@@ -108,16 +113,16 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
         UserError: a file could not be written; the partial checkpoint is removed.
     """
     final = native.folder_of(run_dir, index.train_state.step)
-    files: dict[str, dict[str, Any]] = {}
+    files: list[FileEntry] = []
     kinds: list[str] = []
     with atomic_folder(final) as folder:
         for number, group in enumerate(_groups(fragments, file_bytes)):
             kinds = list(group[0].tensors)
             try:
-                files[native.file_name(number)] = _write(folder / native.file_name(number), group)
+                files.append(_write(folder / file_name(number), group))
             except (OSError, SafetensorError) as error:  # safetensors raises its own class on a full disk
                 raise UserError.of("run_dir", folder, f"could not be written: {error}", "free some space or quota and run again") from error
-        native.write_index(folder, replace(index, files=files, kinds=kinds))
+        native.write_index(folder, replace(index, format=1, files=files, kinds=kinds))
     return final
 
 
