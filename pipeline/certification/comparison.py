@@ -21,7 +21,8 @@ class Outcome:
     Attributes:
         losses: mean loss of each step's global batch.
         norms: global gradient norm of each step before clipping.
-        tensors: "gradient", "moment", "weight" and, with training.ema, "average" -> name in the full model -> unsharded tensor, fp32 or fp64.
+        tensors: "gradient", "moment", "weight" and, with training.ema, "average" -> name in the full model -> unsharded tensor, fp32 or
+            fp64.
         router_records: what every MoE layer of the plain loop recorded in each step (MoELayer.take_record); not compared.
     """
 

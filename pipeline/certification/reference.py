@@ -80,8 +80,8 @@ def plain_loop(
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
     _cast(learned.values(), dtype)
-    optimizer, ema = _optimizer(config, masters), config.training.ema
-    averages = {} if ema is None else {name: master.detach().clone() for name, master in masters.items()}
+    optimizer, ema = _optimizer(config, masters), config.training.ema or 0.0
+    averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):

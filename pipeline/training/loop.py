@@ -8,6 +8,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint import save
 from pipeline.checkpoint.native import Index, TrainState
@@ -38,6 +39,7 @@ def train(
     control: StepControl,
     watchdog: Watchdog,
     hooks: CheckpointHooks,
+    parent: dict[str, Any] | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal announces the end of the job.
 
@@ -51,6 +53,7 @@ def train(
         control: decides when to save and to stop.
         watchdog: to which progress is reported.
         hooks: further checkpoints, and what follows them.
+        parent: Index.parent of the checkpoints.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -94,7 +97,7 @@ def train(
                 on_rank_0(metrics.check_file)
                 factor, finite_steps = trainer.engine.loss_scale.state()
                 state = dataclasses.replace(state, updates=trainer.engine.updates(), loss_scale=factor, finite_steps=finite_steps)
-                index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
+                index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples), parent=parent)
                 path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep, hooks.keeps)
                 log.info("step %d: wrote %s", state.step, path)
                 if hooked and trainer.mesh.rank == 0:

@@ -67,5 +67,6 @@ def begin_where_missing(fragments: Sequence[Fragment], checkpoint: Checkpoint | 
 def begin(fragments: Iterable[Fragment]) -> None:
     """Begin the average at the weights."""
     for fragment in fragments:
-        if (average := fragment.tensors.get(EMA)) is not None:
-            average.copy_(fragment.tensors["weight"])
+        average, weight = fragment.tensors.get(EMA), fragment.tensors["weight"]
+        if isinstance(average, Tensor) and isinstance(weight, Tensor):
+            average.copy_(weight)
