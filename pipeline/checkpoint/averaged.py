@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from pipeline.checkpoint.native import EMA
-from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.reader import Checkpoint, Run
 from pipeline.common.errors import UserError
 
 
@@ -25,17 +24,15 @@ class AveragedCheckpoint(Checkpoint):
             rule = f"requires averaged weights, and {path} has none: its run had no training.ema"
             raise UserError.of("stage.weights", EMA, rule, "set stage.weights=trained, or train with training.ema=0.999")
 
-    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+    def read(self, runs: Iterable[Run]) -> None:
         """See Checkpoint."""
-        return super().tensor(name, self._kind_of(name, kind))
-
-    def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
-        """See Checkpoint."""
-        return super().fragment(rank, name, geometry, self._kind_of(name, kind))
-
-    def _kind_of(self, name: str, kind: str) -> str:
-        """The kind of the stored tensor that is read as `kind`."""
-        return EMA if kind == "weight" and self.has(name, EMA) else kind
+        mapped: list[Run] = []
+        for run in runs:
+            averaged = self.has(run.name, EMA)
+            if averaged and "weight" in run.tensors:
+                mapped.append(replace(run, tensors={EMA: run.tensors["weight"]}))
+            mapped.append(replace(run, tensors={kind: values for kind, values in run.tensors.items() if kind != "weight" or not averaged}))
+        super().read(mapped)
 
 
 def open_checkpoint(path: Path, weights: str) -> Checkpoint:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,9 @@ BLOCK_DIGESTS = "block_digests"
 #: Bytes that are hashed and then written, while they are in the processor's cache.
 _PIECE = 4 << 20
 
+#: Called with the number of a part and a kind; yields its bytes in order, in buffers of any size, of which one is used at a time.
+Read = Callable[[int, str], Iterable[memoryview]]
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -32,11 +36,13 @@ class FileEntry:
         name: of the file in the folder of the checkpoint.
         bytes: its size.
         xxh3: checksum in hexadecimal: of its block digests (format 2), or of the whole file (format 1).
+        blocks: number of its block digests, which are its last bytes; 0 in format 1.
     """
 
     name: str
     bytes: int
     xxh3: str
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,40 +74,100 @@ class _Tensor:
     block: int
 
 
-def write(path: Path, parts: Sequence[Part], read: Callable[[int, str], Iterable[memoryview]]) -> WrittenFile:
+def write(path: Path, parts: Sequence[Part], read: Read) -> WrittenFile:
     """Write a data file and flush it to the disk. Memory holds no more than `read` yields, and 8 bytes for each block.
 
     Args:
         path: the file; it replaces an older one.
         parts: what the file stores.
-        read: called with the number of a part and a kind, once for each that is stored; yields its bytes in order, in buffers of any size.
-            A buffer is not used after the next one is requested.
+        read: yields the bytes of a part and kind; called once for each that is stored, in the order of the file.
 
     Raises:
         OSError: the file cannot be written (disk full, quota); an incomplete file is left.
         ValueError: `read` yields more or fewer bytes than the part has.
     """
-    kinds = list(dict.fromkeys(kind for part in parts for kind in part.dtypes))
-    header, tensors, blocks = _layout(parts, kinds)
-    digests = np.zeros(blocks, "<u8")
-    places = np.zeros((len(parts), len(kinds), 3), np.uint64)
-    places[:, :, 0] = NOT_STORED
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        _write_all(handle, memoryview(header))
+    file = DataFile(path, parts)
+    file.create()
+    return file.finish(file.write_parts(range(len(parts)), read))
+
+
+class DataFile:
+    """A data file that one or several processes of a node write together: one creates it, each writes its parts, one finishes it.
+
+    Args:
+        path: the file.
+        parts: what it stores.
+
+    Attributes:
+        kinds: the kinds that at least one part has.
+    """
+
+    def __init__(self, path: Path, parts: Sequence[Part]) -> None:
+        self.path, self._parts = path, list(parts)
+        self.kinds = list(dict.fromkeys(kind for part in parts for kind in part.dtypes))
+        self._header, self._tensors, self._blocks = _layout(parts, self.kinds)
+
+    def create(self) -> None:
+        """Write the header; an older file is replaced. Errors as of `write`."""
+        with _opened(self.path, os.O_CREAT | os.O_TRUNC) as handle:
+            _write_at(handle, memoryview(self._header), 0)
+
+    def write_parts(self, numbers: Iterable[int], read: Read) -> dict[tuple[int, str], npt.NDArray[np.uint64]]:
+        """Write parts and flush them to the disk; arguments and errors as of `write`.
+
+        Args:
+            numbers: of the parts.
+            read: see `write`.
+
+        Returns:
+            (number of the part, kind) -> the checksums of its blocks.
+        """
+        chosen = set(numbers)
+        digests = {}
+        with _opened(self.path) as handle:
+            for tensor in self._tensors:
+                if tensor.part in chosen:
+                    part, kind = self._parts[tensor.part], self.kinds[tensor.kind]
+                    place = len(self._header) + tensor.offset
+                    digests[tensor.part, kind] = _write_tensor(handle, place, part, kind, read(tensor.part, kind))
+        return digests
+
+    def finish(self, digests: Mapping[tuple[int, str], npt.NDArray[np.uint64]]) -> WrittenFile:
+        """Write the checksums of all blocks, which ends the file.
+
+        Args:
+            digests: of all parts, as write_parts returns them.
+
+        Raises:
+            OSError: as of `write`.
+        """
+        places = np.zeros((len(self._parts), len(self.kinds), 3), np.uint64)
+        places[:, :, 0] = NOT_STORED
+        in_order = [np.zeros(0, np.uint64)]
         end = 0
-        for tensor in tensors:
-            part, kind = parts[tensor.part], kinds[tensor.kind]
-            own = digests[tensor.block : tensor.block + count_blocks(tensor.bytes, part.block_bytes)]
-            _write_tensor(handle, part.key(kind), read(tensor.part, kind), tensor.bytes, part.block_bytes, own)
-            places[tensor.part, tensor.kind] = (len(header) + tensor.offset, tensor.block, digest_of(own))
+        for tensor in self._tensors:
+            own = digests[tensor.part, self.kinds[tensor.kind]]
+            in_order.append(own)
+            places[tensor.part, tensor.kind] = (len(self._header) + tensor.offset, tensor.block, digest_of(own))
             end = tensor.offset + tensor.bytes
-        _write_all(handle, memoryview(bytes(-end % 8) + digests.tobytes()))
+        every = np.concatenate(in_order)
+        assert len(every) == self._blocks, f"{self.path}: checksums of {len(every)} of {self._blocks} blocks"
+        last = bytes(-end % 8) + every.astype("<u8").tobytes()
+        with _opened(self.path) as handle:
+            _write_at(handle, memoryview(last), len(self._header) + end)
+        entry = FileEntry(self.path.name, len(self._header) + end + len(last), f"{digest_of(every):016x}", self._blocks)
+        return WrittenFile(entry, self._parts, self.kinds, places)
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """Open a file for writing, and flush it to the disk at the end."""
+    handle = os.open(path, os.O_WRONLY | flags, 0o666)
+    try:
+        yield handle
         os.fsync(handle)
     finally:
         os.close(handle)
-    size = len(header) + end + -end % 8 + digests.nbytes
-    return WrittenFile(FileEntry(path.name, size, f"{digest_of(digests):016x}"), list(parts), kinds, places)
 
 
 def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_Tensor], int]:
@@ -119,7 +185,7 @@ def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_T
         tensors.append(_Tensor(p, k, end, part.bytes(kind), blocks))
         content[part.key(kind)] = {"dtype": part.dtypes[kind], "shape": [part.count], "data_offsets": [end, end + part.bytes(kind)]}
         end += part.bytes(kind)
-        blocks += count_blocks(part.bytes(kind), part.block_bytes)
+        blocks += count_blocks(part.bytes(kind), part.block_bytes, part.before(kind))
     assert len(content) == len(stored) + 1, "the same run of a weight is stored twice"
     if padding := -end % 8:
         content["padding"] = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
@@ -130,24 +196,22 @@ def _layout(parts: Sequence[Part], kinds: Sequence[str]) -> tuple[bytes, list[_T
     return len(text).to_bytes(8, "little") + text, tensors, blocks
 
 
-def _write_tensor(
-    handle: int, key: str, buffers: Iterable[memoryview], size: int, block_bytes: int, digests: npt.NDArray[np.uint64]
-) -> None:
-    """Write the bytes of a tensor and set the checksums of its blocks.
+def _write_tensor(handle: int, offset: int, part: Part, kind: str, buffers: Iterable[memoryview]) -> npt.NDArray[np.uint64]:
+    """Write the bytes of a part and kind at an offset, and return the checksums of its blocks.
 
     Raises:
-        ValueError: the buffers do not have `size` bytes together.
+        ValueError: the buffers do not have the bytes of the part.
     """
-    hasher = BlockHasher(block_bytes)
+    hasher = BlockHasher(part.block_bytes, part.before(kind))
     written = 0
     for buffer in buffers:
         for piece in _pieces(buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer):
             hasher.update(piece)
-            _write_all(handle, piece)
+            _write_at(handle, piece, offset + written)
             written += len(piece)
-    if written != size:
-        raise ValueError(f"{key}: {written} bytes instead of {size}")
-    digests[:] = hasher.digests()
+    if written != part.bytes(kind):
+        raise ValueError(f"{part.key(kind)}: {written} bytes instead of {part.bytes(kind)}")
+    return hasher.digests()
 
 
 def _pieces(buffer: memoryview) -> Iterator[memoryview]:
@@ -155,10 +219,11 @@ def _pieces(buffer: memoryview) -> Iterator[memoryview]:
         yield buffer[start : start + _PIECE]
 
 
-def _write_all(handle: int, data: memoryview) -> None:
-    """Write all bytes; one call of os.write may write fewer."""
+def _write_at(handle: int, data: memoryview, offset: int) -> None:
+    """Write all bytes; one call of os.pwrite may write fewer."""
     while data:
-        data = data[os.write(handle, data) :]
+        written = os.pwrite(handle, data, offset)
+        data, offset = data[written:], offset + written
 
 
 class BlockHasher:
@@ -166,16 +231,19 @@ class BlockHasher:
 
     Args:
         block_bytes: bytes of a block; the last one may be shorter.
+        before: bytes by which the first block is shorter.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, before: int) -> None:
         self._block = block_bytes
         self._digests: list[int] = []
         self._open = xxhash.xxh3_64()  # of a block that began in an earlier buffer
-        self._filled = 0
+        self._filled = before
+        self._empty = True
 
     def update(self, data: memoryview) -> None:
         """Add bytes."""
+        self._empty = self._empty and not data
         begin = 0
         if self._filled:
             begin = min(self._block - self._filled, len(data))
@@ -200,12 +268,12 @@ class BlockHasher:
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """The checksums of all blocks; no bytes can be added afterwards."""
-        if self._filled:
+        if self._filled and not self._empty:
             self._finish()
         return np.array(self._digests, np.uint64)
 
 
-def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, digests: npt.NDArray[np.uint64]) -> list[int]:
+def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, before: int, digests: npt.NDArray[np.uint64]) -> list[int]:
     """Read bytes of an open file, and return the numbers of the blocks that differ from their checksums.
 
     Args:
@@ -213,18 +281,19 @@ def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, digest
         offset: of the first byte.
         size: number of bytes.
         block_bytes: bytes of a block.
+        before: bytes by which the first block is shorter.
         digests: of the blocks.
     """
-    found = read_digests(handle, offset, size, block_bytes)
+    found = read_digests(handle, offset, size, block_bytes, before)
     return [int(number) for number in np.flatnonzero(found != digests)]
 
 
-def read_digests(handle: int, offset: int, size: int, block_bytes: int) -> npt.NDArray[np.uint64]:
+def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: int) -> npt.NDArray[np.uint64]:
     """Read bytes of an open file and return the checksums of their blocks; missing bytes of a short file are left out."""
-    hasher, end = BlockHasher(block_bytes), offset + size
+    hasher, end = BlockHasher(block_bytes, before), offset + size
     while offset < end and (data := os.pread(handle, min(_PIECE, end - offset), offset)):
         hasher.update(memoryview(data))
         offset += len(data)
     found = hasher.digests()
-    missing = count_blocks(size, block_bytes) - len(found) if size else 0
+    missing = count_blocks(size, block_bytes, before) - len(found)
     return np.concatenate([found, np.zeros(missing, np.uint64)]) if missing > 0 else found

@@ -5,7 +5,8 @@ The words, after those of parallel/pieces.py:
 - A *box* is the piece of a full weight that a rank holds: for each dim, the first and the last + 1 index.
 - A *run* is `[start, start + count)` of the elements of a flattened box.
 - A *part* is a run of a box that one file stores, in one or several *kinds* (the weight and the state of the optimizer).
-- The bytes of a part and kind are divided into *blocks* with a checksum each, so that a reader can verify what it reads.
+- The bytes of a part and kind are divided into *blocks* with a checksum each, so that a reader can verify what it reads. Blocks are
+  counted from the first element of the box, so that they end where slices of its rows end; the first block of a part may be shorter.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Box = tuple[tuple[int, int], ...]
 DIMS = 3
 #: Offset in the file of a kind that is not stored.
 NOT_STORED = 2**64 - 1
-#: Bytes of a block, and the least of a weight whose rows are sliced.
-BLOCK, SMALLEST_BLOCK = 1 << 20, 4 << 10
-#: Blocks for each row of a weight whose rows are sliced.
-BLOCKS_PER_ROW = 16
+#: The most and the least bytes of a block; a checksum has 8 bytes.
+BLOCK, SMALLEST_BLOCK = 1 << 20, 512
+#: Blocks of a weight, and of each row of a weight whose rows are sliced, at least.
+BLOCKS_PER_WEIGHT, BLOCKS_PER_ROW = 4096, 16
 #: Bytes of an element, by the name of its dtype in safetensors.
 ITEM_SIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -65,6 +66,10 @@ class Part:
         """Bytes of one kind."""
         return self.count * ITEM_SIZE[self.dtypes[kind]]
 
+    def before(self, kind: str) -> int:
+        """Bytes by which the first block of one kind is shorter than the others."""
+        return self.start * ITEM_SIZE[self.dtypes[kind]] % self.block_bytes
+
 
 def row_dtype(kinds: int) -> np.dtype[Any]:
     """The fields of a row of parts.npy.
@@ -81,22 +86,24 @@ def row_dtype(kinds: int) -> np.dtype[Any]:
 def block_bytes(shape: Sequence[int], sliced_dim: int, item_size: int) -> int:
     """Bytes of a block of a weight; it does not depend on the layout.
 
-    A reader of a slice along an inner dim wants a fraction of each row, and has to read whole blocks.
+    A reader has to read whole blocks: at both ends of a run, or, of a slice along an inner dim, of each row.
 
     Args:
         shape: of the full weight.
         sliced_dim: the largest dim that tensor parallelism slices; 0 also for none.
         item_size: bytes of an element of the weight.
     """
+    most = max(prod(shape) * item_size // BLOCKS_PER_WEIGHT, 1)
+    block = min(max(1 << most.bit_length() - 1, SMALLEST_BLOCK), BLOCK)
     if sliced_dim == 0:
-        return BLOCK
+        return block
     row = prod(shape[sliced_dim:]) * item_size
-    return min(max(row // BLOCKS_PER_ROW // item_size * item_size, SMALLEST_BLOCK), BLOCK)
+    return min(max(row // BLOCKS_PER_ROW // item_size * item_size, SMALLEST_BLOCK), block)
 
 
-def count_blocks(size: int, block: int) -> int:
-    """Number of blocks of `size` bytes, the last one may be shorter."""
-    return -(-size // block)
+def count_blocks(size: int, block: int, before: int = 0) -> int:
+    """Number of blocks of `size` bytes, the first of which is shorter by `before`, and the last one may be shorter."""
+    return -(-(before + size) // block) if size else 0
 
 
 def digest_of(digests: npt.NDArray[np.uint64]) -> int:

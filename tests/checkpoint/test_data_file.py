@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.checkpoint import data_file
-from pipeline.checkpoint.parts import NOT_STORED, Part
+from pipeline.checkpoint.parts import NOT_STORED, Part, count_blocks
 
 
 def part(name: str, count: int, kinds: dict[str, str], block_bytes: int = 64) -> Part:
@@ -36,6 +36,12 @@ def write(path: Path, parts: list[Part], buffer_bytes: int = 50) -> tuple[data_f
     return data_file.write(path, parts, read), contents
 
 
+def block_digests(content: bytes, block: int, before: int) -> list[int]:
+    """Of blocks that are counted from `before` bytes before the content."""
+    ends = [*range(block - before, len(content), block), len(content)]
+    return [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in zip([0, *ends], ends, strict=False) if a < b]
+
+
 def test_a_file_is_safetensors_and_its_places_are_right(tmp_path: Path) -> None:
     parts = [part("a", 33, FROZEN), part("b", 40, TRAINED), part("c", 1, TRAINED), part("d", 0, TRAINED)]
     written, contents = write(tmp_path / "file", parts)
@@ -49,32 +55,33 @@ def test_a_file_is_safetensors_and_its_places_are_right(tmp_path: Path) -> None:
     for (number, kind), content in contents.items():
         offset, block, checksum = (int(value) for value in written.places[number, written.kinds.index(kind)])
         assert raw[offset : offset + len(content)] == content
-        expected = [xxhash.xxh3_64_intdigest(content[i : i + 64]) for i in range(0, len(content), 64)]
+        expected = block_digests(content, 64, parts[number].before(kind))
         assert digests[block : block + len(expected)].tolist() == expected
         assert checksum == xxhash.xxh3_64_intdigest(np.array(expected, "<u8").tobytes())
     assert written.places[0, 1].tolist() == [NOT_STORED, 0, 0], "a frozen weight has no moments"
 
 
-@given(st.integers(1, 40), st.integers(0, 200), st.lists(st.integers(1, 90)))
-def test_checksums_do_not_depend_on_the_buffers(block: int, size: int, cuts: list[int]) -> None:
+@given(st.integers(1, 40), st.integers(0, 39), st.integers(0, 200), st.lists(st.integers(1, 90)))
+def test_checksums_do_not_depend_on_the_buffers(block: int, before: int, size: int, cuts: list[int]) -> None:
     content = memoryview(np.random.default_rng(size).bytes(size))
-    hasher, start = data_file.BlockHasher(block), 0
+    hasher, start = data_file.BlockHasher(block, before % block), 0
     for cut in [*cuts, size]:
         hasher.update(content[start : start + cut])
         start += cut
-    assert hasher.digests().tolist() == [xxhash.xxh3_64_intdigest(content[i : i + block]) for i in range(0, size, block)]
+    assert hasher.digests().tolist() == block_digests(content, block, before % block)
+    assert count_blocks(size, block, before % block) == len(hasher.digests())
 
 
 def test_a_flipped_byte_and_a_short_file_name_their_blocks(tmp_path: Path) -> None:
     written, contents = write(tmp_path / "file", [part("a", 100, TRAINED)])
     offset, size = int(written.places[0, 0, 0]), len(contents[0, "weight"])
     handle = os.open(tmp_path / "file", os.O_RDWR)
-    digests = data_file.read_digests(handle, offset, size, 64)
-    assert data_file.damaged_blocks(handle, offset, size, 64, digests) == []
+    digests = data_file.read_digests(handle, offset, size, 64, 12)
+    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == []
     os.pwrite(handle, b"?", offset + 130)
-    assert data_file.damaged_blocks(handle, offset, size, 64, digests) == [2]
+    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == [2]
     os.ftruncate(handle, offset + 200)
-    assert data_file.damaged_blocks(handle, offset, size, 64, digests) == [2, 3, 4, 5, 6]
+    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == [2, 3, 4, 5, 6]
     os.close(handle)
 
 
