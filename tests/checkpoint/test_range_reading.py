@@ -78,7 +78,13 @@ def save(folder: Path, weights: dict[str, dict[str, Tensor]], held: dict[str, li
 def runs_of(weights: dict[str, dict[str, Tensor]], held: dict[str, list[list[Held]]], rank: int) -> list[Run]:
     """What a rank of a layout wants, in fresh tensors."""
     return [
-        Run(name, tuple(weights[name]["weight"].shape), h.box, h.start, {k: torch.full((h.count,), -1.0).to(v.dtype) for k, v in weights[name].items()})
+        Run(
+            name,
+            tuple(weights[name]["weight"].shape),
+            h.box,
+            h.start,
+            {k: torch.full((h.count,), -1.0).to(v.dtype) for k, v in weights[name].items()},
+        )
         for name, ranks in held.items()
         for h in (ranks[rank] if rank < len(ranks) else ())
     ]
@@ -91,7 +97,9 @@ def check(weights: dict[str, dict[str, Tensor]], runs: list[Run]) -> None:
             assert torch.equal(values, values_of(weights[run.name][kind], held)), (run.name, kind, held)
 
 
-def random_weight(shape: Sequence[int], kinds: Sequence[str] = ("weight", "exp_avg"), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_weight(
+    shape: Sequence[int], kinds: Sequence[str] = ("weight", "exp_avg"), dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     return {kind: torch.randn(*shape).to(dtype) for kind in kinds}
 
 
