@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
 
 from pipeline import stages
 from pipeline.checkpoint import native
 from pipeline.checkpoint.native import Index
 from pipeline.common.ranks import Ranks
+from pipeline.config import compose
 from pipeline.config.rules import check
 from pipeline.training import run as training_run
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from tests.helpers import free_port
-from tests.world import configured
+from tests.world import composition
 
 TINY = (
     *("model=gpt-tiny", "model.layers=1", "model.hidden=16", "model.ffn_hidden=32", "model.heads=2", "model.vocab_size=320"),
@@ -26,7 +31,12 @@ TINY = (
 
 def run(stage: str, run_dir: Path, *settings: object) -> Any:
     """Check the configuration of a tiny model, run a stage in this process, and return the configuration."""
-    config = configured(f"stage={stage}", *TINY, f"run_dir={run_dir}", *map(str, settings))
+    words = [f"run_dir={run_dir}", *map(str, settings)]
+    chosen = [word for word in words if word.startswith("model=")]
+    composed = copy.deepcopy(composition((f"stage={stage}", *TINY, *chosen)))  # composing takes longer than training
+    for key, _, value in (word.partition("=") for word in words if word not in chosen):
+        OmegaConf.update(composed, key, yaml.safe_load(value))
+    config = compose.to_run_config(composed)
     check.check(config, 1)
     ranks = Ranks(master_port=free_port())
     if stage == "pretrain":
