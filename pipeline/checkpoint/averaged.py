@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from pipeline.checkpoint.native import EMA
 from pipeline.checkpoint.reader import Checkpoint, Run
@@ -12,16 +11,19 @@ from pipeline.common.errors import UserError
 
 
 class AveragedCheckpoint(Checkpoint):
-    """A checkpoint that is read with its averaged weights; one that has no average, such as a frozen one, is read as it is.
+    """A checkpoint that is read with its averaged weights; a weight that has no average, such as a frozen one, is read as it is.
+
+    Args:
+        checkpoint: the checkpoint, whose open files are used.
 
     Raises:
         UserError: it has no averaged weights.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        vars(self).update(vars(checkpoint))
         if not any(self.has(name, EMA) for name in self.names()):
-            rule = f"requires averaged weights, and {path} has none: its run had no training.ema"
+            rule = f"requires averaged weights, and {self.path} has none: its run had no training.ema"
             raise UserError.of("stage.weights", EMA, rule, "set stage.weights=trained, or train with training.ema=0.999")
 
     def read(self, runs: Iterable[Run]) -> None:
@@ -35,9 +37,9 @@ class AveragedCheckpoint(Checkpoint):
         super().read(mapped)
 
 
-def open_checkpoint(path: Path, weights: str) -> Checkpoint:
-    """Open a checkpoint with the weights that stage.weights names; raises as AveragedCheckpoint."""
-    return AveragedCheckpoint(path) if weights == EMA else Checkpoint(path)
+def chosen(checkpoint: Checkpoint, weights: str) -> Checkpoint:
+    """Return a checkpoint with the weights that stage.weights names; raises as AveragedCheckpoint."""
+    return AveragedCheckpoint(checkpoint) if weights == EMA else checkpoint
 
 
 def settings_of(weights: str) -> dict[str, str]:

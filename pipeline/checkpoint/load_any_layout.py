@@ -21,7 +21,10 @@ def open_on_all_ranks(path: Path) -> Checkpoint:
     Raises:
         DamagedCheckpointError: on every rank: the index is not readable.
     """
-    return Checkpoint(path, on_rank_0(lambda: read_contents(path)))
+    try:
+        return Checkpoint(path, on_rank_0(lambda: read_contents(path)))
+    except UserError as error:
+        raise DamagedCheckpointError(error.violations) from error
 
 
 def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoint import peft_format
-from pipeline.checkpoint.averaged import open_checkpoint, settings_of
+from pipeline.checkpoint.averaged import chosen, settings_of
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, lora_of, saved_weights
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.reader import Checkpoint
@@ -34,7 +34,7 @@ def export_adapter(path: Path, output: Path, weights: str = "trained") -> None:
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
-    checkpoint = open_checkpoint(path, weights)
+    checkpoint = chosen(Checkpoint(path), weights)
     model = config_classes.from_dict(checkpoint.config["model"])
     if getattr(model, "labels", []):
         rule = "would leave out the head of the classifier, which is trained beside the adapter"

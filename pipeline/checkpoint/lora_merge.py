@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.averaged import open_checkpoint
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, check_base
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint, Run
@@ -73,18 +72,17 @@ class MergedWeights:
         return name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters)
 
 
-def open_merged(path: Path, folder: str | None, weights: str = "trained") -> MergedWeights:
+def open_merged(source: Path | Checkpoint, folder: str | None) -> MergedWeights:
     """Open a checkpoint with an adapter merged into its weights.
 
     Args:
-        path: the checkpoint.
+        source: the checkpoint, or its folder.
         folder: an adapter in PEFT's format (stage.adapter), None for none.
-        weights: stage.weights.
 
     Raises:
-        UserError: the adapter is of another base, or cannot be read; or as open_checkpoint.
+        UserError: the adapter is of another base, or cannot be read; or as Checkpoint.
     """
-    checkpoint = open_checkpoint(path, weights)
+    checkpoint = Checkpoint(source) if isinstance(source, Path) else source
     if folder is None:
         return MergedWeights(checkpoint)
     model = config_classes.from_dict(checkpoint.config["model"])

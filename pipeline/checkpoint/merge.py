@@ -27,14 +27,16 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from pipeline.common.progress import Progress
 from pipeline.config.lora import is_adapter
+from pipeline.models import config_classes, registry
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece
 
 log = logging.getLogger("pipeline")
 
 #: Elements that are averaged at a time, fp64.
 CHUNK = 1 << 24
-#: Bytes of a file of the merged checkpoint.
-FILE_BYTES = 5 * 10**9
+#: Bytes at which a file of the merged checkpoint is ended.
+FILE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,15 @@ def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BY
     newest = max(reversed(checkpoints), key=lambda checkpoint: checkpoint.step)  # of equal steps, the one that is named last
     members = [{"path": str(s.checkpoint.path.resolve()), "step": s.checkpoint.step, "weight": s.weight} for s in sources]
     parent = {"path": str(newest.path.resolve()), "step": newest.step, "how": "merge", "members": members}
-    with merged_run.claimed(run_dir, newest.step, parent) as complete:
-        if complete is not None:
-            log.info("%s is complete, nothing to do", complete)
-            return complete
-        kinds = _kinds(checkpoints)
-        config = merged_run.write_settings(newest, run_dir)
-        index = native.Index(newest.train_state, config, newest.data, parent=parent)
-        elements = {name: torch.Size(newest.shape(name)).numel() for name in newest.names()}
-        with Progress(sum(elements.values()), "merge", "elements", every=10.0) as progress:
-            path = save.save_full(run_dir, index, _fragments(sources, kinds, elements, progress), file_bytes)
+    if (complete := merged_run.find_complete(run_dir, newest.step, parent)) is not None:
+        log.info("%s is complete, nothing to do", complete)
+        return complete
+    kinds = _kinds(checkpoints)
+    config = merged_run.write_settings(newest, run_dir)
+    index = native.Index(newest.train_state, config, newest.data, parent=parent)
+    elements = {name: torch.Size(newest.shape(name)).numel() for name in newest.names()}
+    with Progress(sum(elements.values()), "merge", "elements", every=10.0) as progress:
+        path = save.save_full(run_dir, index, _fragments(sources, kinds, elements, progress), file_bytes)
     log.info("wrote %s, the mean of %s", path, ", ".join(f"{s.weight:.4g} x {s.checkpoint.path}" for s in sources))
     return path
 
@@ -131,13 +132,14 @@ def _kinds(checkpoints: Sequence[Checkpoint]) -> list[str]:
 
 def _fragments(sources: Sequence[Source], kinds: Sequence[str], elements: dict[str, int], progress: Progress) -> Iterator[Fragment]:
     """Yield every weight with its kinds of tensors, merged when it is used."""
-    lora = lora_of(sources[0].checkpoint.config)
+    config = sources[0].checkpoint.config
+    lora, table = lora_of(config), registry.family_of(config_classes.from_dict(config["model"])).tensor_parallel
     for name, count in elements.items():
         shape = sources[0].checkpoint.shape(name)
         stored = [kind for kind in kinds if all(source.checkpoint.has(name, kind) for source in sources)]
         is_base = bool(lora.rank) and not is_adapter(name) and not lora.saves(name)
         tensors: dict[str, Any] = {kind: _mean(sources, name, shape, kind, same=is_base) for kind in stored}
-        yield Fragment(Piece(name, shape), 0, tensors, owned=True)
+        yield Fragment(Piece(name, shape, role=role(table, name)), 0, tensors)
         progress.advance(count, name)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,15 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoint import imported, native
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.common import locks
-from pipeline.common.atomic_files import atomic_file, atomic_folder
+from pipeline.common.atomic_files import atomic_file, atomic_folder, make_folder
 from pipeline.common.errors import UserError
 
 #: Files and folders of a run directory.
 CONFIG, TOKENIZER = "config.yaml", "tokenizer"
 
 
-@contextmanager
-def claimed(run_dir: Path, step: int, parent: dict[str, Any]) -> Iterator[Path | None]:
-    """Create and lock the run directory while the block runs; yield its checkpoint if it is complete already, else None.
+def find_complete(run_dir: Path, step: int, parent: dict[str, Any]) -> Path | None:
+    """Return the merged checkpoint if it is complete already.
 
     Args:
         run_dir: the run directory.
@@ -30,14 +26,16 @@ def claimed(run_dir: Path, step: int, parent: dict[str, Any]) -> Iterator[Path |
         parent: Index.parent of the merged checkpoint.
 
     Raises:
-        UserError: the directory has other checkpoints, or another job uses it.
+        UserError: the directory has other checkpoints, or cannot be written.
     """
-    with locks.claimed(run_dir, "--output"):
-        complete, path = native.complete(run_dir), native.folder_of(run_dir, step)
-        if complete and (path not in complete or native.read_index(path).parent != parent):
-            rule = f"contains the checkpoints of another run, the newest of step {native.step_of(complete[-1])}"
-            raise UserError.of("--output", run_dir, rule, "choose a new run directory")
-        yield path if complete else None
+    complete, path = native.complete(run_dir), native.folder_of(run_dir, step)
+    if not complete:
+        make_folder(run_dir)
+        return None
+    if path in complete and native.read_index(path).parent == parent:
+        return path
+    rule = f"contains the checkpoints of another run, the newest of step {native.step_of(complete[-1])}"
+    raise UserError.of("--output", run_dir, rule, "choose a new run directory")
 
 
 def write_settings(newest: Checkpoint, run_dir: Path) -> dict[str, Any]:

@@ -138,8 +138,10 @@ def _blocks(source: Source, number: int) -> Integers:
 
 def _read_gaps(spans: list[Integers], wanted: int) -> list[npt.NDArray[np.bool_]]:
     """For each file and span, whether the gap before the span is read: the smallest gaps, as far as the limit allows."""
+    if not spans:
+        return []
     gaps = [np.concatenate([[GAP + 1], found[1:, 0] - found[:-1, 1]]) for found in spans]
-    together = np.concatenate(gaps) if gaps else np.zeros(0, np.int64)
+    together = np.concatenate(gaps)
     allowed = LIMIT * wanted - sum(int((found[:, 1] - found[:, 0]).sum()) for found in spans)
     order = np.argsort(together, kind="stable")
     small = np.zeros(len(together), np.bool_)

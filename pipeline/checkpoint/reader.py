@@ -187,7 +187,7 @@ class Checkpoint:
 
 def _is_staged(values: Tensor | NF4Weight, dtype: torch.dtype) -> bool:
     """Whether elements of a dtype cannot be read into the memory of a tensor."""
-    return not isinstance(values, Tensor) or values.device.type != "cpu" or values.dtype != dtype or not values.is_contiguous()
+    return not isinstance(values, Tensor) or values.device.type != "cpu" or values.dtype != dtype or values.stride() != (1,)
 
 
 def _in_parts(values: Tensor | NF4Weight, dtype: torch.dtype) -> Iterable[tuple[int, Tensor | NF4Weight]]:

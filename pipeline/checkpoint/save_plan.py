@@ -55,18 +55,18 @@ class Share:
 def plan(held: Sequence[Held]) -> list[Share]:
     """Return the parts that this rank writes of its fragments.
 
-    The fragments that the same ranks hold are lined up, in their order, and each of these ranks writes an equal share of their bytes,
+    The fragments that the same ranks hold are lined up by name, and each of these ranks writes an equal share of their bytes,
     to the element.
 
     Args:
-        held: the fragments of this rank; the ranks that hold the same fragments pass them in the same order.
+        held: the fragments of this rank, one of each weight.
 
     Returns:
         The parts, in the order of the fragments.
     """
     groups: dict[str, list[int]] = {}
-    for number, fragment in enumerate(held):
-        groups.setdefault(fragment.group, []).append(number)
+    for number in sorted(range(len(held)), key=lambda number: held[number].name):  # pipeline stages have them in another order
+        groups.setdefault(held[number].group, []).append(number)
     return sorted((share for members in groups.values() for share in _shares(held, members)), key=lambda share: share.fragment)
 
 

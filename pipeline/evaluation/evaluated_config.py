@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.averaged import open_checkpoint
+from pipeline.checkpoint.averaged import chosen
+from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import TrainState
@@ -74,8 +75,8 @@ def load(config: RunConfig, stage: Evaluate, trainer: Trainer, path: Path) -> Tr
         UserError: as the functions that it calls.
     """
     if config.lora.adapter is not None:
-        checkpoint = open_checkpoint(path, stage.weights)
+        checkpoint = chosen(open_on_all_ranks(path), stage.weights)
         resume.initialize(config, trainer, checkpoint)
         return checkpoint.train_state
-    merged = not config.lora.rank
-    return resume.load(trainer, open_merged(path, stage.adapter, stage.weights) if merged else open_checkpoint(path, stage.weights))
+    checkpoint = chosen(open_on_all_ranks(path), stage.weights)
+    return resume.load(trainer, checkpoint if config.lora.rank else open_merged(checkpoint, stage.adapter))

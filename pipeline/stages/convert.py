@@ -61,7 +61,7 @@ def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
 
-    checkpoint = open_merged(path, stage.adapter, stage.weights)
+    checkpoint = open_merged(averaged.chosen(reader.Checkpoint(path), stage.weights), stage.adapter)
     model = config_classes.from_dict(checkpoint.config["model"])
     original = _original(checkpoint, model, tokenizer)
     checks = [

@@ -16,7 +16,7 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
-from pipeline.training.buckets import build_buckets, is_primary_copy
+from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
@@ -101,7 +101,6 @@ class ReplicatedEngine(Engine):
     def fragments(self) -> list[Fragment]:
         """See Engine."""
         create_state(self._optimizer, self._kind, self._masters)
-        first = self._mesh.data.rank() == 0
         learned = [
             Fragment(
                 self.model.pieces[parameter],
@@ -111,7 +110,7 @@ class ReplicatedEngine(Engine):
                     **{name: self._optimizer.state[master][name].view(-1) for name in self._kind.state},
                     **self._average.tensors(index),
                 },
-                owned=first and is_primary_copy(self.model.pieces[parameter], self._mesh),
+                *replica_of(self.model.pieces[parameter], self._mesh),
             )
             for index, (parameter, master) in enumerate(zip(self._parameters, self._masters, strict=True))
         ]

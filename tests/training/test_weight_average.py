@@ -78,9 +78,7 @@ def as_weights(averaged, tmp_path_factory) -> Path:
     folder, checkpoint = tmp_path_factory.mktemp("as_weights") / "run", at(averaged, 4)
     index = native.Index(checkpoint.train_state, checkpoint.config, checkpoint.data)
     weights = ((name, checkpoint.tensor(name, "ema")) for name in checkpoint.names())
-    save.save_full(
-        folder, index, [Fragment(Piece(name, tuple(w.shape)), 0, {"weight": w.view(-1)}, owned=True) for name, w in weights], 10**9
-    )
+    save.save_full(folder, index, [Fragment(Piece(name, tuple(w.shape)), 0, {"weight": w.view(-1)}) for name, w in weights], 10**9)
     return folder
 
 
