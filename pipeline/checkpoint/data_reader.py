@@ -113,7 +113,9 @@ class DataFiles:
             for first in range(0, len(plans), OPEN_FILES):
                 group = plans[first : first + OPEN_FILES]
                 self._keep_open({plan.file for plan in group})
-                for found in pool.map(partial(self._read_chunk, buffers), self._tasks(group, damaged)):
+                tasks = list(self._tasks(group, damaged))
+                run = pool.map if len(tasks) > 1 else map
+                for found in run(partial(self._read_chunk, buffers), tasks):
                     damaged += found
         return damaged
 
