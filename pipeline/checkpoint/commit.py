@@ -22,6 +22,7 @@ from pipeline.checkpoint import catalog, checked_json, native
 from pipeline.checkpoint.catalog import INDEX, Pending, folder_of
 from pipeline.checkpoint.native import PARTS, Index, PartsEntry
 from pipeline.checkpoint.records import failure_name, merge, record_name
+from pipeline.checkpoint.stored_runs import runs_of_rows
 from pipeline.checkpoint.verify import damages
 from pipeline.common.atomic_files import atomic_file, publish_folder
 
@@ -153,6 +154,8 @@ def _obstacle(folder: Path, writers: int) -> str | None:
         if without:
             return f"{len(without)} of {writers} records are missing, the first is that of writer {without[0]}"
         merged = merge(folder, writers)
-        return next(damages(folder, merged.files, merged.kinds, merged.tensors, merged.rows), None)
+        runs = list(runs_of_rows(merged.rows, merged.kinds, merged.tensors))
+        damage = next(damages(folder, merged.files, merged.tensors, runs), None)
+        return None if damage is None else str(damage)
     except (OSError, ValueError) as error:
         return str(error)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import inspection, native, parts, stored_runs
-from pipeline.checkpoint.inspection import Contents
+from pipeline.checkpoint.inspection import Summary
 from pipeline.checkpoint.reader import Checkpoint
 
 #: Elements that are compared at a time.
@@ -80,30 +80,29 @@ def compare(
     Raises:
         UserError: one of them is damaged.
     """
-    contents = inspection.read(a), inspection.read(b)
-    found = Difference(_settings(*contents) if settings else {})
+    both = inspection.read(a), inspection.read(b)
+    found = Difference(_settings(*both) if settings else {})
     if tensors:
         readers = Checkpoint(a), Checkpoint(b)
-        for name in sorted(contents[0].weights.keys() | contents[1].weights.keys()):
+        for name in sorted(both[0].weights.keys() | both[1].weights.keys()):
             progress(name)
-            _compare_weight(name, contents, readers, found)
+            _compare_weight(name, both, readers, found)
     return found
 
 
-def _settings(a: Contents, b: Contents) -> dict[str, tuple[Any, Any]]:
+def _settings(a: Summary, b: Summary) -> dict[str, tuple[Any, Any]]:
     """The settings that differ: dotted key -> values of both."""
-    both = []
-    for contents in (a, b):
-        index = contents.index
-        both.append(dict(inspection.flat_settings(index.config)))
-        both[-1] |= {f"train_state.{name}": value for name, value in dataclasses.asdict(index.train_state).items()}
-        both[-1]["data fingerprint"] = index.data
-    return {key: (old, new) for key in sorted(both[0] | both[1]) if (old := both[0].get(key, ABSENT)) != (new := both[1].get(key, ABSENT))}
+    old, new = (
+        dict(inspection.flat_settings({**side.index.config, "train_state": dataclasses.asdict(side.index.train_state)}))
+        | {"data fingerprint": side.index.data}
+        for side in (a, b)
+    )
+    return {key: values for key in sorted(old | new) if (values := (old.get(key, ABSENT), new.get(key, ABSENT)))[0] != values[1]}
 
 
-def _compare_weight(name: str, contents: tuple[Contents, Contents], readers: tuple[Checkpoint, Checkpoint], found: Difference) -> None:
+def _compare_weight(name: str, both: tuple[Summary, Summary], readers: tuple[Checkpoint, Checkpoint], found: Difference) -> None:
     """Compare all kinds of a weight."""
-    sides = [side.weights.get(name) for side in contents]
+    sides = [side.weights.get(name) for side in both]
     for kind in dict.fromkeys(kind for side in sides if side for kind in side.kinds):
         lacking = [which for which, side in zip("AB", sides, strict=True) if side is None or kind not in side.kinds]
         shapes = [side.shape for side in sides if side]
@@ -111,7 +110,7 @@ def _compare_weight(name: str, contents: tuple[Contents, Contents], readers: tup
             found.tensors.append(TensorDifference(name, kind, f"not in {lacking[0]}"))
         elif shapes[0] != shapes[1]:
             found.tensors.append(TensorDifference(name, kind, f"shape {list(shapes[0])} and {list(shapes[1])}"))
-        elif _is_stored_alike(name, kind, contents) or not (
+        elif _is_stored_alike(name, kind, both) or not (
             difference := tensor_difference(name, kind, readers[0].tensor(name, kind), readers[1].tensor(name, kind))
         ):
             found.equal += 1
@@ -119,20 +118,20 @@ def _compare_weight(name: str, contents: tuple[Contents, Contents], readers: tup
             found.tensors.append(difference)
 
 
-def _is_stored_alike(name: str, kind: str, contents: tuple[Contents, Contents]) -> bool:
+def _is_stored_alike(name: str, kind: str, both: tuple[Summary, Summary]) -> bool:
     """Whether two tensors are divided alike and have the same checksums, which need not be read then."""
-    entries = [side.index.tensors.get(name) for side in contents]
-    if None in entries or len({(e.digests[kind], e.dtypes[kind], e.block_bytes) for e in entries if e}) > 1:
+    known = {(e.digests.get(kind), e.dtypes[kind], e.block_bytes) for e in (side.index.tensors[name] for side in both)}
+    if len(known) > 1 or None in next(iter(known)):  # format 1 has no digests of tensors
         return False
-    with stored_runs.report_damage(contents[0].path):
-        places = [_places(side, name) for side in contents]
+    with stored_runs.report_damage(both[0].path):
+        places = [_places(side, name) for side in both]
     return places[0] == places[1]
 
 
-def _places(contents: Contents, name: str) -> list[tuple[Any, ...]]:
+def _places(side: Summary, name: str) -> list[tuple[Any, ...]]:
     """Box and run of each part of a weight."""
-    entry = contents.index.tensors[name]
-    rows = parts.read_rows(contents.path / native.PARTS, *entry.rows)
+    entry = side.index.tensors[name]
+    rows = parts.read_rows(side.path / native.PARTS, *entry.rows)
     return [(row["box_start"].tolist(), row["box_stop"].tolist(), int(row["start"]), int(row["count"])) for row in rows]
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint import keeping, native, stored_runs
+from pipeline.checkpoint import keeping, stored_runs
+from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.parts import ITEM_SIZE
-from pipeline.checkpoint.stored_runs import Run
+from pipeline.checkpoint.stored_runs import StoredRun
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_classes
 
@@ -59,7 +60,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Contents:
+class Summary:
     """What a checkpoint contains.
 
     Attributes:
@@ -130,7 +131,7 @@ class Contents:
         }
 
 
-def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object] = lambda _: None) -> Contents:
+def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object] = lambda _: None) -> Summary:
     """Read what a checkpoint contains: the index and, in format 1, the headers of its files; and with `norms` all of its bytes.
 
     Args:
@@ -141,24 +142,21 @@ def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object]
     Raises:
         UserError: the index, parts.npy, a header or a file is damaged.
     """
-    index = native.read_index(folder)
+    contents = read_contents(folder)
+    index = contents.index
     weights: dict[str, Weight] = {}
-    if index.format == 1 or norms:
+    for name, entry in index.tensors.items():
+        weights[name] = Weight(entry.shape, {kind: Kind(dtype, prod(entry.shape)) for kind, dtype in entry.dtypes.items()})
+    if norms:
         with stored_runs.report_damage(folder):
-            for run in stored_runs.runs(folder, index):
-                kind = weights.setdefault(run.name, Weight(run.shape)).kinds.setdefault(run.kind, Kind(run.dtype))
-                kind.elements += run.count
-                if norms:
-                    _add_values(kind, folder / index.files[run.file].name, run)
-                    progress(run.bytes)
-    else:
-        for name, entry in index.tensors.items():
-            weights[name] = Weight(entry.shape, {kind: Kind(dtype, prod(entry.shape)) for kind, dtype in entry.dtypes.items()})
+            for run in stored_runs.runs(folder, contents):
+                _add_values(weights[run.name].kinds[run.kind], folder / index.files[run.file].name, run)
+                progress(run.bytes)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    return Contents(folder, index, dict(sorted(weights.items())), files, keeping.name_of(folder))
+    return Summary(folder, index, dict(sorted(weights.items())), files, keeping.name_of(folder))
 
 
-def _add_values(kind: Kind, path: Path, run: Run) -> None:
+def _add_values(kind: Kind, path: Path, run: StoredRun) -> None:
     """Add the values of a run to the sums of its kind."""
     kind.squares = kind.squares or 0.0
     for values in stored_runs.values(path, run):

@@ -141,9 +141,12 @@ def read_rows(path: Path, first: int = 0, last: int | None = None) -> np.ndarray
         ValueError: the file is no array of rows, or too short.
     """
     with open(path, "rb") as handle:
-        version = np.lib.format.read_magic(handle)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(handle)
+        try:
+            version = np.lib.format.read_magic(handle)
+            read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read_header(handle)
+        except Exception as error:  # numpy parses the header as Python: a damaged one raises whatever the parser raises
+            raise ValueError(f"{path.name}: its header is damaged") from error
         last = shape[0] if last is None else last
         handle.seek(first * dtype.itemsize, 1)
         rows = np.fromfile(handle, dtype, last - first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +15,8 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.checkpoint import native, parts
-from pipeline.checkpoint.native import Index
+from pipeline.checkpoint.contents import Contents
+from pipeline.checkpoint.native import Index, TensorEntry
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box
 from pipeline.common.errors import DamagedCheckpointError
 
@@ -27,7 +28,7 @@ _NUMPY |= {"I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"}
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run of the elements of a box of a full weight, of one kind, in a file (words: parts.py).
 
     Attributes:
@@ -57,9 +58,14 @@ class Run:
     xxh3: int | None = None
 
     @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
+
+    @property
     def bytes(self) -> int:
         """Bytes in the file."""
-        return self.count * ITEM_SIZE[self.dtype]
+        return self.count * self.item_size
 
     def where(self, first: int, last: int) -> str:
         """Name elements `first : last` of the run, for messages: in the flattened full weight where they are contiguous there."""
@@ -88,22 +94,22 @@ def report_damage(folder: Path) -> Iterator[None]:
         raise DamagedCheckpointError.of("checkpoint", folder, f"is not readable: {error}", fix) from error
 
 
-def runs(folder: Path, index: Index) -> Iterator[Run]:
-    """The runs of a checkpoint, tensor by tensor (format 2) or file by file (format 1).
+def runs(folder: Path, contents: Contents) -> Iterator[StoredRun]:
+    """The runs of a checkpoint, weight by weight.
 
     Raises:
-        ValueError: parts.npy, or the header of a file, is not readable or contradicts the index.
-        OSError: a file cannot be opened.
+        ValueError: parts.npy is damaged.
+        OSError: it cannot be opened.
     """
-    if index.format == 1:
-        for number, file in enumerate(index.files):
-            yield from _runs_of_file(folder / file.name, number)
+    index = contents.index
+    if contents.rows is not None:
+        yield from runs_of_rows(contents.rows, index.kinds, index.tensors)
     else:
         for name in index.tensors:
             yield from runs_of_tensor(folder, index, name)
 
 
-def runs_of_tensor(folder: Path, index: Index, name: str) -> Iterator[Run]:
+def runs_of_tensor(folder: Path, index: Index, name: str) -> Iterator[StoredRun]:
     """The runs of a weight of format 2, in the order of the rows.
 
     Raises:
@@ -114,14 +120,24 @@ def runs_of_tensor(folder: Path, index: Index, name: str) -> Iterator[Run]:
     rows = parts.read_rows(folder / native.PARTS, *entry.rows)
     if f"{xxhash.xxh3_64_intdigest(rows.tobytes()):016x}" != entry.rows_xxh3:
         raise ValueError(f"{native.PARTS}: rows {entry.rows[0]} to {entry.rows[1] - 1} do not match their checksum")
+    yield from runs_of_rows(rows, index.kinds, index.tensors)
+
+
+def runs_of_rows(rows: np.ndarray, kinds: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterator[StoredRun]:
+    """The runs that rows of parts.npy describe.
+
+    Args:
+        rows: in any order.
+        kinds: of the checkpoint, in the order of the index.
+        tensors: of the checkpoint, in the order of the index.
+    """
+    entries = list(tensors.items())
     for row in rows:
-        box = parts.box_of(row, len(entry.shape))
-        for number, kind in enumerate(index.kinds):
-            if (offset := int(row["offset"][number])) != NOT_STORED:
-                yield Run(
-                    name, kind, entry.shape, box, int(row["start"]), int(row["count"]), entry.dtypes[kind], int(row["file"]), offset,
-                    int(row["block"][number]), int(row["xxh3"][number]),
-                )  # fmt: skip
+        name, entry = entries[row["tensor"]]
+        box, start, count, file = parts.box_of(row, len(entry.shape)), int(row["start"]), int(row["count"]), int(row["file"])
+        for kind, offset, block, xxh3 in zip(kinds, row["offset"].tolist(), row["block"].tolist(), row["xxh3"].tolist(), strict=True):
+            if offset != NOT_STORED:
+                yield StoredRun(name, kind, entry.shape, box, start, count, entry.dtypes[kind], file, offset, block, xxh3)
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
@@ -142,18 +158,7 @@ def header(path: Path) -> tuple[dict[str, Any], int]:
     return content, 8 + size
 
 
-def _runs_of_file(path: Path, number: int) -> Iterator[Run]:
-    """The runs of a file of format 1, in the order of the file."""
-    content, first = header(path)
-    geometries = json.loads(content.pop("__metadata__")["fragments"])
-    for key, entry in sorted(content.items(), key=lambda item: item[1]["data_offsets"]):
-        kind, _, name = key.partition("/")
-        piece, start, count = native.piece_of(name, geometries[name])
-        box = tuple((piece.start(dim), piece.start(dim) + size) for dim, size in enumerate(piece.shape))
-        yield Run(name, kind, piece.full_shape, box, start, count, entry["dtype"], number, first + entry["data_offsets"][0])
-
-
-def values(path: Path, run: Run) -> Iterator[npt.NDArray[Any]]:
+def values(path: Path, run: StoredRun) -> Iterator[npt.NDArray[Any]]:
     """The elements of a run, flat, a few megabytes at a time.
 
     Raises:

@@ -109,7 +109,7 @@ def test_quoted_run_dir_is_parsed_back(folder: str) -> None:
 
 @pytest.mark.slow
 def test_cooldowns_of_one_trunk_are_a_sweep(tokens: Path, tmp_path: Path) -> None:
-    """Decays of different lengths that end at the same step, from the checkpoints of a trunk at a constant rate: here, and as Slurm jobs."""
+    """Decays of different lengths that end at the same step, from checkpoints of a trunk at a constant rate: here, and as Slurm jobs."""
     run("pretrain", tmp_path / "trunk", f"data.tokens={tokens}", "training.steps=4", "optimizer.schedule=constant")
     fork = f'checkpoint.fork="{tmp_path}/trunk/step-${{add:${{training.steps}},-${{optimizer.decay_steps}}}}"'
     branches = (*TINY, f"data.tokens={tokens}", "optimizer.schedule=wsd", "optimizer.decay_steps=1,2,3", "training.steps=4", fork)
