@@ -108,15 +108,14 @@ def prune(run_dir: Path, keep: int, every: int = 0, needed: Callable[[Path], boo
         needed: whether an older one is kept, too.
 
     Raises:
-        OSError: a folder cannot be removed.
+        OSError: a folder cannot be removed; the next call tries it again.
     """
     catalog = read(run_dir)
     removed = [folder for folder in complete(run_dir)[:-keep] if not (_is_kept(folder, every) or needed(folder))]
-    if removed:
-        remaining = [step for step in catalog.complete if folder_of(run_dir, step) not in removed]
-        write(run_dir, replace(catalog, complete=remaining))
     for folder in removed:
         remove_folder(folder)
+    if removed:
+        write(run_dir, replace(catalog, complete=[step for step in catalog.complete if folder_of(run_dir, step) not in removed]))
 
 
 def _is_kept(folder: Path, every: int) -> bool:

@@ -58,11 +58,15 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
         OSError: the disk is full, or the folder cannot be written.
     """
     folder = partial_folder(run_dir, index.train_state.step, attempt)
-    folder.mkdir(parents=True, exist_ok=True)
-    native.write_index(folder, index, DRAFT)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     pending = Pending(index.train_state.step, folder.name, writers, started)
-    catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        native.write_index(folder, replace(index, versions=index.versions or native.versions()), DRAFT)
+        catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 
@@ -113,33 +117,50 @@ def _finish(run_dir: Path, pending: Pending) -> None:
 
 
 def abandon(run_dir: Path) -> None:
-    """Remove the checkpoint that the catalog names as pending.
+    """Remove the checkpoint that the catalog names as pending. If its folder has its final name already, it is named as complete.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the catalog cannot be written.
     """
     current = catalog.read(run_dir)
-    if current.pending is not None:
-        shutil.rmtree(run_dir / "checkpoints" / current.pending.folder, ignore_errors=True)
-        catalog.write(run_dir, replace(current, pending=None))
+    if current.pending is None:
+        return
+    if _is_published(run_dir, current.pending):
+        _finish(run_dir, current.pending)
+        return
+    shutil.rmtree(run_dir / "checkpoints" / current.pending.folder, ignore_errors=True)
+    catalog.write(run_dir, replace(current, pending=None))
+
+
+def _is_published(run_dir: Path, pending: Pending) -> bool:
+    """Whether the folder of a checkpoint has its final name."""
+    return not (run_dir / "checkpoints" / pending.folder).is_dir() and (folder_of(run_dir, pending.step) / INDEX).is_file()
 
 
 def finish_interrupted(run_dir: Path) -> None:
     """Finish the commit of a job that has died, or remove what it has written. The caller holds the lock of the run directory.
 
-    The commit is finished if all records are there and every byte that they describe has its checksum.
+    The commit is finished if all records are there and every byte that they describe has its checksum. The catalog is then what the
+    folder has: a checkpoint that a user has copied there is found, one that was moved away is not missed.
 
     Raises:
         OSError: a file cannot be written.
     """
+    _finish_pending(run_dir)
+    current, found = catalog.read(run_dir), catalog.listed(run_dir)
+    if current.complete != found:
+        catalog.write(run_dir, replace(current, complete=found))
+
+
+def _finish_pending(run_dir: Path) -> None:
+    """Finish or remove the checkpoint that the catalog names as pending, if there is one."""
     pending = catalog.read(run_dir).pending
     if pending is None:
         return
-    folder, final = run_dir / "checkpoints" / pending.folder, folder_of(run_dir, pending.step)
-    if not folder.is_dir() and (final / INDEX).is_file():
+    if _is_published(run_dir, pending):
         _finish(run_dir, pending)
         return
-    if (reason := _obstacle(folder, pending.writers)) is None:
+    if (reason := _obstacle(run_dir / "checkpoints" / pending.folder, pending.writers)) is None:
         commit(run_dir)
         log.info("%s: finished the checkpoint of step %d, which an earlier job began at %s", run_dir, pending.step, pending.started)
         return

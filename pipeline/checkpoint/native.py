@@ -6,7 +6,11 @@ Checkpoints of format 1, which have no parts.npy, are read, too: their files are
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from pipeline.checkpoint import checked_json
 from pipeline.checkpoint.catalog import INDEX, complete, folder_of, step_of
 from pipeline.checkpoint.data_file import FileEntry
 from pipeline.common.errors import DamagedCheckpointError, UserError
+from pipeline.common.git_commit import commit
 from pipeline.config import checkpoint_paths, renamed
 from pipeline.parallel.pieces import Piece, Slice
 
@@ -31,6 +36,7 @@ __all__ = [
     "find",
     "find_start",
     "folder_of",
+    "new_index",
     "piece_of",
     "read_index",
     "set_aside",
@@ -124,6 +130,35 @@ class Index:
     format: int = 2
 
 
+def new_index(state: TrainState, settings: dict[str, Any], data: str, world_size: int) -> Index:
+    """The index of a checkpoint that a job begins to write.
+
+    Args:
+        state: progress of the run.
+        settings: the resolved configuration as nested dictionaries.
+        data: fingerprint of the token shards.
+        world_size: number of ranks of the job.
+    """
+    sizes = {axis: int(settings["parallel"][axis]) for axis in ("pipeline", "expert", "context", "tensor")}
+    layout = {
+        "world_size": world_size,
+        "zero_stage": settings["parallel"]["zero_stage"],
+        **sizes,
+        "data": world_size // prod(sizes.values()),
+    }
+    return Index(state, settings, data, layout=layout)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of the packages that compute a checkpoint, and of this software; without those that are not installed."""
+    found = {}
+    for package in ("torch", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"commit": commit() or "unknown"}
+
+
 def tensor_key(kind: str, name: str) -> str:
     """Key of a fragment in a file of format 1."""
     return f"{kind}/{name}"
@@ -205,9 +240,8 @@ def read_index(folder: Path, name: str = INDEX) -> Index:
         state = TrainState(**(content.pop("train_state", None) or content.pop("progress")))  # its name in older checkpoints
         renamed.update(content["config"])
         if content.setdefault("format", 1) == 1:
-            entries = content.pop("files")
-            entries = entries if isinstance(entries, list) else [{"name": name, **entry} for name, entry in sorted(entries.items())]
-            return Index(state, **{**content, "files": [FileEntry(**entry) for entry in entries], "tensors": {}, "parts": None})
+            files = [FileEntry(name, entry["bytes"], entry["xxh3"]) for name, entry in sorted(content.pop("files").items())]
+            return Index(state, files=files, **content)
         if content["format"] != 2:
             raise ValueError(f"its format {content['format']} is of a newer version of this software")
         files = [FileEntry(**entry) for entry in content.pop("files")]

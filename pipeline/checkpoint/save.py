@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from pipeline.checkpoint.save_plan import Share, plan
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
 from pipeline.parallel.mesh import on_rank_0
+
+log = logging.getLogger("pipeline")
 
 #: Bytes of weights at which a file of full weights is written.
 _MOST = 512 << 20
@@ -73,14 +76,28 @@ def save(
                 raise UserError.of("run_dir", folder, failures[0], _FIX)
             return _reported(run_dir, lambda: commit.commit(run_dir))
         except UserError:
-            commit.abandon(run_dir)
+            _abandon(run_dir)
             raise
 
+    def prune() -> None:
+        try:
+            catalog.prune(run_dir, keep, every, needed)
+        except OSError as error:
+            raise UserError.of(
+                "checkpoint.keep", keep, f"an older checkpoint cannot be removed: {error}", "correct its permissions"
+            ) from error
+
     final: Path = on_rank_0(finish)
-    if rank == 0:
-        catalog.prune(run_dir, keep, every, needed)
-    dist.barrier()
+    on_rank_0(prune)
     return final
+
+
+def _abandon(run_dir: Path) -> None:
+    """Remove the partial checkpoint; the next start removes what cannot be removed now."""
+    try:
+        commit.abandon(run_dir)
+    except OSError as error:
+        log.warning("%s: the partial checkpoint is not removed: %s", run_dir, error)
 
 
 def _reported(run_dir: Path, call: Callable[[], Path]) -> Path:
@@ -210,7 +227,7 @@ def _save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_
         write_record(folder, 0, written)
         return commit.commit(run_dir)
     except BaseException:
-        commit.abandon(run_dir)
+        _abandon(run_dir)
         raise
 
 
