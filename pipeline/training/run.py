@@ -123,7 +123,8 @@ def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
         parameters: number of parameters of the model.
     """
     layout, complete = Layout.of(config, ranks.world_size), native.complete(Path(config.run_dir))
-    begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else "no checkpoint yet"
+    begin = "no checkpoint yet" if config.checkpoint.fork is None else f"begins as a fork of {config.checkpoint.fork}"
+    begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else begin
     count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     here = f"{ranks.local_size} on {socket.gethostname()}"
     model = f"{config.stage.name}: {config.model.family} with {parameters:,} parameters on {count} ({here})"
