@@ -212,7 +212,7 @@ def find_start(where: str, key: str, fix: str) -> Path:
     if (named := folder_of(run_dir, step or 0)) in folders:
         return named
     if folders:
-        steps = ", ".join(str(step_of(path)) for path in folders)
+        steps = ("..., " if len(folders) > 10 else "") + ", ".join(str(step_of(path)) for path in folders[-10:])
         raise UserError.of(key, where, f"is not a complete checkpoint; {run_dir} has those of steps {steps}", fix)
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
