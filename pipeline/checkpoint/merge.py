@@ -93,8 +93,8 @@ def last(run_dir: Path, count: int, decay: float) -> list[Source]:
 def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BYTES) -> Path:
     """Write the mean of checkpoints as the only checkpoint of a new run directory, and return its path.
 
-    Memory holds a file, or one weight with its moments if that is larger, fp32, and CHUNK elements of every source. Nothing is written again
-    if it is there already.
+    Memory holds a file, or one weight with its moments if that is larger, fp32, and CHUNK elements of every source. What is complete is not
+    written again.
 
     Args:
         sources: two or more.
