@@ -40,7 +40,7 @@ def save(run_dir: Path, step: int, keep: int = 2) -> None:
 def start(run_dir: Path) -> Path | None:
     """The checkpoint from which the next job continues."""
     with ExitStack() as claims:
-        return run_directory.claim(run_dir, "auto", claims)[0]
+        return run_directory.claim(run_dir, CheckpointConfig(), claims)[0]
 
 
 def assert_whole(folder: Path) -> None:
