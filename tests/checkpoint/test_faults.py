@@ -13,6 +13,7 @@ import pytest
 from pipeline.checkpoint import catalog, commit, data_file, native, records, verify
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Part, read_rows
+from pipeline.config.schema import CheckpointConfig
 from pipeline.training import run_directory
 from tests.checkpoint import faulty_disk
 
