@@ -13,6 +13,7 @@ import pytest
 from pipeline.checkpoint import catalog, commit, data_file, native, records, verify
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Part
+from pipeline.config.schema import CheckpointConfig
 from pipeline.training import run_directory
 from tests.checkpoint import faulty_disk
 
@@ -40,7 +41,7 @@ def save(run_dir: Path, step: int, keep: int = 2) -> None:
 def start(run_dir: Path) -> Path | None:
     """The checkpoint from which the next job continues."""
     with ExitStack() as claims:
-        return run_directory.claim(run_dir, "auto", claims)[0]
+        return run_directory.claim(run_dir, CheckpointConfig(), claims)[0]
 
 
 def assert_whole(folder: Path) -> None:
