@@ -88,7 +88,9 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
         patience = config.training.timeout_minutes * 60 * INPUT_OUTPUT / 2
         problem = ""
         try:
-            saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, settings.files, trainer.mesh.device, offers[0].token, lock, patience)
+            saver = AsyncSaver(
+                run_dir, ranks.rank, node, process, shares, settings.files, trainer.mesh.device, offers[0].token, lock, patience
+            )
         except OSError as error:
             problem = f"rank {ranks.rank}: {error}"
         reason = next(filter(None, _gather(problem)), "")
