@@ -238,6 +238,15 @@ class CheckpointConfig:
     initialize_from: str | None = knob(
         None, "run directory or checkpoint whose weights a new run starts from, without its optimizer state and its progress"
     )
+    async_save: str = knob(
+        "auto",
+        "write checkpoints beside training: the weights are copied to host memory during the next step, and a writer process of each node "
+        "hashes and writes them (auto; training waits if the memory does not suffice), or while training waits (off)",
+        choices=("auto", "off"),
+    )
+    max_failures: int = knob(
+        3, "stop the run after so many checkpoints in a row that could not be written (disk full, quota); each is tried once", at_least=1
+    )
     skip_damaged: bool = knob(False, "with resume=auto, set aside a damaged newest checkpoint and continue from the previous one")
 
 

@@ -120,6 +120,10 @@ class ReplicatedEngine(Engine):
         """See Engine."""
         return int(self._updates.item())
 
+    def counters(self) -> Tensor:
+        """See Engine."""
+        return torch.cat([self._updates.double()[None], self.loss_scale.counters(self._mesh.device)])
+
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """See Engine."""

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import epochs, loop, resume, run_directory, shard_verification
+from pipeline.training import choose_saver, epochs, loop, resume, run_directory, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
@@ -64,11 +64,12 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
+    process = choose_saver.start_writer(config.checkpoint, ranks)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         check_device(config, device)
         with ExitStack() as claims, Watchdog(minutes) as watchdog:
-            begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims))
+            begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims))
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
@@ -101,9 +102,10 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 flops_per_token=flops,
                 peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
             )
-            with report_disk_full(run_dir), writer as metrics:
+            saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
+            with closing(saver), report_disk_full(run_dir), writer as metrics:
                 control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
-                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, parent)
+                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent)
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)
@@ -111,6 +113,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
         dist.barrier()  # the launcher terminates all ranks when the first one exits
         raise
     finally:
+        if process is not None:
+            process.close()
         meshes.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ from pipeline.training.starting_checkpoint import initial_checkpoint, starting_c
 TOKENIZER = "tokenizer"
 
 
-def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> Path | None:
+def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> tuple[Path | None, int]:
     """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
@@ -38,19 +38,19 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> Pat
         claims: releases the lock.
 
     Returns:
-        The checkpoint to start from, None to start from scratch.
+        The checkpoint to start from, None to start from scratch; and the file descriptor of the lock.
 
     Raises:
         UserError: the directory cannot be written, another job uses it, or as starting_checkpoint.
     """
-    claims.enter_context(claimed(run_dir, "run_dir"))
+    lock = claims.enter_context(claimed(run_dir, "run_dir"))
     with report_disk_full(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)
     start = starting_checkpoint(run_dir, checkpoint)
     remove_leftovers(run_dir)
     remove_leftovers(run_dir / "checkpoints")
-    return start
+    return start, lock
 
 
 def write_config(config: RunConfig) -> None:

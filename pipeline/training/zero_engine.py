@@ -142,6 +142,11 @@ class ZeroEngine(Engine):
         """See Engine."""
         return self._updates
 
+    def counters(self) -> Tensor:
+        """See Engine."""
+        updates = torch.tensor([self._updates], dtype=torch.float64).to(self._mesh.device, non_blocking=True)
+        return torch.cat([updates, self.loss_scale.counters(self._mesh.device)])
+
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """See Engine."""
