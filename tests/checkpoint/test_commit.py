@@ -18,6 +18,7 @@ from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Part, read_rows
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.records import write_record
+from pipeline.checkpoint.stored_runs import runs_of_rows
 from pipeline.checkpoint.verify import damages
 from pipeline.common.atomic_files import remove_leftovers
 from pipeline.common.errors import UserError
@@ -63,7 +64,8 @@ def start(run_dir: Path) -> list[int]:
     steps = [native.step_of(path) for path in native.complete(run_dir)]
     for path in native.complete(run_dir)[-1:]:
         index = native.read_index(path)
-        assert not list(damages(path, index.files, index.kinds, index.tensors, read_rows(path / native.PARTS)))
+        runs = list(runs_of_rows(read_rows(path / native.PARTS), index.kinds, index.tensors))
+        assert not list(damages(path, index.files, index.tensors, runs))
         for name, expected in values(index.train_state.step).items():
             assert torch.equal(Checkpoint(path).tensor(name), expected)
         assert sorted(p.name for p in path.iterdir()) == ["index.json", "parts.npy", "rank-00000.safetensors", "rank-00001.safetensors"]

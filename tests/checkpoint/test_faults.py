@@ -13,6 +13,8 @@ import pytest
 from pipeline.checkpoint import catalog, commit, data_file, native, records, verify
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Part, read_rows
+from pipeline.checkpoint.stored_runs import runs_of_rows
+from pipeline.config.schema import CheckpointConfig
 from pipeline.training import run_directory
 from tests.checkpoint import faulty_disk
 
@@ -47,7 +49,7 @@ def assert_whole(folder: Path) -> None:
     """Every byte is there and has its checksum, and nothing else is there."""
     index = native.read_index(folder)
     rows = read_rows(folder / native.PARTS)
-    assert list(verify.damages(folder, index.files, index.kinds, index.tensors, rows)) == []
+    assert list(verify.damages(folder, index.files, index.tensors, list(runs_of_rows(rows, index.kinds, index.tensors)))) == []
     assert {path.name for path in folder.iterdir()} == {native.INDEX, native.PARTS, *(entry.name for entry in index.files)}
 
 
