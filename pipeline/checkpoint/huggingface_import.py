@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,8 @@ UNUSED = ("*.rotary_emb.inv_freq",)
 GENERATION_CONFIG = "generation_config.json"
 #: Name of the files with the tensors that the class does not expect (HuggingFaceMapping.separate_weights).
 SEPARATE = "mtp"
+#: Advice for tensors that do not match their model.
+MATCH = "use a folder whose weights match its config.json, or fix config.json"
 FORMATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -90,6 +92,28 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
     return [folder / name for name in names]
 
 
+class NamedStock(Protocol):
+    """The tensors of a stock model, by the names of its class.
+
+    Attributes:
+        path: where they are, for messages.
+    """
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+
+    def number_format(self, name: str) -> str:
+        """Dtype of a tensor, in the notation of safetensors."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Value of a tensor, fp32."""
+
+
 class StockWeights:
     """The tensors of a stock model, by the names that current transformers uses."""
 
@@ -149,8 +173,15 @@ class ImportedWeights:
         config: the configuration, with the fields that only the weights tell.
     """
 
-    def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
-        self._stock = stock
+    def __init__(self, stock: NamedStock, config: ModelConfig, fix: str = MATCH) -> None:
+        """Find the tensors of each weight.
+
+        Args:
+            stock: the tensors.
+            config: configuration of their model.
+            fix: advice for tensors that do not match it.
+        """
+        self._stock, self._fix = stock, fix
         self.config = config = registry.mapping_of(config).from_weights(config, stock)
         with torch.device("meta"):
             model = registry.build(config)
@@ -205,8 +236,7 @@ class ImportedWeights:
         """
         problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
         if problems:
-            fix = "use a folder whose weights match its config.json, or fix config.json"
-            raise UserError([Violation("stage.input", self._stock.path, problem, fix) for problem in problems])
+            raise UserError([Violation("stage.input", self._stock.path, problem, self._fix) for problem in problems])
         return [name for name in self._stock.names() if self._is_unused(name)]
 
     def _missing(self) -> Iterator[str]:
@@ -250,8 +280,32 @@ class ImportedWeights:
 
     def fragments(self) -> Iterator[Fragment]:
         """Yield every weight as a fragment, loaded lazily."""
-        elements = {name: torch.Size(shape).numel() for name, shape in self._shapes.items()}
-        with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
-            for name, shape in self._shapes.items():
-                yield Fragment(Piece(name, shape), 0, {"weight": self.tensor(name).flatten()}, owned=True)
-                progress.advance(elements[name] * 4, name)
+        return fragments(self)
+
+
+class FullWeights(Protocol):
+    """Full weights, read one at a time.
+
+    Attributes:
+        config: configuration of their model.
+    """
+
+    config: ModelConfig
+
+    def names(self) -> list[str]:
+        """Names of all weights."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a weight."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Full value of a weight, fp32."""
+
+
+def fragments(weights: FullWeights) -> Iterator[Fragment]:
+    """Yield every weight as a fragment, loaded lazily."""
+    elements = {name: torch.Size(weights.shape(name)).numel() for name in weights.names()}
+    with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
+        for name, count in elements.items():
+            yield Fragment(Piece(name, weights.shape(name)), 0, {"weight": weights.tensor(name).flatten()}, owned=True)
+            progress.advance(count * 4, name)
