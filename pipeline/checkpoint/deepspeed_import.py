@@ -90,7 +90,7 @@ class DeepSpeedFolder:
 
     def shards(self, name: str) -> list[Tensor]:
         """The weight."""
-        return [self._tensors[name][2]()]
+        return [self._tensors[name][2]().detach()]  # parameters require gradients
 
     def joined(self) -> dict[str, Tensor]:
         """All weights, joined by DeepSpeed's reader in memory; empty without ZeRO, whose files need no join."""
@@ -233,7 +233,7 @@ class _Value:
     """Returns a tensor."""
 
     def __init__(self, value: Tensor) -> None:
-        self._value = value.detach()  # a module has parameters
+        self._value = value
 
     def __call__(self) -> Tensor:
         """Return it."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import serialization
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from pipeline.common.errors import UserError
 
@@ -86,7 +86,7 @@ def load(path: Path) -> Any:
         raise UserError.of("stage.input", path, f"is not readable: {reason}", "copy it again: it may be truncated") from error
 
 
-#: Classes of the index of torch.distributed.checkpoint, all of them plain data.
+#: Classes of the index of torch.distributed.checkpoint, all of them plain data; megatron-core adds its plans.
 _INDEX = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -95,13 +95,20 @@ _INDEX = {
             *("StorageMeta", "_MEM_FORMAT_ENCODING"),
         )
     },
+    **{(planner.__name__, name): getattr(planner, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): planner.SavePlan,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): PosixPath,
 }
+
+
+class _Refused(Exception):  # noqa: N818 - becomes a UserError
+    """A class that is not allowed."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -111,13 +118,13 @@ class _IndexUnpickler(pickle.Unpickler):
         """Return an allowed class, or a dtype of torch.
 
         Raises:
-            UnpicklingError: for anything else.
+            _Refused: for anything else.
         """
         if (module, name) in _INDEX:
             return _INDEX[module, name]
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format):
             return value
-        raise pickle.UnpicklingError(f"contains {module}.{name}: unpickling it may run code, and only the classes of an index are loaded")
+        raise _Refused(f"contains {module}.{name}: unpickling it may run code, and only the classes of an index are loaded")
 
 
 def load_index(path: Path) -> metadata.Metadata:
@@ -131,6 +138,8 @@ def load_index(path: Path) -> metadata.Metadata:
             index = _IndexUnpickler(file).load()
         if not isinstance(index, metadata.Metadata):
             raise TypeError(f"is a {type(index).__name__}, not an index")
+    except _Refused as error:
+        raise UserError.of("stage.input", path, str(error), "save the checkpoint again with torch.distributed.checkpoint") from error
     except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, pickle.UnpicklingError) as error:
         raise UserError.of("stage.input", path, f"is not readable: {error}", "copy the folder again: it may be truncated") from error
     return index
