@@ -38,7 +38,7 @@ from pipeline.models.huggingface_mapping import HuggingFaceMapping
 log = logging.getLogger("pipeline")
 
 CONFIG = "config.json"
-#: Advice where the model is that of the command line, or of the settings of the training.
+#: Advice where the model is that of the command line, and where it is that of the settings of the training.
 _FIX = "set model= and its sizes to the model of these weights, or put its config.json beside them"
 _COMPLETE = "copy the whole folder of the checkpoint, or put the config.json of its model beside it"
 KNOWN = (
@@ -199,31 +199,31 @@ def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, desc
 
 def _open_megatron(folder: Path, source: MegatronFolder | MegatronDistributed, model: ModelConfig) -> Opened:
     home, described = _home(folder, source.path)
-    config = _configured(described, source.arguments, lambda args: foreign_configs.megatron(args, source), model)
-    weights = ForeignWeights(source, foreign_names.megatron(gated=config.family != "gpt"), config, _COMPLETE)
+    config, fix = _configured(described, source.arguments, lambda args: foreign_configs.megatron(args, source), model)
+    weights = ForeignWeights(source, foreign_names.megatron(gated=config.family != "gpt"), config, fix)
     return Opened("Megatron-LM", weights, home, described, _identity(source.path, source.files()))
 
 
 def _open_neox(folder: Path, source: NeoxFolder, model: ModelConfig) -> Opened:
     home, described = _home(folder, source.path)
     settings = source.settings if "num_attention_heads" in source.settings else None
-    config = _configured(described, settings, lambda values: foreign_configs.neox(values, source, source.layers), model)
+    config, fix = _configured(described, settings, lambda values: foreign_configs.neox(values, source, source.layers), model)
     current = any(".mlp.linear1." in name for name in source.names())  # names of the releases whose grouped queries have another order
     part = foreign_names.concatenated if current and config.kv_heads != config.heads else foreign_names.query_heads
-    weights = ForeignWeights(source, foreign_names.neox(gated=config.family != "gpt", part=part), config, _COMPLETE)
+    weights = ForeignWeights(source, foreign_names.neox(gated=config.family != "gpt", part=part), config, fix)
     return Opened("GPT-NeoX", weights, home, described, _identity(source.path, source.files()))
 
 
 def _configured(
     described: Described | None, settings: dict[str, Any] | None, read: Callable[[dict[str, Any]], ModelConfig], model: ModelConfig
-) -> ModelConfig:
-    """Return the model of a config.json, else that of the settings of the training, else that of the command line."""
+) -> tuple[ModelConfig, str]:
+    """Return the model of a config.json, else that of the settings of the training, else that of the command line; and advice."""
     if described is not None:
-        return described.model
+        return described.model, MATCH
     if settings:
-        return read(settings)
+        return read(settings), _COMPLETE
     log.info("convert: the model is that of model=, since the checkpoint has no settings and there is no %s", CONFIG)
-    return model
+    return model, _FIX
 
 
 def _identity(folder: Path, files: list[Path]) -> dict[str, Any]:

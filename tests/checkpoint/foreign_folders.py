@@ -13,14 +13,37 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 LLAMA = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.2, "rms_norm_eps": 1e-5},
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-5,
 }
 #: The same model on our command line.
 OVERRIDES = (
     *("model=llama-tiny", "model.vocab_size=64", "model.hidden=32", "model.ffn_hidden=48", "model.layers=4", "model.heads=4"),
     *("model.kv_heads=2", "model.max_positions=32", "model.init_std=0.2", "model.norm_eps=1e-5"),
 )
+#: And in Megatron-LM: the sizes that megatron-core has, and further arguments.
+SIZES = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2}
+ARGUMENTS = SIZES | {
+    "group_query_attention": True,
+    "kv_channels": 8,
+    "max_position_embeddings": 32,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "init_method_std": 0.2,
+    "params_dtype": torch.float32,
+}
 GPT = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 32, "initializer_range": 0.2}
 
 
@@ -115,7 +138,7 @@ def megatron(tensor: int) -> Iterator[None]:
 
 
 def write_megatron(folder: Path, tensor: int) -> Tensor:
-    """Save megatron-core's GPTModel as a file a rank and as torch_dist, with the arguments of Megatron-LM; return its logits. Collective."""
+    """Save megatron-core's GPTModel as a file a rank and as torch_dist, with Megatron-LM's arguments; return its logits. Collective."""
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -124,10 +147,18 @@ def write_megatron(folder: Path, tensor: int) -> Tensor:
     with megatron(tensor):
         torch.manual_seed(3)
         config = TransformerConfig(
-            **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2},
-            **{"normalization": "RMSNorm", "attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False},
-            **{"gated_linear_unit": True, "activation_func": nn.functional.silu, "init_method_std": 0.2, "layernorm_epsilon": 1e-5},
-            **{"use_cpu_initialization": True, "bias_activation_fusion": False, "masked_softmax_fusion": False},
+            **SIZES,
+            normalization="RMSNorm",
+            layernorm_epsilon=1e-5,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=nn.functional.silu,
+            init_method_std=0.2,
+            use_cpu_initialization=True,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
             tensor_model_parallel_size=tensor,
         )
         model = GPTModel(
@@ -143,13 +174,7 @@ def write_megatron(folder: Path, tensor: int) -> Tensor:
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.add_(torch.linspace(-0.3, 0.3, parameter.numel()))  # the same on every rank
-        args = argparse.Namespace(
-            **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2},
-            **{"group_query_attention": True, "kv_channels": 8, "max_position_embeddings": 32, "seq_length": 32, "padded_vocab_size": 64},
-            **{"position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "normalization": "RMSNorm", "swiglu": True},
-            **{"norm_epsilon": 1e-5, "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "init_method_std": 0.2},
-            **{"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 1, "params_dtype": torch.float32},
-        )
+        args = argparse.Namespace(**ARGUMENTS, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=1)
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
         rank = folder / "classic" / "iter_0000007" / f"mp_rank_{dist.get_rank():02d}"
         distributed = folder / "torch_dist" / "iter_0000007"

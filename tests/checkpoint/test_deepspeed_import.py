@@ -29,9 +29,9 @@ def imported(source: Path, run_dir: Path, *overrides: str) -> Checkpoint:
     return Checkpoint(find(run_dir, "latest"))
 
 
-def logits(checkpoint: Checkpoint) -> torch.Tensor:
-    """Logits of our model with the weights of a checkpoint."""
-    model = registry.build(config_classes.from_dict(checkpoint.config["model"]))
+def logits(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of our model with the weights of a checkpoint, computed in a dtype."""
+    model = registry.build(config_classes.from_dict(checkpoint.config["model"])).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name))
@@ -141,7 +141,9 @@ def code(folder: Path) -> str:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("damage", [half, no_masters, half_of_the_model, truncated, other_tag, two_tags, mixed_steps, tensor_parallel, code])
+@pytest.mark.parametrize(
+    "damage", [half, no_masters, half_of_the_model, truncated, other_tag, two_tags, mixed_steps, tensor_parallel, code]
+)
 def test_damaged_folders_are_refused_by_name(folders, damage, tmp_path):
     shutil.copytree(folders / "zero3-frozen", tmp_path / "source")
     message = damage(tmp_path / "source")
