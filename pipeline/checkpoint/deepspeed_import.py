@@ -7,6 +7,7 @@ unpickle only what safe_pickle.py allows. Its join of ZeRO 1 and 2 holds the who
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -22,6 +23,7 @@ from torch.utils.serialization import config as serialization_config
 
 from pipeline.checkpoint import safe_pickle
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.mapped_memory import release
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -204,7 +206,14 @@ def _zero3(zero_to_fp32: Any, groups: list[list[Tensor]], states: list[Any]) -> 
     """ZeRO 3: every rank holds a part of every weight; DeepSpeed's GatheredTensor joins them on demand."""
     gathered: dict[str, Any] = {}
     zero_to_fp32._zero3_merge_trainable_params(gathered, len(groups), groups, states)
-    return {name: (tuple(value.shape), value.dtype, value.contiguous) for name, value in gathered.items()}
+
+    def join(value: Any) -> Tensor:
+        weight: Tensor = value.contiguous()
+        for group in (group for rank in groups for group in rank):
+            release(group)
+        return weight
+
+    return {name: (tuple(value.shape), value.dtype, functools.partial(join, value)) for name, value in gathered.items()}
 
 
 def _zero2(groups: list[list[Tensor]], shapes: list[dict[str, Any]], paddings: list[list[int]] | None) -> dict[str, _Lazy]:
@@ -255,7 +264,15 @@ class _Slice:
             if low < high:
                 pieces.append(part[low:high])
             offset += part.numel()
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self._shape)
+        return (pieces[0] if len(pieces) == 1 else _joined(pieces)).view(self._shape)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Concatenate views of mapped files."""
+    whole = torch.cat(pieces)
+    for piece in pieces:
+        release(piece)
+    return whole
 
 
 def _frozen(name: str, shape: tuple[int, ...], states: list[Any], stage: int) -> _Lazy:
@@ -263,7 +280,7 @@ def _frozen(name: str, shape: tuple[int, ...], states: list[Any], stage: int) ->
     fragments = [state.frozen_param_fragments[name] for state in states]
 
     def join() -> Tensor:
-        flat = fragments[0].flatten() if stage < 3 else torch.cat([fragment.flatten() for fragment in fragments])
+        flat = fragments[0].flatten() if stage < 3 else _joined([fragment.flatten() for fragment in fragments])
         return flat[: math.prod(shape)].view(shape)
 
     return shape, fragments[0].dtype, join

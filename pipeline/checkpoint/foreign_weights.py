@@ -17,6 +17,7 @@ from pipeline.checkpoint.foreign_names import Naming, Row
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.huggingface_import import FORMATS, MATCH, fragments
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.mapped_memory import release
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
@@ -94,7 +95,9 @@ class NamedTensors:
     def tensor(self, name: str) -> Tensor:
         """Value of a tensor, fp32."""
         (shard,) = self._source.shards(self._stored[name])
-        return shard.to(torch.float32, copy=True)
+        copied = shard.to(torch.float32, copy=True)
+        release(shard)
+        return copied
 
     def _meta(self, name: str) -> Tensor:
         (meta,) = self._source.meta(self._stored[name])
@@ -189,6 +192,7 @@ class ForeignWeights:
         for shard in shards:
             part = place.row.part(shard, place.index, self.config)
             full.narrow(place.row.dim, start, part.shape[place.row.dim]).copy_(part)
+            release(shard)
             start += part.shape[place.row.dim]
 
     def check(self) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.mapped_memory import release
 from pipeline.common.progress import Progress
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -159,7 +160,9 @@ class StockWeights:
         """Value of a tensor, fp32."""
         opened, stored = self._stored[name]
         value: Tensor = opened.get_tensor(stored)
-        return value.to(torch.float32, copy=True)  # a tensor without a copy shares the memory of the file with every other use of it
+        copied = value.to(torch.float32, copy=True)  # a tensor without a copy shares the memory of the file with every other use of it
+        release(value)
+        return copied
 
     def _slice(self, name: str) -> Any:
         opened, stored = self._stored[name]

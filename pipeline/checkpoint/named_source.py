@@ -73,12 +73,12 @@ def open_weights(
     titan = [place.theirs for place in places(foreign_names.TORCHTITAN, config) if place.name in shapes]
     expected = {"Hugging Face": _stock_names(config), "torchtitan": titan, own.tool: list(shapes)}
     counts = Counter({(tool, prefix): count for tool, names in expected.items() for prefix, count in _prefixes(source, names).items()})
-    if not counts:
+    (tool, prefix), count = next(iter(counts.most_common(1)), (("", ""), 0))
+    if 2 * count < min(len(expected.get(tool, [])), len(source.names())) or not count:  # single names, such as norm.weight, are common
         some = ", ".join(source.names()[:3]) or "no tensors"
         wanted = ", ".join(f"{names[0]} ({tool})" for tool, names in expected.items() if names)
         rule = f"has {some}, ...; the model ({model_origin}) has {wanted}"
         raise UserError.of("stage.input", source.path, rule, fix)
-    (tool, prefix), _ = counts.most_common(1)[0]
     chosen = Prefixed(source, prefix)
     if chosen.left:
         log.info("convert: %d tensors are not imported, which are not the model's: %s, ...", len(chosen.left), ", ".join(chosen.left[:3]))

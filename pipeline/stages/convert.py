@@ -8,7 +8,6 @@ from typing import Any
 
 from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
 from pipeline.checkpoint.huggingface_export import Original
-from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
@@ -31,7 +30,7 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is not required.
+    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is used if that has none.
 
     Raises:
         UserError: the checkpoint is missing, the tokenizer does not match it, or no transformers class implements the model.
@@ -41,6 +40,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage, run_dir = config.stage, Path(config.run_dir)
     assert isinstance(stage, Convert)
     if stage.input is not None:
+        from pipeline.checkpoint.import_model import import_model  # an export does not wait for the readers of other tools' formats
+
         import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
     elif stage.format == "peft":
         export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"))
