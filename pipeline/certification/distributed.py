@@ -74,7 +74,7 @@ def _gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str
     owned = [
         (f.piece, f.start, {kind: f.tensors[kind].detach().clone() for kind in kinds if kind == "weight" or f.piece.name not in fixed})
         for f in fragments
-        if f.owned
+        if f.replica == 0
     ]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, owned)

@@ -21,6 +21,7 @@ from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from pipeline.models.stock_tensors import StockTensor
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece
 
 #: Buffers that older releases of transformers saved and that are recomputed.
@@ -308,7 +309,9 @@ class FullWeights(Protocol):
 def fragments(weights: FullWeights) -> Iterator[Fragment]:
     """Yield every weight as a fragment, loaded lazily."""
     elements = {name: torch.Size(weights.shape(name)).numel() for name in weights.names()}
+    table = registry.family_of(weights.config).tensor_parallel
     with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
         for name, count in elements.items():
-            yield Fragment(Piece(name, weights.shape(name)), 0, {"weight": weights.tensor(name).flatten()}, owned=True)
+            piece = Piece(name, weights.shape(name), role=role(table, name))
+            yield Fragment(piece, 0, {"weight": weights.tensor(name).flatten()})
             progress.advance(count * 4, name)

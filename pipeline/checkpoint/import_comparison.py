@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.huggingface_import import FullWeights
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.stock_logits import FIRST_TOKEN, LENGTH, MEMORY, SEQUENCES, TOLERANCE
 from pipeline.common.errors import CheckFailed
 from pipeline.models import registry
 
 log = logging.getLogger("pipeline")
-
-#: Both models, fp32, are compared if they fit in this many bytes: an import stays within 1.5 GB and twice its largest tensor.
-MEMORY = 512 << 20
-#: Largest difference of two logits, as a fraction of the largest logit. Sums in fp32 differ by their order in the last digits; a weight in
-#: the wrong place changes the logits as a whole.
-TOLERANCE = 1e-3
-#: Samples: sequences, and tokens of each at most. Ids below the first are special in some classes.
-SEQUENCES, LENGTH, FIRST_TOKEN = 2, 32, 5
 
 
 def compare_logits(weights: FullWeights, load_stock: Callable[[Any], nn.Module] | None) -> bool:
@@ -47,6 +40,8 @@ def compare_logits(weights: FullWeights, load_stock: Callable[[Any], nn.Module] 
     if load_stock is None or config.objective != "causal" or size > MEMORY:
         return False
     architecture = registry.mapping_of(config).architecture
+    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         import transformers
     except ModuleNotFoundError:
@@ -118,10 +113,11 @@ class Digests:
             CheckFailed: a weight is another one than that of the source.
         """
         for name, expected in self._expected.items():
-            if (found := _digest(checkpoint.tensor(name))) != expected:
+            value = checkpoint.tensor(name)
+            if (found := _digest(value)) != expected:
                 raise CheckFailed(f"convert: {checkpoint.path} has {name} with the digest {found}, and the source has {expected}")
             if listed:
-                log.info("convert: %s %s: norm %.9g, xxh3 %s", name, list(checkpoint.shape(name)), self._norms[name], expected)
+                log.info("convert: %s %s: norm %.9g, xxh3 %s", name, list(value.shape), self._norms[name], expected)
         log.info("convert: the digests of all %d weights equal those of the source", len(self._expected))
 
 

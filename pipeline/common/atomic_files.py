@@ -92,12 +92,12 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        _publish_folder(partial, final)
+        publish_folder(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish_folder(partial: Path, final: Path) -> None:
+def publish_folder(partial: Path, final: Path) -> None:
     """Rename a complete folder to its final name and remove the folder that it replaces."""
     retired = final.with_name(f".{final.name}.retired")
     if final.exists():

@@ -218,6 +218,10 @@ class CheckpointConfig:
     every: int = knob(500, "steps between checkpoints; 0 saves only at the end, by time, and when the job is about to end", at_least=0)
     every_minutes: float = knob(30.0, "time between checkpoints; 0 saves only by steps", unit="minutes", at_least=0)
     keep: int = knob(2, "number of newest checkpoints to keep", at_least=1)
+    keep_every: int = knob(0, "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", unit="steps", at_least=0)
+    files: str = knob(
+        "rank", "data files of a checkpoint: one for each rank, or one for each node, which are fewer and larger", choices=("rank", "node")
+    )
     resume: str = knob(
         "auto",
         "auto: newest checkpoint of run_dir, if any; none: start from scratch; or a checkpoint folder to start from, "

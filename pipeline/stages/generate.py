@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
@@ -59,7 +60,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
         path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
-        checkpoint, drafts = open_merged(path, stage.adapter), None if draft_path is None else open_merged(draft_path, None)
+        checkpoint = open_merged(open_on_all_ranks(path), stage.adapter)
+        drafts = None if draft_path is None else open_merged(open_on_all_ranks(draft_path), None)
         model = weights.model_of(checkpoint)
         reader = PromptReader(
             Path(config.tokenizer.path),

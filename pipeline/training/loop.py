@@ -9,8 +9,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint import save
-from pipeline.checkpoint.native import Index, TrainState
+from pipeline.checkpoint import native, save
+from pipeline.checkpoint.native import TrainState
 from pipeline.common.errors import ToBeContinued
 from pipeline.common.progress import Progress
 from pipeline.config import warmup
@@ -94,8 +94,10 @@ def train(
                 on_rank_0(metrics.check_file)
                 factor, finite_steps = trainer.engine.loss_scale.state()
                 state = dataclasses.replace(state, updates=trainer.engine.updates(), loss_scale=factor, finite_steps=finite_steps)
-                index = Index(state, dataclasses.asdict(config), training_data.fingerprint(config, state.samples))
-                path = save.save(Path(config.run_dir), index, trainer.engine.fragments(), checkpoint.keep, hooks.keeps)
+                fingerprint, world_size = training_data.fingerprint(config, state.samples), trainer.mesh.layout.world_size
+                index = native.new_index(state, dataclasses.asdict(config), fingerprint, world_size)
+                run_dir, kept = Path(config.run_dir), (checkpoint.keep, hooks.keeps)
+                path = save.save(run_dir, index, trainer.engine.fragments(), *kept, every=checkpoint.keep_every, files=checkpoint.files)
                 log.info("step %d: wrote %s", state.step, path)
                 if hooked and trainer.mesh.rank == 0:
                     hooks.written()

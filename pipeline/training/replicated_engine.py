@@ -16,7 +16,7 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
-from pipeline.training.buckets import build_buckets, is_primary_copy
+from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
@@ -98,13 +98,12 @@ class ReplicatedEngine(Engine):
     def fragments(self) -> list[Fragment]:
         """See Engine."""
         create_state(self._optimizer, self._kind, self._masters)
-        first = self._mesh.data.rank() == 0
         learned = [
             Fragment(
                 self.model.pieces[parameter],
                 0,
                 {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in self._kind.state}},
-                owned=first and is_primary_copy(self.model.pieces[parameter], self._mesh),
+                *replica_of(self.model.pieces[parameter], self._mesh),
             )
             for parameter, master in zip(self._parameters, self._masters, strict=True)
         ]

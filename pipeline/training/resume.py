@@ -43,7 +43,7 @@ def begin(config: RunConfig, trainer: Trainer, path: Path | None, training_data:
     settings = config.checkpoint
     if path is None and settings.initialize_from is not None:
         weights = on_rank_0(lambda: initial_checkpoint(settings.initialize_from or ""))
-        return initialize(config, trainer, Checkpoint(weights))
+        return initialize(config, trainer, load_any_layout.open_on_all_ranks(weights))
     while True:
         try:
             return resume(config, trainer, path, training_data)
@@ -67,7 +67,7 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     """
     if path is None:
         return TrainState()
-    checkpoint = Checkpoint(path)
+    checkpoint = load_any_layout.open_on_all_ranks(path)
     if not checkpoint.train_state.samples and _has_other_head(config, checkpoint):
         return initialize(config, trainer, checkpoint)  # an imported model
     compatibility.check_same_run(checkpoint, config, training_data)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from pipeline.checkpoint import imported
+from pipeline.checkpoint.commit import finish_interrupted
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact
-from pipeline.common.atomic_files import atomic_file, remove_leftovers
+from pipeline.common.atomic_files import atomic_file, remove_leftovers, report_disk_full
 from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
 from pipeline.config.schema import RunConfig
@@ -29,7 +30,7 @@ TOKENIZER = "tokenizer"
 
 
 def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
-    """Create and lock a run directory until `claims` is closed, and remove what a killed job left.
+    """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
         run_dir: the run directory.
@@ -43,6 +44,9 @@ def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
         UserError: the directory cannot be written, another job uses it, or as starting_checkpoint.
     """
     claims.enter_context(claimed(run_dir, "run_dir"))
+    with report_disk_full(run_dir):
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        finish_interrupted(run_dir)
     start = starting_checkpoint(run_dir, resume)
     remove_leftovers(run_dir)
     remove_leftovers(run_dir / "checkpoints")

@@ -16,7 +16,7 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
-from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy
+from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, replica_of
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
@@ -128,7 +128,7 @@ class ZeroEngine(Engine):
                 bucket.pieces[parameter],
                 partition_start + where.start - bucket.offsets[parameter],
                 {"weight": master.detach()[where], **{name: state[name][where] for name in self._kind.state}},
-                owned=is_primary_copy(bucket.pieces[parameter], self._mesh, sharded=True),
+                *replica_of(bucket.pieces[parameter], self._mesh, bucket),
             )
             for parameter, where in bucket.partition_slices().items()
         ]
