@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from pipeline.common.errors import UserError
+from pipeline.common.errors import CheckFailed, UserError
+from pipeline.models.llama import huggingface
 from tests.checkpoint.foreign_folders import OVERRIDES, llama, samples
 from tests.checkpoint.test_deepspeed_import import Code, imported, logits
+from tests.checkpoint.test_huggingface_export import random_model
+from tests.world import configured
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -106,6 +110,32 @@ def test_a_hugging_face_model_that_was_trained_with_dcp(tmp_path, caplog):
     with torch.no_grad():
         torch.testing.assert_close(logits(checkpoint), model(samples()).logits, rtol=1e-6, atol=1e-6)
     assert "the logits of LlamaForCausalLM on 64 tokens differ by at most" in caplog.text
+
+
+def test_a_module_with_our_names(tmp_path):
+    """Which another tool trained."""
+    config = configured(*OVERRIDES).model
+    model = random_model(config).eval()
+    saved(model, tmp_path / "source", nested=True)
+    checkpoint = imported(tmp_path / "source", tmp_path / "run")
+    with torch.no_grad():
+        assert torch.equal(logits(checkpoint), model(samples()))
+
+
+def test_other_logits_fail_and_nothing_is_written(tmp_path, monkeypatch):
+    """As if the table had the two norms of a block in each other's place."""
+    llama().save_pretrained(tmp_path / "source")
+    swapped = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm"}
+    table = tuple(
+        replace(entry, hf_name=entry.hf_name.replace(name, swapped[name]))
+        if (name := next((name for name in swapped if f".{name}." in entry.hf_name), None))
+        else entry
+        for entry in huggingface.TABLE
+    )
+    monkeypatch.setattr(huggingface, "TABLE", table)
+    with pytest.raises(CheckFailed, match="LlamaForCausalLM computes other logits from the source than the imported weights give"):
+        imported(tmp_path / "source", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def half(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """stage=convert of checkpoints of Megatron-LM: written by megatron-core on two ranks, and split by hand from stock models."""
 
 import argparse
+import dataclasses
 import shutil
 import signal
 from pathlib import Path
@@ -13,10 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from pipeline.checkpoint import megatron_export
+from pipeline.checkpoint.export_files import Writer
 from pipeline.common.errors import UserError
+from pipeline.models import config_classes
 from tests.checkpoint import foreign_folders
 from tests.checkpoint.foreign_folders import ARGUMENTS, LLAMA, gpt, llama, samples
 from tests.checkpoint.test_deepspeed_import import Code, imported, logits
+from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.checkpoint.test_megatron_export import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +273,17 @@ def test_damaged_folders_are_refused_by_name(tmp_path, damage):
         imported(source, tmp_path / "run", "model=t5-small")
     assert not (tmp_path / "run").exists()
     assert not (source / "executed").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_is_imported_again(name, tmp_path, tokenizer):
+    """stage.format=megatron, whose layers and experts are stacked; bit for bit, with the same configuration."""
+    ours = random_model(MODELS[name])
+    weights = InMemory(ours)
+    export = {"dtype": torch.float32, "shard_bytes": 60_000, "tokenizer": str(tokenizer), "writer": Writer()}
+    megatron_export.write(tmp_path, weights, MODELS[name], **export)
+    checkpoint = imported(tmp_path, tmp_path / "run", "model=t5-small")
+    config = config_classes.from_dict(checkpoint.config["model"])
+    known = {"init_std": MODELS[name].init_std, "capacity_factor": None} if name == "mixtral" else {"init_std": MODELS[name].init_std}
+    assert dataclasses.replace(config, **known) == dataclasses.replace(MODELS[name], **known)
+    assert all(torch.equal(checkpoint.tensor(weight), weights.tensor(weight)) for weight in weights.names())
