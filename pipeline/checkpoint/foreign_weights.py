@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pipeline.checkpoint.foreign_names import Naming, Row
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.huggingface_import import FORMATS, MATCH, fragments
+from pipeline.checkpoint.full_weights import fragments
+from pipeline.checkpoint.huggingface_import import FORMATS, MATCH
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.mapped_memory import release
 from pipeline.models import registry

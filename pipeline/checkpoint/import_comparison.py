@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor, nn
 
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.huggingface_import import FullWeights
+from pipeline.checkpoint.full_weights import FullWeights
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.stock_logits import FIRST_TOKEN, LENGTH, MEMORY, SEQUENCES, TOLERANCE
 from pipeline.common.errors import CheckFailed
