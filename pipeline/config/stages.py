@@ -215,8 +215,8 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
     "convert": (
         Convert,
-        "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or Hugging Face folder (stage.input) "
-        "-> checkpoint; no GPU",
+        "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or Hugging Face folder "
+        "(stage.input) -> checkpoint; no GPU",
     ),
 }
 
