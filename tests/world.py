@@ -145,7 +145,9 @@ def unsharded(trainer: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
     """Return the unsharded weights, or the moments of another kind, by name. Collective."""
     from pipeline.checkpoint.fragments import insert_fragment
 
-    owned = [(f.piece, f.start, f.tensors[kind].detach().clone()) for f in trainer.engine.fragments() if f.owned and kind in f.tensors]
+    owned = [
+        (f.piece, f.start, f.tensors[kind].detach().clone()) for f in trainer.engine.fragments() if f.replica == 0 and kind in f.tensors
+    ]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, owned)
     found: dict[str, torch.Tensor] = {}

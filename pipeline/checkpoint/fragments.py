@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.save_plan import Held
 from pipeline.layers.nf4 import NF4Weight
+from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel.pieces import Piece
+
+#: Name of a dtype in safetensors.
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
@@ -20,31 +24,32 @@ class Fragment:
         piece: slice of the full weight that contains the fragment.
         start: first element in the flattened piece.
         tensors: "weight" and both moments -> flat fp32 views of n elements, written in place on load; a weight in 4 bits is always full.
-        owned: whether this rank saves the fragment; if not, another rank holds the same elements and saves them.
+        replica: number of this rank among the ranks that hold the same elements, 0 for the primary copy.
+        replicas: number of ranks that share the writing of these elements; a rank from this number on writes nothing.
+        group: the mesh axes along which these ranks differ; the fragments of a rank with the same group are held by the same ranks.
     """
 
     piece: Piece
     start: int
     tensors: dict[str, Tensor | NF4Weight]
-    owned: bool
+    replica: int = 0
+    replicas: int = 1
+    group: str = ""
 
-
-def consolidate_fragments(shape: tuple[int, ...], fragments: Iterable[tuple[Piece, int, Tensor]]) -> tuple[Tensor, int]:
-    """Join fragments into a full weight.
-
-    Args:
-        shape: of the full weight.
-        fragments: (piece, first element in the flattened piece, flat values), without overlap.
-
-    Returns:
-        The full weight, fp32, and the number of elements written; elements that no fragment holds are undefined.
-    """
-    full = torch.empty(shape, dtype=torch.float32)
-    written = 0
-    for piece, start, values in fragments:
-        insert_fragment(full, piece, start, values)
-        written += values.numel()
-    return full, written
+    def held(self) -> Held:
+        """What the plan of a save needs to know of the fragment."""
+        return Held(
+            name=self.piece.name,
+            shape=self.piece.full_shape,
+            box=self.piece.box,
+            start=self.start,
+            count=self.tensors["weight"].numel(),
+            dtypes={kind: DTYPES[values.dtype] for kind, values in self.tensors.items()},
+            sliced_dim=SPLITS[self.piece.role].get("tensor", 0),
+            replicas=self.replicas,
+            replica=self.replica,
+            group=self.group,
+        )
 
 
 def insert_fragment(full: Tensor, piece: Piece, start: int, values: Tensor) -> None:

@@ -20,6 +20,7 @@ from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from pipeline.models.stock_tensors import StockTensor
+from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece
 
 #: Buffers that older releases of transformers saved and that are recomputed.
@@ -251,7 +252,8 @@ class ImportedWeights:
     def fragments(self) -> Iterator[Fragment]:
         """Yield every weight as a fragment, loaded lazily."""
         elements = {name: torch.Size(shape).numel() for name, shape in self._shapes.items()}
+        table = registry.family_of(self.config).tensor_parallel
         with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
             for name, shape in self._shapes.items():
-                yield Fragment(Piece(name, shape), 0, {"weight": self.tensor(name).flatten()}, owned=True)
+                yield Fragment(Piece(name, shape, role=role(table, name)), 0, {"weight": self.tensor(name).flatten()})
                 progress.advance(elements[name] * 4, name)

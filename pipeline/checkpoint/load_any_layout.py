@@ -1,18 +1,30 @@
-"""Loads a checkpoint of any layout into the fragments of this rank."""
+"""Loads a checkpoint of any layout into the fragments of this rank, which reads the ranges of bytes that it needs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from pipeline.checkpoint import native
-from pipeline.checkpoint.fragments import Fragment, extract_fragment
+from pipeline.checkpoint.contents import read_contents
+from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.reader import Checkpoint, Run
 from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
+from pipeline.parallel.mesh import on_rank_0
+
+
+def open_on_all_ranks(path: Path) -> Checkpoint:
+    """Open a checkpoint; rank 0 reads its index for all. Every rank calls this.
+
+    Raises:
+        DamagedCheckpointError: on every rank: the index is not readable.
+    """
+    try:
+        return Checkpoint(path, on_rank_0(lambda: read_contents(path)))
+    except UserError as error:
+        raise DamagedCheckpointError(error.violations) from error
 
 
 def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
@@ -24,7 +36,7 @@ def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> N
     """
     own: tuple[Violation, ...] = ()
     try:
-        _read(checkpoint, fragments)
+        checkpoint.read([Run.of(fragment) for fragment in fragments])
     except UserError as error:
         own = error.violations
     answers: list[Any] = [None] * dist.get_world_size()
@@ -32,17 +44,3 @@ def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> N
     violations = list(dict.fromkeys(violation for answer in answers for violation in answer))
     if violations:
         raise DamagedCheckpointError(violations)
-
-
-@torch.no_grad()
-def _read(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
-    """Read a fragment directly if the file of the same rank holds it; else extract it from the consolidated weight."""
-    rank = dist.get_rank()
-    for fragment in fragments:
-        name, count = fragment.piece.name, fragment.tensors["weight"].numel()
-        geometry = native.describe(fragment.piece, fragment.start, count)
-        for kind in fragment.tensors:
-            values: Tensor | None = checkpoint.fragment(rank, name, geometry, kind)
-            if values is None:
-                values = extract_fragment(checkpoint.tensor(name, kind), fragment.piece, fragment.start, count)
-            fragment.tensors[kind].copy_(values)

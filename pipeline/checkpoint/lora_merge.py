@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, check_base
 from pipeline.checkpoint.peft_format import read_peft
-from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.reader import Checkpoint, Run
 from pipeline.config.lora import is_adapter
 from pipeline.layers.lora import merged
 from pipeline.models import config_classes
@@ -48,24 +50,39 @@ class MergedWeights:
                 value = merged(value.float(), factors.a, factors.b, factors.scale)
         return value
 
-    def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
-        """As Checkpoint.fragment; None for a weight that an adapter changes."""
-        if name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters):
-            return None
-        return self.checkpoint.fragment(rank, name, geometry, kind)
+    def has(self, name: str, kind: str) -> bool:
+        """As Checkpoint.has."""
+        return self.checkpoint.has(name, kind)
+
+    @torch.no_grad()
+    def read(self, runs: Iterable[Run]) -> None:
+        """As Checkpoint.read. A weight that an adapter changes is merged as a whole, one at a time."""
+        unchanged: list[Run] = []
+        for run in runs:
+            if "weight" not in run.tensors or not self._is_changed(run.name):
+                unchanged.append(run)
+                continue
+            unchanged.append(replace(run, tensors={kind: values for kind, values in run.tensors.items() if kind != "weight"}))
+            values, full = run.tensors["weight"], self.tensor(run.name)
+            values.copy_(full[tuple(slice(*side) for side in run.box)].flatten()[run.start : run.start + values.numel()])
+        self.checkpoint.read(unchanged)
+
+    def _is_changed(self, name: str) -> bool:
+        """Whether an adapter changes a weight."""
+        return name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters)
 
 
-def open_merged(path: Path, folder: str | None) -> MergedWeights:
+def open_merged(source: Path | Checkpoint, folder: str | None) -> MergedWeights:
     """Open a checkpoint with an adapter merged into its weights.
 
     Args:
-        path: the checkpoint.
+        source: the checkpoint, or its folder.
         folder: an adapter in PEFT's format (stage.adapter), None for none.
 
     Raises:
         UserError: the adapter is of another base, or cannot be read; or as Checkpoint.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(source) if isinstance(source, Path) else source
     if folder is None:
         return MergedWeights(checkpoint)
     model = config_classes.from_dict(checkpoint.config["model"])

@@ -1,27 +1,53 @@
-"""The native checkpoint format: a folder `step-00000100` with one safetensors file per rank and an index that is written last.
+"""The index of a checkpoint: what it contains, and which files hold it. Imports no torch.
 
-A file contains the fragments that its rank owns (words: parallel/pieces.py), as fp32 "weight",
-"exp_avg" and "exp_avg_sq" (an imported model has no moments yet). A frozen weight has no moments, and the dtype of the run. The file's
-header stores the position of each fragment in the full weight, so a checkpoint of any layout can be loaded into any other. The index
-contains the configuration and counters of the run, and length and checksum of every file.
+A checkpoint is a folder `step-00000100` with data files (data_file.py), parts.npy (parts.py) and index.json. README.md has the format.
+Checkpoints of format 1, which have no parts.npy, are read, too: their files are described by the headers of the files.
 """
 
 from __future__ import annotations
 
-import json
-import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from pipeline.common.atomic_files import atomic_file
+from pipeline.checkpoint import checked_json
+from pipeline.checkpoint.catalog import INDEX, complete, folder_of, step_of
+from pipeline.checkpoint.data_file import FileEntry
 from pipeline.common.errors import DamagedCheckpointError, UserError
-from pipeline.config import renamed
+from pipeline.common.git_commit import commit
+from pipeline.config import checkpoint_paths, renamed
 from pipeline.parallel.pieces import Piece, Slice
 
-INDEX = "index.json"
+__all__ = [
+    "EMA",
+    "INDEX",
+    "PARTS",
+    "FileEntry",
+    "Index",
+    "PartsEntry",
+    "TensorEntry",
+    "TrainState",
+    "complete",
+    "describe",
+    "find",
+    "find_start",
+    "folder_of",
+    "new_index",
+    "piece_of",
+    "read_index",
+    "set_aside",
+    "step_of",
+    "tensor_key",
+    "write_index",
+]
+
+PARTS = "parts.npy"
+#: The kind of tensors of averaged weights (training.ema).
+EMA = "ema"
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,36 @@ class TrainState:
 
 
 @dataclass(frozen=True)
+class TensorEntry:
+    """A weight of a checkpoint.
+
+    Attributes:
+        shape: of the full weight.
+        dtypes: kind -> name of its dtype in safetensors; kinds that are not stored are zero.
+        block_bytes: bytes of a block.
+        rows: its first and last + 1 row of parts.npy.
+        rows_xxh3: checksum of these rows, hexadecimal.
+        digests: kind -> checksum of the checksums of its parts in the order of the rows, hexadecimal. Two checkpoints that a weight is
+            divided alike in have the same digest exactly if they have the same values; it differs if the weight is divided otherwise.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: dict[str, str]
+    block_bytes: int
+    rows: tuple[int, int]
+    rows_xxh3: str
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PartsEntry:
+    """Size in bytes and checksum (xxh3-64, hexadecimal) of parts.npy."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
 class Index:
     """Content of the index file.
 
@@ -51,53 +107,72 @@ class Index:
         train_state: progress of the run.
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
-        files: file name -> {"bytes", "xxh3"}.
-        kinds: the tensors that the files hold for each trained weight: "weight" and the optimizer's state; state that they do not hold
-            is zero.
+        kinds: what is stored of a weight: "weight" and the optimizer's state; state that is not stored is zero.
+        files: the data files; a row of parts.npy names a file by its position here.
+        tensors: name of a weight -> its entry; empty in format 1.
+        parts: of parts.npy; None in format 1.
+        layout: of the job: "world_size", "zero_stage" and the sizes of the mesh axes.
+        versions: of torch, deepspeed and this software ("commit").
+        parent: the checkpoint that this one comes from, "path", "step" and "how" (fork, merge, convert); None for the same run.
+        format: 2, or 1.
     """
 
     train_state: TrainState
     config: dict[str, Any]
     data: str = ""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
     kinds: list[str] = field(default_factory=list)
+    files: list[FileEntry] = field(default_factory=list)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    parts: PartsEntry | None = None
+    layout: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    parent: dict[str, Any] | None = None
+    format: int = 2
 
 
-def file_name(rank: int) -> str:
-    """File name of a rank."""
-    return f"rank-{rank:05d}.safetensors"
+def new_index(state: TrainState, settings: dict[str, Any], data: str, world_size: int) -> Index:
+    """The index of a checkpoint that a job begins to write.
+
+    Args:
+        state: progress of the run.
+        settings: the resolved configuration as nested dictionaries.
+        data: fingerprint of the token shards.
+        world_size: number of ranks of the job.
+    """
+    sizes = {axis: int(settings["parallel"][axis]) for axis in ("pipeline", "expert", "context", "tensor")}
+    layout = {
+        "world_size": world_size,
+        "zero_stage": settings["parallel"]["zero_stage"],
+        **sizes,
+        "data": world_size // prod(sizes.values()),
+    }
+    return Index(state, settings, data, layout=layout)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of the packages that compute a checkpoint, and of this software; without those that are not installed."""
+    found = {}
+    for package in ("torch", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"commit": commit() or "unknown"}
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Key of a fragment in its file."""
+    """Key of a fragment in a file of format 1."""
     return f"{kind}/{name}"
 
 
 def describe(piece: Piece, start: int, count: int) -> dict[str, Any]:
-    """Geometry of a fragment, as stored in the file's header."""
+    """Geometry of a fragment, as stored in the header of a file of format 1."""
     return {"shape": list(piece.full_shape), "cuts": [[c.axis, c.dim, c.start, c.stop] for c in piece.slices], "run": [start, count]}
 
 
 def piece_of(name: str, geometry: dict[str, Any]) -> tuple[Piece, int, int]:
-    """Return (piece, start, count) of a fragment from its geometry."""
+    """Return (piece, start, count) of a fragment of format 1 from its geometry."""
     start, count = geometry["run"]
     return Piece(name, tuple(geometry["shape"]), tuple(Slice(*values) for values in geometry["cuts"])), start, count
-
-
-def folder_of(run_dir: Path, step: int) -> Path:
-    """Path of the checkpoint of a step."""
-    return run_dir / "checkpoints" / f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint folder."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def complete(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    return sorted(f for f in folders if re.fullmatch(r"step-\d{8}", f.name) and (f / INDEX).is_file())
 
 
 def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
@@ -122,7 +197,7 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
 
 
 def find_start(where: str, key: str, fix: str) -> Path:
-    """Return the checkpoint that a configuration key names: a checkpoint folder, or a run directory, of which the newest is taken.
+    """Return the checkpoint that a key names: a checkpoint folder, RUN/step-300, or a run directory, of which the newest is taken.
 
     Raises:
         UserError: there is none.
@@ -130,8 +205,15 @@ def find_start(where: str, key: str, fix: str) -> Path:
     folder = Path(where)
     if (folder / INDEX).is_file():
         return folder
-    if folders := complete(folder):
+    run_dir, step = checkpoint_paths.split(folder)
+    folders = complete(run_dir)
+    if step is None and folders:
         return folders[-1]
+    if (named := folder_of(run_dir, step or 0)) in folders:
+        return named
+    if folders:
+        steps = ("..., " if len(folders) > 10 else "") + ", ".join(str(step_of(path)) for path in folders[-10:])
+        raise UserError.of(key, where, f"is not a complete checkpoint; {run_dir} has those of steps {steps}", fix)
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
 
@@ -142,32 +224,34 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(renamed)
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Write the index, which marks the checkpoint as complete."""
-    with atomic_file(folder / INDEX, "w") as handle:
-        content = asdict(index)
-        json.dump({**content, "xxh3": _checksum(content)}, handle, indent=1)
-        handle.write("\n")
+def write_index(folder: Path, index: Index, name: str = INDEX) -> None:
+    """Write the index; INDEX marks the checkpoint as complete."""
+    checked_json.write(folder / name, asdict(index))
 
 
-def read_index(folder: Path) -> Index:
-    """Read the index of a checkpoint.
+def read_index(folder: Path, name: str = INDEX) -> Index:
+    """Read the index of a checkpoint of format 1 or 2.
 
     Raises:
         DamagedCheckpointError: it is not readable.
     """
     try:
-        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if (checksum := content.pop("xxh3", None)) is not None and checksum != _checksum(content):  # absent in older checkpoints
-            raise ValueError("its content does not match its checksum")
-        state = content.pop("train_state", None) or content.pop("progress")  # its name in older checkpoints
+        content = checked_json.read(folder / name)
+        state = TrainState(**(content.pop("train_state", None) or content.pop("progress")))  # its name in older checkpoints
         renamed.update(content["config"])
-        return Index(TrainState(**state), **content)
+        if content.setdefault("format", 1) == 1:
+            files = [FileEntry(name, entry["bytes"], entry["xxh3"]) for name, entry in sorted(content.pop("files").items())]
+            return Index(state, files=files, **content)
+        if content["format"] != 2:
+            raise ValueError(f"its format {content['format']} is of a newer version of this software")
+        files = [FileEntry(**entry) for entry in content.pop("files")]
+        tensors = {name: _tensor_entry(entry) for name, entry in content.pop("tensors").items()}
+        parts = None if (entry := content.pop("parts")) is None else PartsEntry(**entry)
+        return Index(state, files=files, tensors=tensors, parts=parts, **content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "remove the folder, or set checkpoint.skip_damaged=true, to use an older checkpoint"
         raise DamagedCheckpointError.of("checkpoint", folder / INDEX, f"is not readable: {error}", fix) from error
 
 
-def _checksum(content: dict[str, Any]) -> str:
-    """The checksum of an index."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+def _tensor_entry(content: dict[str, Any]) -> TensorEntry:
+    return TensorEntry(**{**content, "shape": tuple(content["shape"]), "rows": tuple(content["rows"])})

@@ -1,115 +1,198 @@
-"""Reads full weights from a native checkpoint, without a GPU or a process group, one tensor in memory at a time."""
+"""Reads weights of a native checkpoint into tensors, without a GPU or a process group: full ones, or the parts that a rank needs."""
 
 from __future__ import annotations
 
-import json
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.fragments import consolidate_fragments
-from pipeline.checkpoint.native import file_name, find, piece_of, read_index, tensor_key
-from pipeline.common.atomic_files import verify
-from pipeline.common.errors import UserError
+from pipeline.checkpoint.contents import REMEDY, Contents, read_contents
+from pipeline.checkpoint.data_reader import Counters
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.native import find
+from pipeline.checkpoint.parts import Box
+from pipeline.checkpoint.range_reader import RangeReader, Request
+from pipeline.common.errors import DamagedCheckpointError, Violation
+from pipeline.layers.nf4 import NF4Weight
 
-__all__ = ["Checkpoint", "find"]
+__all__ = ["Checkpoint", "Run", "find"]
 
-_REMEDY = "remove the checkpoint folder, or set checkpoint.skip_damaged=true: checkpoint.resume=auto then continues from the previous one"
+#: PyTorch's dtype of the name of a dtype in safetensors.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+#: Bytes of a run, and of all runs, that are read into a buffer first: those of a tensor on a GPU, or of another dtype.
+_STAGED_RUN, _STAGED = 64 << 20, 256 << 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of a weight that are wanted.
+
+    Attributes:
+        name: of the weight.
+        shape: of the full weight.
+        box: first and last + 1 index along each dim of the full weight.
+        start: first element of the flattened box.
+        tensors: kind -> flat tensor of the elements, written in place.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    tensors: dict[str, Tensor | NF4Weight]
+
+    @classmethod
+    def of(cls, fragment: Fragment) -> Run:
+        """The elements of a fragment."""
+        return cls(fragment.piece.name, fragment.piece.full_shape, fragment.piece.box, fragment.start, fragment.tensors)
 
 
 class Checkpoint:
-    """A checkpoint on disk. A file is verified against its checksum when it is first read.
+    """A checkpoint on disk. Only what is used is read; each block that is read is verified against its checksum.
+
+    Args:
+        path: the checkpoint folder.
+        contents: of the checkpoint, if they have been read.
 
     Attributes:
         path: the checkpoint folder.
+        index: the index.
         config: the configuration of the run that wrote it, as nested dictionaries.
         train_state: step, samples and updates of that run.
         data: fingerprint of the token shards.
+
+    Raises:
+        DamagedCheckpointError: the index is not readable.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, contents: Contents | None = None) -> None:
         self.path = path
-        index = read_index(path)
-        self.config, self.train_state, self.data, self._files = index.config, index.train_state, index.data, index.files
-        self._kinds = index.kinds
-        self._open: dict[str, Any] = {}
-        self._headers: dict[str, dict[str, dict[str, Any]]] = {}
-        self._keys: dict[str, set[str]] = {}
-        self._verified: set[str] = set()
+        contents = read_contents(path) if contents is None else contents
+        self.index = contents.index
+        self.config, self.train_state, self.data = self.index.config, self.index.train_state, self.index.data
+        self._reader = RangeReader(path, contents)
 
     @property
     def step(self) -> int:
         """Number of completed steps."""
         return self.train_state.step
 
+    @property
+    def counters(self) -> Counters:
+        """What has been read."""
+        return self._reader.counters
+
     def names(self) -> list[str]:
         """Names of all weights; a head tied to the embedding has no entry."""
-        return sorted(self._fragments)
+        return sorted(self._reader.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of a weight."""
-        return piece_of(name, self._fragments[name][0][1])[0].full_shape
+        return self._reader.tensors[name].shape
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """Return a full weight, or one of its moments, consolidated from the fragments of all ranks.
+        """Return a full weight, or one of its moments, fp32. Moments that the checkpoint does not have are zero.
 
         Args:
             name: of the weight.
             kind: weight, exp_avg or exp_avg_sq.
 
         Raises:
-            UserError: a file is missing or corrupt, or fragments are missing.
+            DamagedCheckpointError: the checkpoint does not have the weight, or its bytes are missing or damaged.
         """
-        pieces = ((file, *piece_of(name, geometry)) for file, geometry in self._fragments[name])
-        fragments = ((piece, start, self._read(file, kind, name)) for file, piece, start, _ in pieces)
-        full, written = consolidate_fragments(self.shape(name), fragments)
-        if written != full.numel():
-            rule = f"{name}: has {written} of {full.numel()} elements"
-            raise UserError.of("checkpoint", self.path, rule, "use an older checkpoint")
+        shape = self._shape(name)
+        full = torch.empty(shape)
+        self.read([Run(name, shape, tuple((0, size) for size in shape), 0, {kind: full.view(-1)})])
         return full
 
-    def fragment(self, rank: int, name: str, geometry: dict[str, Any], kind: str) -> Tensor | None:
-        """Return a fragment as a rank wrote it; None if that rank wrote another fragment of the weight, or none."""
-        file = file_name(rank)
-        if file not in self._files or self._geometries(file).get(name) != geometry:
-            return None
-        return self._read(file, kind, name)
+    def has(self, name: str, kind: str) -> bool:
+        """Whether the checkpoint has tensors of a kind for a weight; moments that it does not have are zero."""
+        return name in self._reader.tensors and kind in self._reader.tensors[name].dtypes
 
-    @cached_property
-    def _fragments(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-        """Weight -> its fragments, each (file, geometry), from the headers of all files."""
-        fragments: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-        for file in sorted(self._files):
-            for name, geometry in self._geometries(file).items():
-                fragments.setdefault(name, []).append((file, geometry))
-        return fragments
+    def ranges(self, name: str, kind: str, box: Box, run: tuple[int, int]) -> Tensor:
+        """Return elements of a weight or one of its moments, flat, in the dtype in which they are stored.
 
-    def _geometries(self, file: str) -> dict[str, dict[str, Any]]:
-        """Weight -> geometry of the file's fragment of it, from the header of the file."""
-        if file not in self._headers:
-            try:
-                self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
-                self._keys[file] = set(self._open[file].keys())
-                self._headers[file] = json.loads(self._open[file].metadata()["fragments"])
-            except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-                self._verify(file)  # raises a more specific error if length or checksum differ
-                raise UserError.of("checkpoint", self.path / file, f"is not readable: {error}", _REMEDY) from error
-        return self._headers[file]
+        Args:
+            name: of the weight.
+            kind: weight, exp_avg or exp_avg_sq.
+            box: first and last + 1 index along each dim of the full weight.
+            run: first element of the flattened box, and number of elements.
 
-    def _read(self, file: str, kind: str, name: str) -> Tensor:
-        """Return the elements of a fragment; the file is verified at the first read. Moments that the checkpoint does not have are zero."""
-        self._verify(file)
-        geometry = self._geometries(file)[name]
-        if kind not in self._kinds or tensor_key(kind, name) not in self._keys[file]:
-            return torch.zeros(geometry["run"][1])
-        tensor: Tensor = self._open[file].get_tensor(tensor_key(kind, name))
-        return tensor
+        Raises:
+            DamagedCheckpointError: as tensor.
+        """
+        shape = self._shape(name)
+        values = torch.empty(run[1], dtype=DTYPES[self._reader.tensors[name].dtypes.get(kind, "F32")])
+        self.read([Run(name, shape, box, run[0], {kind: values})])
+        return values
 
-    def _verify(self, file: str) -> None:
-        if file not in self._verified:
-            verify(self.path / file, self._files[file]["bytes"], self._files[file]["xxh3"], _REMEDY)
-            self._verified.add(file)
+    @torch.no_grad()
+    def read(self, runs: Iterable[Run]) -> None:
+        """Read elements of weights into tensors, in place. Memory holds no more than 0.3 GB beside them.
+
+        Raises:
+            DamagedCheckpointError: a weight is missing or has another shape, or bytes are missing or damaged.
+        """
+        runs = list(runs)
+        self._check_shapes(runs)
+        requests: list[Request] = []
+        staged: list[tuple[Tensor | NF4Weight, Tensor]] = []
+        for run in runs:
+            for kind, values in run.tensors.items():
+                if (dtype := self._reader.tensors[run.name].dtypes.get(kind)) is None:
+                    values.copy_(torch.zeros(1).expand(values.numel()))
+                    continue
+                for first, part in _in_parts(values, DTYPES[dtype]):
+                    buffer = part
+                    if _is_staged(part, DTYPES[dtype]):
+                        buffer = torch.empty(part.numel(), dtype=DTYPES[dtype])
+                        staged.append((part, buffer))
+                    assert isinstance(buffer, Tensor)
+                    requests.append(Request(run.name, kind, run.box, run.start + first, buffer.detach().view(torch.uint8).numpy()))
+                    if sum(buffer.nbytes for _, buffer in staged) >= _STAGED:
+                        self._read(requests, staged)
+                        requests, staged = [], []
+        self._read(requests, staged)
+
+    def _read(self, requests: list[Request], staged: list[tuple[Tensor | NF4Weight, Tensor]]) -> None:
+        """Read requests, and copy those that were read into a buffer first."""
+        self._reader.read(requests)
+        for values, buffer in staged:
+            values.copy_(buffer)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a weight; raises if the checkpoint does not have it."""
+        if name not in self._reader.tensors:
+            raise DamagedCheckpointError([self._missing(name)])
+        return self.shape(name)
+
+    def _missing(self, name: str) -> Violation:
+        return Violation("checkpoint", self.path, f"does not contain the weight {name}", REMEDY)
+
+    def _check_shapes(self, runs: list[Run]) -> None:
+        """Refuse weights that the checkpoint does not have, or has with another shape."""
+        violations = []
+        for run in runs:
+            if run.name not in self._reader.tensors:
+                violations.append(self._missing(run.name))
+            elif self.shape(run.name) != run.shape:
+                rule = f"{run.name} has shape {list(self.shape(run.name))}, not {list(run.shape)}"
+                violations.append(Violation("checkpoint", self.path, rule, "choose a checkpoint of the same model"))
+        if violations:
+            raise DamagedCheckpointError(violations)
+
+
+def _is_staged(values: Tensor | NF4Weight, dtype: torch.dtype) -> bool:
+    """Whether elements of a dtype cannot be read into the memory of a tensor."""
+    return not isinstance(values, Tensor) or values.device.type != "cpu" or values.dtype != dtype or values.stride() != (1,)
+
+
+def _in_parts(values: Tensor | NF4Weight, dtype: torch.dtype) -> Iterable[tuple[int, Tensor | NF4Weight]]:
+    """First element and tensor of each part of a tensor; one that is read into a buffer first is divided."""
+    if isinstance(values, Tensor) and _is_staged(values, dtype):
+        step = _STAGED_RUN // dtype.itemsize
+        return [(first, values[first : first + step]) for first in range(0, values.numel(), step)]
+    return [(0, values)]

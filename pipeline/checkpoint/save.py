@@ -1,124 +1,236 @@
-"""Saves a checkpoint: every rank its fragments, or one process full weights. An incomplete checkpoint is never visible."""
+"""Saves a checkpoint while its caller waits: every rank its share, or one process full weights. An incomplete one is never visible."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+import logging
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import catalog, commit, handover
+from pipeline.checkpoint.data_file import DataFile, WrittenFile, write
 from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.host_buffers import host_bytes
 from pipeline.checkpoint.native import Index
-from pipeline.common.atomic_files import apply_umask, atomic_folder, digest, partial_folder, remove_folder
+from pipeline.checkpoint.records import write_record
+from pipeline.checkpoint.save_plan import Share, plan
 from pipeline.common.errors import UserError
+from pipeline.common.locks import claimed
+from pipeline.parallel.mesh import on_rank_0
+
+log = logging.getLogger("pipeline")
+
+#: Bytes of weights at which a file of full weights is written.
+_MOST = 512 << 20
+_FIX = "free some space or quota and run again: checkpoint.resume=auto continues"
 
 
-def save(run_dir: Path, index: Index, fragments: list[Fragment], keep: int, needed: Callable[[Path], bool] = lambda _: False) -> Path:
-    """Write a checkpoint; every rank calls this.
+def file_name(rank: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
 
-    Ranks write concurrently into a hidden folder. When all have finished, rank 0 adds the index and renames the folder.
+
+def node_file_name(node: int) -> str:
+    """Name of the file of a node."""
+    return f"node-{node:05d}.safetensors"
+
+
+def save(
+    run_dir: Path,
+    index: Index,
+    fragments: Sequence[Fragment],
+    keep: int,
+    needed: Callable[[Path], bool] = lambda _: False,
+    *,
+    every: int = 0,
+    files: str = "rank",
+) -> Path:
+    """Write a checkpoint; every rank calls this, and continues when it is complete.
 
     Args:
-        run_dir: the run directory.
+        run_dir: the run directory, locked by this job.
         index: the index without its files.
-        fragments: the fragments of this rank; the owned ones are written.
-        keep: number of complete checkpoints to keep; older ones are removed.
+        fragments: the fragments of this rank.
+        keep: number of newest checkpoints to keep; older ones are removed.
         needed: whether an older one is kept, too; called on rank 0.
+        every: checkpoints whose step is a multiple are kept, too; 0 for none.
+        files: "rank" for a file of each rank, "node" for a file of each node.
 
     Raises:
         UserError: a weight is not finite, or a rank could not write (disk full, quota); the partial checkpoint is removed.
     """
-    final = native.folder_of(run_dir, index.train_state.step)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _check_finite(fragments, index.train_state.step)
-    with atomic_folder(final) if rank == 0 else nullcontext(partial_folder(final)) as folder:
-        dist.barrier()
-        answers: list[Any] = [None] * world_size
-        dist.all_gather_object(answers, _try_to_write(folder / native.file_name(rank), [f for f in fragments if f.owned]))
-        failures = [answer for answer in answers if isinstance(answer, str)]
-        if failures:
-            raise UserError.of("run_dir", folder, failures[0], "free some space or quota and run again: checkpoint.resume=auto continues")
-        if rank == 0:
-            files = {native.file_name(writer): entry for writer, entry in enumerate(answers) if entry}
-            kinds = list(fragments[0].tensors)  # rank 0 always holds a part of a weight
-            native.write_index(folder, replace(index, files=files, kinds=kinds))
-    if rank == 0:
-        for old in native.complete(run_dir)[:-keep]:
-            if not needed(old):
-                remove_folder(old)
-    dist.barrier()
+    folder = on_rank_0(lambda: _reported(run_dir, lambda: commit.begin(run_dir, index, commit.new_attempt(), world_size)))
+    shares = plan([fragment.held() for fragment in fragments])
+    write_files = _write_with_node if files == "node" else _write_alone
+    answers = _gather(_try_to(lambda: write_record(folder, rank, write_files(folder, fragments, shares))))
+    failures = [answer for answer in answers if answer is not None]
+
+    def finish() -> Path:
+        try:
+            if failures:
+                raise UserError.of("run_dir", folder, failures[0], _FIX)
+            return _reported(run_dir, lambda: commit.commit(run_dir))
+        except UserError:
+            _abandon(run_dir)
+            raise
+
+    def prune() -> None:
+        try:
+            catalog.prune(run_dir, keep, every, needed)
+        except OSError as error:
+            raise UserError.of(
+                "checkpoint.keep", keep, f"an older checkpoint cannot be removed: {error}", "correct its permissions"
+            ) from error
+
+    final: Path = on_rank_0(finish)
+    on_rank_0(prune)
     return final
 
 
-def _check_finite(fragments: list[Fragment], step: int) -> None:
+def _abandon(run_dir: Path) -> None:
+    """Remove the partial checkpoint; the next start removes what cannot be removed now."""
+    try:
+        commit.abandon(run_dir)
+    except OSError as error:
+        log.warning("%s: the partial checkpoint is not removed: %s", run_dir, error)
+
+
+def _reported(run_dir: Path, call: Callable[[], Path]) -> Path:
+    """Call a function that writes to the run directory.
+
+    Raises:
+        UserError: it could not write, or the records do not fit together.
+    """
+    try:
+        return call()
+    except (OSError, ValueError) as error:
+        raise UserError.of("run_dir", run_dir, f"the checkpoint could not be written: {error}", _FIX) from error
+
+
+def _check_finite(fragments: Sequence[Fragment], step: int) -> None:
     """Refuse to save weights that are not finite; every rank calls this.
 
     Raises:
         UserError: on every rank, with the name of such a weight.
     """
-    names = (f.piece.name for f in fragments if f.owned and not bool(f.tensors["weight"].detach().isfinite().all()))
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, next(names, None))
-    if not_finite := sorted(name for name in answers if name):
-        rule = f"{not_finite[0]} contains values that are not finite; no checkpoint was written"
-        fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
-        raise UserError.of("weights after step", step, rule, fix)
+    names = (f.piece.name for f in fragments if not bool(f.tensors["weight"].detach().isfinite().all()))
+    if not_finite := sorted(name for name in _gather(next(names, None)) if name):
+        raise handover.not_finite(step, not_finite[0])
 
 
-def _try_to_write(path: Path, fragments: list[Fragment]) -> dict[str, Any] | str:
-    """Write and fsync one file. Returns its length and checksum, an empty dict without fragments, or the error message."""
+def _try_to(call: Callable[[], None]) -> str | None:
+    """Call a function that writes files. Returns the error message, None without one."""
     try:
-        return _write(path, fragments) if fragments else {}
+        call()
     except Exception as error:  # the other ranks wait for the answer
         return f"could not be written: {error}"
+    return None
 
 
-def _write(path: Path, fragments: list[Fragment]) -> dict[str, Any]:
-    """Write and fsync one file. Returns its length and checksum."""
-    tensors = {native.tensor_key(kind, f.piece.name): f.tensors[kind].detach().cpu().contiguous() for f in fragments for kind in f.tensors}
-    geometry = {f.piece.name: native.describe(f.piece, f.start, f.tensors["weight"].numel()) for f in fragments}
-    save_file(tensors, path, metadata={"fragments": json.dumps(geometry)})
-    apply_umask(path)
-    handle = os.open(path, os.O_RDONLY)
+def _write_alone(folder: Path, fragments: Sequence[Fragment], shares: Sequence[Share]) -> list[WrittenFile]:
+    """Write the file of this rank, if it has anything to write."""
+    path = folder / file_name(dist.get_rank())
+    return [write(path, [share.part for share in shares], _reader(fragments, shares))] if shares else []
+
+
+def _reader(fragments: Sequence[Fragment], shares: Sequence[Share]) -> Callable[[int, str], Iterator[memoryview]]:
+    """The bytes of the parts of this rank, from memory or from its GPU."""
+
+    def read(number: int, kind: str) -> Iterator[memoryview]:
+        share = shares[number]
+        values = fragments[share.fragment].tensors[kind].detach().view(-1)
+        return host_bytes(values[share.first : share.first + share.part.count])
+
+    return read
+
+
+def _write_with_node(folder: Path, fragments: Sequence[Fragment], shares: Sequence[Share]) -> list[WrittenFile]:
+    """Write this rank's parts into the file of its node; every rank calls this. The first rank of the node returns the file.
+
+    Raises:
+        OSError: a rank could not write; on every rank.
+    """
+    rank = dist.get_rank()
+    others = _gather((socket.gethostname(), [share.part for share in shares]))
+    hosts = list(dict.fromkeys(host for host, _ in others))
+    members = [other for other, (host, _) in enumerate(others) if host == others[rank][0]]
+    first = sum(len(others[other][1]) for other in members if other < rank)
+    file = DataFile(folder / node_file_name(hosts.index(others[rank][0])), [part for other in members for part in others[other][1]])
+    read = _reader(fragments, shares)
+
+    def write_own() -> dict[tuple[int, str], Any]:
+        return file.write_parts(range(first, first + len(shares)), lambda number, kind: read(number - first, kind))
+
+    _together(file.create if rank == members[0] else lambda: None)
+    digests = _together(write_own)
+    if rank != members[0]:
+        return []
+    return [file.finish({key: value for other in members for key, value in digests[other].items()})]
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _together(call: Callable[[], Any]) -> list[Any]:
+    """Call a function on every rank, and return the results by rank; collective.
+
+    Raises:
+        OSError: a call failed; on every rank.
+    """
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return {"bytes": path.stat().st_size, "xxh3": digest(path)}
+        answer, failure = call(), ""
+    except Exception as error:  # the other ranks wait for the answer
+        answer, failure = None, str(error)
+    answers = _gather((answer, failure))
+    if failures := [failure for _, failure in answers if failure]:
+        raise OSError(failures[0])
+    return [answer for answer, _ in answers]
 
 
 def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
     """Write a checkpoint of full weights in one process, as files of similar size. Memory holds the weights of one file.
 
     Args:
-        run_dir: the run directory.
+        run_dir: the run directory; it is locked meanwhile.
         index: the index without its files.
         fragments: one per weight, loaded lazily.
-        file_bytes: size at which a file is written.
+        file_bytes: size at which a file is written, at most 512 MB.
 
     Raises:
-        UserError: a file could not be written; the partial checkpoint is removed.
+        UserError: a file could not be written, or another job uses the run directory; the partial checkpoint is removed.
     """
-    final = native.folder_of(run_dir, index.train_state.step)
-    files: dict[str, dict[str, Any]] = {}
-    kinds: list[str] = []
-    with atomic_folder(final) as folder:
-        for number, group in enumerate(_groups(fragments, file_bytes)):
-            kinds = list(group[0].tensors)
-            try:
-                files[native.file_name(number)] = _write(folder / native.file_name(number), group)
-            except (OSError, SafetensorError) as error:  # safetensors raises its own class on a full disk
-                raise UserError.of("run_dir", folder, f"could not be written: {error}", "free some space or quota and run again") from error
-        native.write_index(folder, replace(index, files=files, kinds=kinds))
-    return final
+
+    def write_locked() -> Path:
+        with claimed(run_dir, "run_dir"):
+            return _save_full(run_dir, index, fragments, file_bytes)
+
+    return _reported(run_dir, write_locked)
+
+
+def _save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
+    """Write the files and commit; see save_full."""
+    commit.finish_interrupted(run_dir)
+    folder = commit.begin(run_dir, index, commit.new_attempt(), 1)
+    try:
+        written = []
+        for number, group in enumerate(_groups(fragments, min(file_bytes, _MOST))):
+            shares = plan([fragment.held() for fragment in group])
+            written.append(write(folder / file_name(number), [share.part for share in shares], _reader(group, shares)))
+            group.clear()  # before the next ones are loaded
+        write_record(folder, 0, written)
+        return commit.commit(run_dir)
+    except BaseException:
+        _abandon(run_dir)
+        raise
 
 
 def _groups(fragments: Iterable[Fragment], file_bytes: int) -> Iterator[list[Fragment]]:

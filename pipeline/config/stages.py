@@ -14,6 +14,7 @@ class CheckpointReader(StageConfig):
 
     checkpoint: str = knob("latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir")
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format, which is merged into the weights")
+    weights: str = knob("trained", "weights to read: those of the optimizer, or their average (training.ema)", choices=("trained", "ema"))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.checkpoint.reader import Run
 from pipeline.common import knobs
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
@@ -45,7 +46,9 @@ def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel
     """
 
     def value(piece: Piece, dtype: torch.dtype) -> Tensor:
-        return piece.narrow(checkpoint.tensor(piece.name)).to(mesh.device, dtype)
+        values = torch.empty(piece.elements)
+        checkpoint.read([Run(piece.name, piece.full_shape, piece.box, 0, {"weight": values})])
+        return values.view(piece.shape).to(mesh.device, dtype)
 
     model = parallelize(config, mesh, value)
     return model.eval().requires_grad_(False)

@@ -65,6 +65,11 @@ class Piece:
         return next((s.start for s in self.slices if s.dim == dim), 0)
 
     @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """First and last + 1 index of the piece along each dim of the full weight."""
+        return tuple((self.start(dim), self.start(dim) + size) for dim, size in enumerate(self.shape))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the piece."""
         sizes = list(self.full_shape)

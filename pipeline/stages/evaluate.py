@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import compatibility, imported
+from pipeline.checkpoint import averaged, compatibility, imported
+from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
-from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.tokenizer import open_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
@@ -57,7 +57,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             if stage.checkpoint == checkpoint_selection.ALL and not evaluated_config.fits(config, path):
                 log.info("evaluate: %s is left out: it has another model than the newest checkpoint, or no adapter", path)
                 continue
-            compatibility.check_same_model(Checkpoint(path), config)
+            compatibility.check_same_model(open_on_all_ranks(path), config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
             step = evaluated_config.load(config, stage, trainer, path).step
             found = validation_scores.evaluate(config, stage, trainer, data)
@@ -85,7 +85,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
         paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
         for path in paths:
-            checkpoint = open_merged(path, stage.adapter)
+            checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)
             model = weights.model_of(checkpoint)
             tasks.check_model(model, run_dir, config.tokenizer.path, encoder.vocab_size)
             config = weights.for_generation(config, model)

@@ -127,3 +127,37 @@ def is_primary_copy(piece: Piece, mesh: Mesh, *, sharded: bool = False) -> bool:
     """
     axes = {"tensor": mesh.coordinates.tensor, "expert": 0 if sharded else mesh.coordinates.expert}
     return not piece.copy and all(piece.is_sliced_along(axis) or coordinate == 0 for axis, coordinate in axes.items())
+
+
+def replica_of(piece: Piece, mesh: Mesh, bucket: Bucket | None = None) -> tuple[int, int, str]:
+    """Return which of the ranks that hold the same elements of a piece this rank is: Fragment.replica, replicas and group.
+
+    Args:
+        piece: the piece.
+        mesh: this rank's process groups.
+        bucket: that ZeRO divides into partitions; the elements are those of this rank's partition.
+    """
+    layout, where = mesh.layout, mesh.coordinates
+    axes = {"data": (layout.data, where.data), "context": (layout.context, where.context), "expert": (layout.expert, where.expert)}
+    if bucket is not None:
+        axes = {}
+    elif piece.is_sliced_along("expert"):
+        del axes["expert"]
+    if not piece.is_sliced_along("tensor"):
+        axes["tensor"] = (layout.tensor, where.tensor)
+    if piece.shared == "tied_embedding":
+        holders = {layout.holder(stage): None for stage in (0, layout.stage_count - 1)}
+        axes["tied_embedding"] = (len(holders), list(holders).index(where.pipeline))
+    elif piece.shared == "pipeline":
+        axes["pipeline"] = (layout.pipeline, where.pipeline)
+    replica, replicas = 0, 1
+    for size, index in axes.values():
+        replica, replicas = replica * size + index, replicas * size
+    if bucket is not None and "tensor" in axes and any(_is_uneven(other, layout.tensor) for other in bucket.pieces.values()):
+        return replica, 1, "uneven"  # the tensor ranks' partitions have other elements: those of the primary copy are written
+    return replica, replicas, "+".join(axis for axis, (size, _) in axes.items() if size > 1)
+
+
+def _is_uneven(piece: Piece, ranks: int) -> bool:
+    """Whether the tensor ranks' pieces differ in size."""
+    return any(s.axis == "tensor" and piece.full_shape[s.dim] % ranks for s in piece.slices)

@@ -16,7 +16,7 @@ from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
-from pipeline.training.buckets import is_primary_copy
+from pipeline.training.buckets import replica_of
 from pipeline.training.loss_scale import LossScale
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
@@ -70,6 +70,10 @@ class Engine(ABC):
         """Optimizer updates so far, without skipped steps."""
 
     @abstractmethod
+    def counters(self) -> Tensor:
+        """`updates()` and `loss_scale.state()` as numbers, fp64 (3,), without waiting for the device."""
+
+    @abstractmethod
     def loaded(self, updates: int) -> None:
         """Adopt fragments that were loaded in place, as the state after `updates` updates."""
 
@@ -100,5 +104,4 @@ def fixed_fragments(model: LocalModel, mesh: Mesh) -> list[Fragment]:
     """Fragments of the weights that no optimizer updates, without its state."""
     weights: list[tuple[Tensor | NF4Weight, Piece]] = [(value.detach().view(-1), piece) for value, piece in model.fixed.items()]
     weights += model.quantized.items()
-    first = mesh.data.rank() == 0
-    return [Fragment(piece, 0, {"weight": value}, owned=first and is_primary_copy(piece, mesh)) for value, piece in weights]
+    return [Fragment(piece, 0, {"weight": value}, *replica_of(piece, mesh)) for value, piece in weights]

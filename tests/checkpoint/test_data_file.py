@@ -1,0 +1,90 @@
+"""One data file: valid safetensors, written in one pass, and what its checksums find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pipeline.checkpoint import data_file
+from pipeline.checkpoint.parts import NOT_STORED, Part, count_blocks
+
+
+def part(name: str, count: int, kinds: dict[str, str], block_bytes: int = 64) -> Part:
+    return Part(name, (count + 3,), ((0, count + 3),), 3, count, block_bytes, kinds)
+
+
+TRAINED, FROZEN = {"weight": "F32", "exp_avg": "F32"}, {"weight": "BF16"}
+
+
+def write(path: Path, parts: list[Part], buffer_bytes: int = 50) -> tuple[data_file.WrittenFile, dict[tuple[int, str], bytes]]:
+    rng = np.random.default_rng(0)
+    contents = {(number, kind): rng.bytes(p.bytes(kind)) for number, p in enumerate(parts) for kind in p.dtypes}
+
+    def read(number: int, kind: str) -> Iterator[memoryview]:
+        content = memoryview(contents[number, kind])
+        for start in range(0, len(content), buffer_bytes):
+            yield content[start : start + buffer_bytes]
+
+    return data_file.write(path, parts, read), contents
+
+
+def block_digests(content: bytes, block: int, before: int) -> list[int]:
+    """Of blocks that are counted from `before` bytes before the content."""
+    ends = [*range(block - before, len(content), block), len(content)]
+    return [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in zip([0, *ends], ends, strict=False) if a < b]
+
+
+def test_a_file_is_safetensors_and_its_places_are_right(tmp_path: Path) -> None:
+    parts = [part("a", 33, FROZEN), part("b", 40, TRAINED), part("c", 1, TRAINED), part("d", 0, TRAINED)]
+    written, contents = write(tmp_path / "file", parts)
+    assert written.kinds == ["weight", "exp_avg"]
+    assert written.entry.bytes == (tmp_path / "file").stat().st_size
+    raw = (tmp_path / "file").read_bytes()
+    stored = load_file(tmp_path / "file")
+    assert set(stored) >= {"weight/a[0:36]@3", "weight/b[0:43]@3", "exp_avg/b[0:43]@3", "block_digests"}
+    digests = stored["block_digests"].numpy()
+    assert written.entry.xxh3 == xxhash.xxh3_64_hexdigest(digests.tobytes())
+    for (number, kind), content in contents.items():
+        offset, block, checksum = (int(value) for value in written.places[number, written.kinds.index(kind)])
+        assert raw[offset : offset + len(content)] == content
+        expected = block_digests(content, 64, parts[number].before(kind))
+        assert digests[block : block + len(expected)].tolist() == expected
+        assert checksum == xxhash.xxh3_64_intdigest(np.array(expected, "<u8").tobytes())
+    assert written.places[0, 1].tolist() == [NOT_STORED, 0, 0], "a frozen weight has no moments"
+
+
+@given(st.integers(1, 40), st.integers(0, 39), st.integers(0, 200), st.lists(st.integers(1, 90)))
+def test_checksums_do_not_depend_on_the_buffers(block: int, before: int, size: int, cuts: list[int]) -> None:
+    content = memoryview(np.random.default_rng(size).bytes(size))
+    hasher, start = data_file.BlockHasher(block, before % block), 0
+    for cut in [*cuts, size]:
+        hasher.update(content[start : start + cut])
+        start += cut
+    assert hasher.digests().tolist() == block_digests(content, block, before % block)
+    assert count_blocks(size, block, before % block) == len(hasher.digests())
+
+
+def test_a_flipped_byte_and_a_short_file_name_their_blocks(tmp_path: Path) -> None:
+    written, contents = write(tmp_path / "file", [part("a", 100, TRAINED)])
+    offset, size = int(written.places[0, 0, 0]), len(contents[0, "weight"])
+    handle = os.open(tmp_path / "file", os.O_RDWR)
+    digests = data_file.read_digests(handle, offset, size, 64, 12)
+    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == []
+    os.pwrite(handle, b"?", offset + 130)
+    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == [2]
+    os.ftruncate(handle, offset + 200)
+    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == [2, 3, 4, 5, 6]
+    os.close(handle)
+
+
+def test_a_source_of_another_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"weight/a\[0:8\]@3: 16 bytes instead of 20"):
+        data_file.write(tmp_path / "file", [part("a", 5, FROZEN | {"weight": "F32"})], lambda _number, _kind: [memoryview(bytes(16))])
