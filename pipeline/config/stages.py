@@ -218,7 +218,11 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
     ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
-    "convert": (Convert, "checkpoint -> Hugging Face folder, or folder of another tool (stage.input) -> checkpoint; requires no GPU"),
+    "convert": (
+        Convert,
+        "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
+        "(stage.input) -> checkpoint; no GPU",
+    ),
 }
 
 _TRAINING = (

@@ -54,6 +54,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     assert isinstance(stage, Convert)
     if stage.input is None and stage.format != "peft":
         output = Path(stage.output or run_dir / "-".join([OUTPUTS[stage.format], stage.quantize]).removesuffix("-none"))
+        if ranks.launcher == "torchrun":  # whose ranks have no MPI
+            if ranks.rank > 0:
+                return
+            ranks = Ranks()
         with mpi.world(ranks, output) as comm:
             _export(config, stage, output, comm)
     elif ranks.rank > 0:
