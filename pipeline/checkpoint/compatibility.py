@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pipeline.checkpoint.lora_adapter import lora_of
@@ -112,47 +111,6 @@ def check_same_model(
     if other_head:
         differences = {key: old for key, old in differences.items() if key not in _HEAD}
     _refuse(checkpoint, new, differences, "set it to that value, or choose another checkpoint")
-
-
-def check_mergeable(checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse to average checkpoints of different models, tokenizers or adapters.
-
-    Raises:
-        UserError: with one violation per difference.
-    """
-    first, violations = checkpoints[0], []
-    expected = _identity(first)
-    for other in checkpoints[1:]:
-        found = _identity(other)
-        differing = [key for key in expected | found if expected.get(key) != found.get(key)]
-        if None in (expected[_TOKENIZER], found[_TOKENIZER]):
-            differing = [key for key in differing if key != _TOKENIZER]
-        if "model.family" in differing:  # which has other keys
-            differing = ["model.family"]
-        shown = other.path
-        fix = "merge checkpoints of one model, tokenizer and kind of adapter"
-        violations += [
-            Violation("PATH", shown, f"has {key}={found.get(key)}; {first.path} has {key}={expected.get(key)}", fix) for key in differing
-        ]
-        if not differing and (names := set(first.names()) ^ set(other.names())):
-            violations.append(Violation("PATH", shown, f"has other weights than {first.path}: {', '.join(sorted(names)[:3])}", fix))
-        if None in (expected[_TOKENIZER], found[_TOKENIZER]):
-            log.warning("%s and %s: whether they have the same tokenizer is not known, their data is gone", first.path, shown)
-    if violations:
-        raise UserError(violations)
-
-
-#: What differs if token shards or tokenizer.json do.
-_TOKENIZER = "checksum of the tokenizer"
-
-
-def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What checkpoints that are merged have in common: key -> value; None for what is not known."""
-    config = checkpoint.config
-    model, lora = dataclasses.asdict(config_classes.from_dict(config["model"])), dataclasses.asdict(lora_of(config))
-    adapter = {f"lora.{name}": lora[name] for name in (_ADAPTER_SETTINGS if lora["rank"] else ("rank",))}
-    tokenizer = {_TOKENIZER: fingerprint_of(config), "tokenizer.end_of_document": config.get("tokenizer", {}).get("end_of_document")}
-    return {**{f"model.{name}": value for name, value in model.items()}, **adapter, **tokenizer}
 
 
 def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:

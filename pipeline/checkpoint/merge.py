@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import merged_run, native, save
-from pipeline.checkpoint.compatibility import check_mergeable
+from pipeline.checkpoint import mergeable, merged_run, native, save
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.reader import Checkpoint
@@ -105,7 +104,7 @@ def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BY
         UserError: the checkpoints are of different models, tokenizers or adapters; or run_dir has another content.
     """
     checkpoints = [source.checkpoint for source in sources]
-    check_mergeable(checkpoints)
+    mergeable.check(checkpoints)
     newest = max(reversed(checkpoints), key=lambda checkpoint: checkpoint.step)  # of equal steps, the one that is named last
     members = [{"path": str(s.checkpoint.path.resolve()), "step": s.checkpoint.step, "weight": s.weight} for s in sources]
     parent = {"path": str(newest.path.resolve()), "step": newest.step, "how": "merge", "members": members}
