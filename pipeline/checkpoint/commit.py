@@ -63,7 +63,7 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     pending = Pending(index.train_state.step, folder.name, writers, started)
     abandon(run_dir)
     for other in folder.parent.glob(".step-*.partial"):  # of failed attempts, to which late writers have added files
-        if other != folder:
+        if other != folder and step_of_partial(other) <= pending.step:  # a writer that is ahead may write the next one already
             shutil.rmtree(other, ignore_errors=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +73,12 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def step_of_partial(folder: Path) -> int:
+    """The step of a hidden folder; 0 for one of another name."""
+    text = folder.name.removeprefix(".step-").partition(".")[0]
+    return int(text) if text.isdecimal() else 0
 
 
 def write_failure(folder: Path, writer: int, reason: str) -> None:

@@ -167,9 +167,9 @@ def test_an_incomplete_attempt_is_removed_with_its_reason(tmp_path: Path, caplog
     said = {
         "record": "1 of 2 records are missing, the first is that of writer 1",
         "torn record": "record-00001.json",
-        "flipped byte": "rank-00001.safetensors: weight of a, elements 6:12 of ((0, 4), (0, 3)): other bytes than saved",
+        "flipped byte": "rank-00001.safetensors: weight of a, elements 6 to 11 of 12: other bytes than were saved",
         "truncated": f"rank-00001.safetensors: has {len(content) - 8} bytes, expected {len(content)}",
-        "file": "rank-00001.safetensors: No such file",
+        "file": "elements 6 to 11 of 12: cannot be read: No such file",
         "draft": "draft.json",
     }
     assert said[damage] in caplog.text

@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.checkpoint import catalog, commit, data_file, native, records, verify
 from pipeline.checkpoint.native import Index, TrainState
-from pipeline.checkpoint.parts import Part, read_rows
-from pipeline.checkpoint.stored_runs import runs_of_rows
+from pipeline.checkpoint.parts import Part
 from pipeline.config.schema import CheckpointConfig
 from pipeline.training import run_directory
 from tests.checkpoint import faulty_disk
@@ -47,9 +46,8 @@ def start(run_dir: Path) -> Path | None:
 
 def assert_whole(folder: Path) -> None:
     """Every byte is there and has its checksum, and nothing else is there."""
+    assert verify.verify(folder) == []
     index = native.read_index(folder)
-    rows = read_rows(folder / native.PARTS)
-    assert list(verify.damages(folder, index.files, index.tensors, list(runs_of_rows(rows, index.kinds, index.tensors)))) == []
     assert {path.name for path in folder.iterdir()} == {native.INDEX, native.PARTS, *(entry.name for entry in index.files)}
 
 
@@ -188,3 +186,12 @@ def test_an_interrupted_commit_with_damage_is_not_finished(three, monkeypatch, c
     assert "removed the incomplete checkpoint of step 5" in caplog.text
     assert {"short file": "rank-00001.safetensors: has", "missing record": "that of writer 1"}.get(damage, "00001") in caplog.text
     assert names(three) == {"catalog.json", "step-00000003", "step-00000004"}
+
+
+def test_what_late_writers_of_failed_saves_write_is_removed_and_what_early_ones_write_is_not(three):
+    """A rank does not wait for the commit: it may write its part of the next checkpoint before this one begins to be committed."""
+    late, early = (commit.partial_folder(three, step, commit.new_attempt()) for step in (3, 5))
+    for folder in (late, early):
+        folder.mkdir()
+    save(three, 4)
+    assert names(three) == {"catalog.json", "step-00000003", "step-00000004", early.name}

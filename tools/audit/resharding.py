@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import load_any_layout, save
+from pipeline.checkpoint import load_any_layout, native
+from pipeline.checkpoint.async_save import AsyncSaver
 from pipeline.checkpoint.fragments import Fragment, extract_fragment
-from pipeline.checkpoint.native import Index, TrainState
+from pipeline.checkpoint.handover import Commit
+from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.saver import Request
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
+from pipeline.training import choose_saver
 from pipeline.training.trainer import Trainer
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -52,23 +59,56 @@ def fill(fragments: list[Fragment], known: bool) -> None:
                 tensor.copy_(extract_fragment(full, fragment.piece, fragment.start, tensor.numel()))
 
 
+@contextmanager
+def saving(trainer: Trainer, config: Any, run_dir: Path) -> Iterator[Callable[[int], None]]:
+    """Yield a function that saves the state of a trainer as the checkpoint of a step, asynchronously as a run does. Collective.
+
+    The function returns when the state may change, which it then does. At the end of the block all checkpoints are complete.
+
+    Raises:
+        RuntimeError: a checkpoint could not be written.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, size, rank, size)
+    process = choose_saver.start_writer(config.checkpoint, ranks)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    saver = choose_saver.choose(dataclasses.replace(config, run_dir=str(run_dir)), ranks, trainer, process, None)
+    settings, failures = dataclasses.asdict(config), []
+
+    def save(step: int) -> None:
+        commit = Commit(native.new_index(TrainState(step), settings, "", size), 1_000_000, 0, frozenset())
+        saver.begin(Request(step, trainer.engine.fragments(), lambda: None, (lambda: commit) if rank == 0 else None))
+        saver.before_update()
+        failures.extend(outcome.reason for outcome in saver.poll() if outcome.reason)
+        fill(trainer.engine.fragments(), known=False)
+
+    try:
+        assert isinstance(saver, AsyncSaver)
+        yield save
+        saver.wait()
+        if rank == 0:
+            saver.wait_for_commit()
+        failures.extend(outcome.reason for outcome in saver.poll() if outcome.reason)
+        if failures:
+            raise RuntimeError(failures[0])
+    finally:
+        saver.close()
+
+
 def save_known(trainer: Trainer, config: Any, run_dir: Path) -> None:
-    """Save the known values in the trainer's layout. Collective."""
-    fill(trainer.engine.fragments(), known=True)
-    save_now(trainer, config, run_dir)
+    """Save the known values in the trainer's layout as step 1. Collective."""
+    with saving(trainer, config, run_dir) as save:
+        fill(trainer.engine.fragments(), known=True)
+        save(1)
 
 
-def load_and_save(trainer: Trainer, config: Any, source: Path, run_dir: Path) -> None:
-    """Load a checkpoint of another layout and save it again. Collective."""
-    fill(trainer.engine.fragments(), known=False)
-    load_any_layout.load(Checkpoint(source), trainer.engine.fragments())
-    save_now(trainer, config, run_dir)
-
-
-def save_now(trainer: Trainer, config: Any, run_dir: Path) -> Path:
-    """Save the state of a trainer as step 1 of a run directory. Collective."""
-    index = Index(TrainState(step=1), dataclasses.asdict(config), "")
-    return save.save(run_dir, index, trainer.engine.fragments(), keep=1)
+def load_and_save(trainer: Trainer, config: Any, sources: Sequence[Path], run_dir: Path) -> None:
+    """Load checkpoints of other layouts one after the other, and save them again as steps 1, 2, ... Collective."""
+    with saving(trainer, config, run_dir) as save:
+        for step, source in enumerate(sources, 1):
+            load_any_layout.load(Checkpoint(source), trainer.engine.fragments())
+            save(step)
 
 
 def difference(folder: Path, expected: set[str] | None) -> str:
@@ -89,20 +129,15 @@ def difference(folder: Path, expected: set[str] | None) -> str:
     return ""
 
 
-def run_dir_of(folder: Path, family: str, saved: str, loaded: str = "") -> Path:
-    """The run directory of a source, or of a cell."""
-    return folder / family / (f"{saved}--{loaded}" if loaded else saved)
-
-
-def checkpoint_in(run_dir: Path) -> Path:
-    """Its checkpoint."""
-    return run_dir / "checkpoints" / "step-00000001"
+def source_in(folder: Path, family: str, name: str) -> Path:
+    """The checkpoint of the known values that was saved in a layout."""
+    return native.folder_of(folder / family / f"from-{name}", 1)
 
 
 def serve_sources(jobs: list[tuple[str, str, Any]], folder: Path) -> None:
     """Save the known values in every layout (family, name, configuration); on one rank of a world."""
     for family, name, config in jobs:
-        save_known(build(config), config, run_dir_of(folder, family, name))
+        save_known(build(config), config, source_in(folder, family, name).parents[1])
 
 
 def load_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path) -> list[tuple[str, str, str, str]]:
@@ -117,17 +152,15 @@ def load_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path) -> lis
     """
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for family, name, config, sources in jobs:
-        trainer = build(config)
-        for source in sources:
-            begin = checkpoint_in(run_dir_of(folder, family, source))
-            load_and_save(trainer, config, begin, run_dir_of(folder, family, source, name))
+        run_dir = folder / family / f"in-{name}"
+        load_and_save(build(config), config, [source_in(folder, family, source) for source in sources], run_dir)
         dist.barrier()
-        for source in sources[rank::size]:
-            cell = run_dir_of(folder, family, source, name)
-            names = set(Checkpoint(checkpoint_in(run_dir_of(folder, family, source))).names())
-            found.append((family, source, name, difference(checkpoint_in(cell), names)))
-            shutil.rmtree(cell)
+        for step, source in list(enumerate(sources, 1))[rank::size]:
+            names = set(Checkpoint(source_in(folder, family, source)).names())
+            found.append((family, source, name, difference(native.folder_of(run_dir, step), names)))
         dist.barrier()
+        if rank == 0:
+            shutil.rmtree(run_dir)
     return found
 
 

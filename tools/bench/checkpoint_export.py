@@ -51,7 +51,7 @@ def prepare(checkpoint: Path, folder: Path) -> None:
     torch.save(states, tag / "mp_rank_00_model_states.pt")
     huggingface_export.write_configs(folder / "deepspeed", config, dtype=torch.float32, end_of_document_id=0)
     (folder / "tokenizer").mkdir()
-    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, "<|endoftext|>"))
+    tokenizer = Tokenizer(models.BPE({"<|endoftext|>": 0, "a": 1}, []))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
 
