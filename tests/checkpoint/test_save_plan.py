@@ -166,7 +166,9 @@ def test_each_rank_of_a_layout_writes_its_equal_share(case: str, zero: int) -> N
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_vocabulary_that_does_not_divide(zero: int) -> None:
     """Partitions of the tensor ranks then begin at other elements: what they share is not divided, and still written once."""
-    config = configured(*tiny("model=gpt-tiny", "model.vocab_size=67", "parallel.tensor=2", f"parallel.zero_stage={zero}"))
+    config = configured(
+        *tiny("model=gpt-tiny", "model.vocab_size=67", "model.max_positions=64", "parallel.tensor=2", f"parallel.zero_stage={zero}")
+    )
     check(config, 4, even=False)
 
 
