@@ -1,11 +1,10 @@
-"""Exports a checkpoint as a Hugging Face folder that stock `transformers` loads, with one output shard in memory at a time."""
+"""Exports a checkpoint as a Hugging Face folder that stock `transformers` loads, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -13,19 +12,22 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE, read_config, read_generation_config
-from pipeline.common.atomic_files import apply_umask
+from pipeline.checkpoint import safetensors_file
+from pipeline.checkpoint.export_files import OutputFile, Writer, Written, digest_of
+from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG, SEPARATE
+from pipeline.checkpoint.original import Original
+from pipeline.checkpoint.weights import PartReader, Weights
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.progress import Progress
 from pipeline.config import loss_weights
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import load
-from pipeline.models import config_json, registry, stock_keys
+from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import Shape, StockTensor
 
@@ -42,106 +44,6 @@ TOKENIZER_FILES = (
 
 #: Folder of further chat templates with names.
 TEMPLATES = "additional_chat_templates"
-#: Keys of an imported config.json that are not exported: about its files, or about code of its repository.
-_OF_THE_FILES = frozenset(("torch_dtype", "dtype", "quantization_config", "auto_map"))
-
-
-@dataclass(frozen=True)
-class Original:
-    """The Hugging Face model that a run started from.
-
-    Attributes:
-        content: its config.json.
-        generation: its generation_config.json, None without one.
-        mapped: what the export writes to config.json for a model with this config.json.
-        groups: keys that only have a meaning together.
-        aliases: further name of a key of config.json -> the key.
-    """
-
-    content: dict[str, Any]
-    generation: dict[str, Any] | None
-    mapped: dict[str, Any]
-    groups: tuple[tuple[str, ...], ...]
-    aliases: dict[str, str]
-
-    def token_id(self, name: str) -> Any:
-        """The value of a key such as bos_token_id; generation settings take precedence, as in transformers and vLLM."""
-        return next((content[name] for content in (self.generation or {}, self.content) if content.get(name) is not None), None)
-
-    @property
-    def ends(self) -> list[int]:
-        """The tokens that end a text (eos_token_id)."""
-        named = self.token_id("eos_token_id")
-        return [] if named is None else named if isinstance(named, list) else [named]
-
-    def with_end(self, token: int) -> Original:
-        """Return the model with a further token that ends a text, which training has taught it."""
-        if token in self.ends:
-            return self
-        ends = {"eos_token_id": [*self.ends, token] if self.ends else token}
-        generation = None if self.generation is None else {**self.generation, **ends}
-        return replace(self, content={**self.content, **ends}, generation=generation)
-
-    def config_json(self, exported: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of config.json: that of the import, and what has changed since (the length of the context, labels).
-
-        Args:
-            exported: what the export writes for the model.
-        """
-        changed = {key for key, value in exported.items() if key not in self.mapped or self.mapped[key] != value}
-        changed |= {key for group in self.groups if not changed.isdisjoint(group) for key in group}
-        stale = {alias for alias, key in self.aliases.items() if key in changed}
-        stale |= {"num_labels", "problem_type"} if "id2label" in changed else set()  # of the labels before
-        kept = {key: value for key, value in self.content.items() if key not in _OF_THE_FILES | changed | stale}
-        return kept | {key: value for key, value in exported.items() if key in changed or key == "architectures"}
-
-
-@dataclass(frozen=True)
-class TokenIds:
-    """The tokens with which texts begin and end.
-
-    Attributes:
-        bos: precedes a text, None without one.
-        ends: any of them ends a text.
-        pad: fills a batch, None without one.
-    """
-
-    bos: int | None
-    ends: list[int]
-    pad: int | None
-
-
-def token_ids(original: Original | None, end_of_document: int) -> TokenIds:
-    """Return the tokens that an export of a decoder names: those of the imported model, or the end-of-document token for all."""
-    if original is None:
-        return TokenIds(end_of_document, [end_of_document], end_of_document)
-    pad = original.token_id("pad_token_id")
-    return TokenIds(
-        original.token_id("bos_token_id"), original.ends or [end_of_document], pad if isinstance(pad, int) and pad >= 0 else None
-    )
-
-
-def read_original(folder: Path) -> Original:
-    """Read an imported model, from the folder with its config.json."""
-    content = read_config(folder)
-    family, mapping = registry.find_mapping(content)
-    mapped = mapping.config_json(config_json.read(mapping, family.config, content))
-    stock = stock_keys.keys_of(mapping.architecture)
-    groups = tuple(group.keys for group in mapping.nested)
-    return Original(content, read_generation_config(folder), mapped, groups, {} if stock is None else stock.aliases)
-
-
-class Weights(Protocol):
-    """Full weights by native name; a tied head has no entry."""
-
-    def names(self) -> Iterable[str]:
-        """Names of all weights."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a weight."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Full value of a weight, fp32."""
 
 
 class Packing(Protocol):
@@ -155,7 +57,14 @@ class Packing(Protocol):
 
 
 def write_weights(
-    folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int, packing: Packing | None = None
+    folder: Path,
+    weights: Weights,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    packing: Packing | None = None,
+    writer: Writer | None = None,
 ) -> int:
     """Write model.safetensors, or its numbered shards and their index; tensors that the class does not expect are in other files.
 
@@ -166,10 +75,16 @@ def write_weights(
         dtype: dtype to write.
         shard_bytes: maximum file size; a larger tensor gets a separate file.
         packing: tensors that are stored in another form.
+        writer: shares the files among ranks; by default this process writes all of them. Collective.
 
     Returns:
         Number of parameters written.
+
+    Raises:
+        UserError: a weight is too large for the dtype.
+        CheckFailed: a file does not hold the weights of the checkpoint.
     """
+    writer = writer or Writer()
     entries = {entry.hf_name: entry for entry in registry.stock_tensors(config)[0]}
     shapes = {name: entry.shape([weights.shape(part) for part in entry.names]) for name, entry in entries.items()}
     elements = {name: prod(shape) for name, shape in shapes.items()}
@@ -177,45 +92,76 @@ def write_weights(
     sizes = {name: elements[name] * dtype.itemsize if size is None else size for name, size in packed.items()}
     patterns = registry.mapping_of(config).separate_weights(config)
     separate = {name for name in entries if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    read = _Reader(weights, dtype)
-    with Progress(sum(sizes.values()), "writing weights", "B") as progress:
-        for stem, chosen in [("model", entries.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
-            split = split_state_dict_into_shards_factory(
-                {name: size for name, size in sizes.items() if name in chosen},
-                get_storage_size=int,
-                filename_pattern=stem + "{suffix}.safetensors",
-                max_shard_size=shard_bytes,
-            )
-            files: dict[str, str] = {}
-            for file, names in split.filename_to_tensors.items():
-                shard: dict[str, Tensor] = {}
-                for name in names:
-                    stored = packing.tensors(entries[name]) if packing else None
-                    shard |= stored or {name: entries[name].to_hf(read(entries[name])).to(dtype)}
-                    progress.advance(sizes[name], file)
-                save_file(shard, folder / file, metadata={"format": "pt"})
-                apply_umask(folder / file)
-                files |= dict.fromkeys(shard, file)
-            if split.is_sharded:
-                index = {"metadata": split.metadata, "weight_map": files}
-                _write_json(folder / f"{stem}.safetensors.index.json", index)
+    splits, files = {}, []
+    for stem, chosen in [("model", entries.keys() - separate), *([(SEPARATE, separate)] if separate else [])]:
+        splits[stem] = split_state_dict_into_shards_factory(
+            {name: size for name, size in sizes.items() if name in chosen},
+            get_storage_size=int,
+            filename_pattern=stem + "{suffix}.safetensors",
+            max_shard_size=shard_bytes,
+        )
+        for file, names in splits[stem].filename_to_tensors.items():
+            shard = _Shard(weights, {name: entries[name] for name in names}, dtype, packing)
+            files.append(OutputFile(file, sum(sizes[name] for name in names), shard.write, shard.read))
+    stored = writer.write(folder, files)
+    for stem, split in splits.items():
+        if split.is_sharded and writer.is_first:
+            index = {"metadata": split.metadata, "weight_map": {name: file for file in split.filename_to_tensors for name in stored[file]}}
+            _write_json(folder / f"{stem}.safetensors.index.json", index)
     return sum(count for name, count in elements.items() if entries[name].constant is None)
 
 
-class _Reader:
-    """Reads the native weights of an entry. Stacked experts are cached for the next entry, which needs another slice of them."""
+class _Shard:
+    """Writes and reads a file of a Hugging Face folder.
 
-    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
-        self._stacks: dict[str, Tensor] = {}
+    Args:
+        weights: weights of the checkpoint.
+        entries: the tensors of the file, by name, in their order.
+        dtype: dtype to write.
+        packing: tensors that are stored in another form.
+    """
 
-    def __call__(self, entry: StockTensor) -> list[Tensor]:
-        if entry.expert is None:
-            self._stacks = {}
-            return [self._weights.tensor(name).to(self._dtype) for name in entry.names]
-        cached = self._stacks
-        self._stacks = {name: cached[name] if name in cached else self._weights.tensor(name).to(self._dtype) for name in entry.names}
-        return list(self._stacks.values())
+    def __init__(self, weights: Weights, entries: dict[str, StockTensor], dtype: torch.dtype, packing: Packing | None) -> None:
+        self._weights, self._entries, self._dtype, self._packing = weights, entries, dtype, packing
+        self._shapes = {name: [weights.shape(part) for part in entry.names] for name, entry in entries.items()}
+
+    def write(self, path: Path, written: Written) -> tuple[list[str], str | None]:
+        """Write the file; see OutputFile. The other functions need the names of its tensors."""
+        read = PartReader(self._weights, self._dtype)
+        if self._packing is not None:
+            return self._write_packed(path, read, written), None
+
+        def tensor(name: str) -> Tensor:
+            entry = self._entries[name]
+            parts = read(entry)
+            value = entry.to_hf(parts).to(self._dtype)
+            pieces = [part if entry.expert is None else part[entry.expert] for part in parts]
+            written(name, digest_of(pieces or [value]), value.nbytes)
+            return value
+
+        shapes = {name: entry.shape(self._shapes[name]) for name, entry in self._entries.items()}
+        return list(shapes), safetensors_file.write(path, shapes, self._dtype, tensor, {"format": "pt"})
+
+    def read(self, path: Path) -> Iterator[tuple[str, str]]:
+        """Yield what the file holds, as weights of the checkpoint; see OutputFile."""
+        if self._packing is not None:
+            with safe_open(path, framework="pt") as file:
+                yield from ((name, digest_of([file.get_tensor(name)])) for name in sorted(file.keys()))
+            return
+        for name, value in safetensors_file.tensors(path):
+            entry = self._entries[name]
+            yield name, digest_of(entry.from_hf(value, self._shapes[name]) if entry.names else [value])
+
+    def _write_packed(self, path: Path, read: PartReader, written: Written) -> list[str]:
+        """Write a file whose tensors have several dtypes; all of them are in memory."""
+        assert self._packing is not None
+        shard: dict[str, Tensor] = {}
+        for name, entry in self._entries.items():
+            shard |= self._packing.tensors(entry) or {name: entry.to_hf(read(entry)).to(self._dtype)}
+        save_file(shard, path, metadata={"format": "pt"})
+        for name in sorted(shard):
+            written(name, digest_of([shard[name]]), shard[name].nbytes)
+        return list(shard)
 
 
 def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -> None:

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.huggingface_export import VOCABULARIES, Original, copy_tokenizer_files, read_original
+from pipeline.checkpoint.huggingface_export import VOCABULARIES, copy_tokenizer_files
 from pipeline.checkpoint.huggingface_import import GENERATION_CONFIG
+from pipeline.checkpoint.original import Original, read_original
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import UserError

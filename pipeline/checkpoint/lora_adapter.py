@@ -13,8 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.checkpoint.huggingface_export import Weights
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.lora import PARTS, LoraConfig, is_adapter, layer_of
 from pipeline.models.config import ModelConfig

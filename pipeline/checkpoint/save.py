@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.checkpoint import catalog, commit
+from pipeline.checkpoint import catalog, commit, handover
 from pipeline.checkpoint.data_file import DataFile, WrittenFile, write
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.host_buffers import host_bytes
@@ -120,9 +120,7 @@ def _check_finite(fragments: Sequence[Fragment], step: int) -> None:
     """
     names = (f.piece.name for f in fragments if not bool(f.tensors["weight"].detach().isfinite().all()))
     if not_finite := sorted(name for name in _gather(next(names, None)) if name):
-        rule = f"{not_finite[0]} contains values that are not finite; no checkpoint was written"
-        fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
-        raise UserError.of("weights after step", step, rule, fix)
+        raise handover.not_finite(step, not_finite[0])
 
 
 def _try_to(call: Callable[[], None]) -> str | None:

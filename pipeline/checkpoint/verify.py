@@ -1,74 +1,221 @@
-"""Reads data files again and compares them with their checksums. Imports no torch."""
+"""Reads a checkpoint again, compares every byte with its checksum, and names what is damaged. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from pipeline.checkpoint import catalog, native, stored_runs
 from pipeline.checkpoint.data_file import FileEntry, read_digests
-from pipeline.checkpoint.native import TensorEntry
-from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, box_of, digest_of
+from pipeline.checkpoint.native import Index, TensorEntry
+from pipeline.checkpoint.parts import Part, digest_of
+from pipeline.checkpoint.stored_runs import StoredRun
+from pipeline.common import atomic_files
+from pipeline.common.errors import UserError
 
 #: Files that are read at a time; reading and hashing release the interpreter.
 _THREADS = 8
 
+Progress = Callable[[int], object]
+"""Called with the number of bytes that have been read since the last call."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something of a checkpoint that is missing or differs from its checksum.
+
+    Attributes:
+        file: name in the folder.
+        what: what is wrong.
+        tensor: name of the weight; empty if the file as a whole is concerned.
+        kind: "weight" or a state of the optimizer.
+        elements: which elements of the tensor.
+    """
+
+    file: str
+    what: str
+    tensor: str = ""
+    kind: str = ""
+    elements: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.kind} of {self.tensor}, {self.elements}: " if self.tensor else ""
+        return f"{self.file}: {where}{self.what}"
+
+
+def verify(folder: Path, progress: Progress = lambda _: None) -> list[Damage]:
+    """Read a checkpoint and return what is damaged; an empty list for one that is whole."""
+    try:
+        index = native.read_index(folder)
+    except UserError as error:
+        return [Damage(native.INDEX, error.violations[0].rule)]
+    return list(_format_1(folder, index, progress) if index.format == 1 else _format_2(folder, index, progress))
+
+
+def lost(run_dir: Path) -> list[Path]:
+    """Folders of checkpoints that the catalog names and that have no index."""
+    folders = [catalog.folder_of(run_dir, step) for step in catalog.read(run_dir).complete]
+    return [folder for folder in folders if not (folder / native.INDEX).is_file()]
+
+
+def pending(run_dir: Path) -> list[str]:
+    """The saves of a run that have not been finished, one line each."""
+    known = catalog.read(run_dir).pending
+    found = []
+    for folder in sorted((run_dir / "checkpoints").glob(".step-*.partial")):
+        records, failures = (len(list(folder.glob(f"{name}-*.json"))) for name in ("record", "failed"))
+        of_all = f" of {known.writers} records, since {known.started}" if known and known.folder == folder.name else " records"
+        found.append(f"{folder.name}: {records}{of_all}" + (f", {failures} writers failed" if failures else ""))
+    if known and not (run_dir / "checkpoints" / known.folder).is_dir():
+        found.append(f"{known.folder}: since {known.started}; its folder does not exist")
+    return found
+
+
+def _format_1(folder: Path, index: Index, progress: Progress) -> Iterator[Damage]:
+    """Verify the files of format 1, which have one checksum each."""
+    for file in index.files:
+        try:
+            atomic_files.verify(folder / file.name, file.bytes, file.xxh3, "")
+        except UserError as error:
+            yield Damage(file.name, f"{error.violations[0].rule}; {_content(folder / file.name)}")
+        progress(file.bytes)
+
+
+def _content(path: Path) -> str:
+    """What a damaged file of format 1 holds."""
+    try:
+        keys = [key for key in stored_runs.header(path)[0] if key != "__metadata__"]
+    except (OSError, ValueError):
+        return "its tensors are unknown"
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"it holds {', '.join(keys[:3])}{more}; format 1 does not tell which of them is damaged"
+
+
+def _format_2(folder: Path, index: Index, progress: Progress) -> Iterator[Damage]:
+    """Verify parts.npy and the completeness of each tensor, and then each file from its first byte to its last."""
+    runs: list[StoredRun] = []
+    parts_are_right = True
+    for name, entry in index.tensors.items():
+        try:
+            own = list(stored_runs.runs_of_tensor(folder, index, name))
+        except (OSError, ValueError) as error:
+            parts_are_right = False
+            yield from (Damage(native.PARTS, f"where they are stored is unknown: {error}", name, k, "all elements") for k in entry.dtypes)
+            continue
+        runs += own
+        yield from (damage for kind in entry.dtypes if (damage := _tensor(name, kind, entry, [run for run in own if run.kind == kind])))
+    if parts_are_right and index.parts is not None:
+        content = (folder / native.PARTS).read_bytes()
+        if (len(content), xxhash.xxh3_64_hexdigest(content)) != (index.parts.bytes, index.parts.xxh3):
+            yield Damage(native.PARTS, "its header or its end differs from its checksum")
+    yield from damages(folder, index.files, index.tensors, runs, progress)
+
+
+def _tensor(name: str, kind: str, entry: TensorEntry, runs: Sequence[StoredRun]) -> Damage | None:
+    """What the index and the parts of a tensor contradict each other in."""
+    if (count := sum(run.count for run in runs)) != prod(entry.shape):
+        return Damage(native.PARTS, f"{count:,} of {prod(entry.shape):,} elements are stored", name, kind, "all elements")
+    if f"{digest_of(np.array([run.xxh3 for run in runs], np.uint64)):016x}" != entry.digests[kind]:
+        return Damage(native.INDEX, "the digest of the tensor is not that of its parts", name, kind, "all elements")
+    return None
+
 
 def damages(
-    folder: Path, files: Sequence[FileEntry], kinds: Sequence[str], tensors: Mapping[str, TensorEntry], rows: np.ndarray
-) -> Iterator[str]:
-    """Read every byte of the data files of a checkpoint, and yield what is missing or changed: file, weight, kind and range.
+    folder: Path,
+    files: Sequence[FileEntry],
+    tensors: Mapping[str, TensorEntry],
+    runs: Sequence[StoredRun],
+    progress: Progress = lambda _: None,
+) -> Iterator[Damage]:
+    """Read every byte of the data files of a checkpoint of format 2, and yield what is missing or changed.
 
     Args:
         folder: of the checkpoint.
         files: its files, in the order of the index.
-        kinds: its kinds, in the order of the index.
-        tensors: its weights, in the order of the index.
-        rows: of parts.npy.
+        tensors: its weights.
+        runs: what the files hold, in any order.
+        progress: reported to after each file.
     """
-    by_file = rows[np.argsort(rows["file"], kind="stable")]
-    groups = np.split(by_file, np.searchsorted(by_file["file"], np.arange(1, len(files))))
-    entries = list(tensors.items())
+    by_file: list[list[StoredRun]] = [[] for _ in files]
+    for run in runs:
+        by_file[run.file].append(run)
 
-    def of_file(pair: tuple[FileEntry, np.ndarray]) -> list[str]:
-        return list(_damages_of_file(folder / pair[0].name, pair[0], kinds, entries, pair[1]))
+    def of_file(pair: tuple[FileEntry, list[StoredRun]]) -> list[Damage]:
+        return list(_file(folder / pair[0].name, pair[0], tensors, sorted(pair[1], key=lambda run: run.block)))
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from chain.from_iterable(pool.map(of_file, zip(files, groups, strict=True)))
+        for file, found in zip(files, pool.map(of_file, zip(files, by_file, strict=True)), strict=True):
+            progress(file.bytes)
+            yield from found
 
 
-def _damages_of_file(
-    path: Path, entry: FileEntry, kinds: Sequence[str], tensors: Sequence[tuple[str, TensorEntry]], rows: np.ndarray
-) -> Iterator[str]:
-    """What is missing or changed of one file."""
+def _file(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry], runs: Sequence[StoredRun]) -> Iterator[Damage]:
+    """What is missing or changed of one file, whose runs are given in its order."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
-        yield f"{path.name}: {error.strerror}"
+        yield from (_damage(file, f"cannot be read: {error.strerror}", run) for run in runs)
         return
     try:
-        if (size := os.fstat(handle).st_size) != entry.bytes:
-            yield f"{path.name}: has {size} bytes, expected {entry.bytes}"
-            return
-        stored = [(int(row["offset"][column]), column, row) for row in rows for column in range(len(kinds))]
-        digests = []
-        for offset, column, row in sorted((part for part in stored if part[0] != NOT_STORED), key=lambda part: part[0]):
-            name, tensor = tensors[int(row["tensor"])]
-            item = ITEM_SIZE[tensor.dtypes[kinds[column]]]
-            before = int(row["start"]) * item % tensor.block_bytes
-            found = read_digests(handle, offset, int(row["count"]) * item, tensor.block_bytes, before)
-            if digest_of(found) != int(row["xxh3"][column]):
-                box, start = box_of(row, len(tensor.shape)), int(row["start"])
-                where = f"{kinds[column]} of {name}, elements {start}:{start + int(row['count'])} of {box}"
-                yield f"{path.name}: {where}: other bytes than saved"
-            digests.append(found)
-        in_order = np.concatenate([np.zeros(0, np.uint64), *digests])
-        stored_digests = os.pread(handle, 8 * len(in_order), entry.bytes - 8 * len(in_order))
-        if stored_digests != in_order.astype("<u8").tobytes() or f"{digest_of(in_order):016x}" != entry.xxh3:
-            yield f"{path.name}: its checksums are not those of its content"
+        if (size := os.fstat(handle).st_size) != file.bytes:
+            yield Damage(file.name, f"has {size:,} bytes, expected {file.bytes:,}")
+        try:
+            _check_header(path, runs)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            yield Damage(file.name, f"its header is damaged, which only other readers of safetensors need: {error}")
+        stored = os.pread(handle, 8 * file.blocks, max(0, file.bytes - 8 * file.blocks))
+        table = np.frombuffer(stored[: len(stored) // 8 * 8], "<u8")  # a short file may end within a digest
+        known = len(table) == file.blocks and f"{digest_of(table):016x}" == file.xxh3
+        if not known and size == file.bytes:
+            yield Damage(file.name, "its block digests are damaged; its parts are verified as a whole")
+        for run in runs:
+            yield from _run(handle, file, run, tensors[run.name].block_bytes, table if known else None)
     finally:
         os.close(handle)
+
+
+def _check_header(path: Path, runs: Sequence[StoredRun]) -> None:
+    """Compare the header of a file with the runs that it has to describe.
+
+    Raises:
+        ValueError, KeyError: it describes them otherwise, or is no header.
+    """
+    content, first = stored_runs.header(path)
+    for run in runs:
+        key = Part(run.name, run.shape, run.box, run.start, run.count, 1, {}).key(run.kind)
+        if content[key] != {"dtype": run.dtype, "shape": [run.count], "data_offsets": [run.offset - first, run.offset - first + run.bytes]}:
+            raise ValueError(key)
+
+
+def _run(handle: int, file: FileEntry, run: StoredRun, block_bytes: int, table: npt.NDArray[np.uint64] | None) -> Iterator[Damage]:
+    """Verify the blocks of a run, or the run as a whole if the block digests are not known."""
+    before = run.start * run.item_size % block_bytes
+    found = read_digests(handle, run.offset, run.bytes, block_bytes, before)
+    if digest_of(found) == run.xxh3:
+        return
+    changed = np.zeros(0, np.int64) if table is None else np.flatnonzero(found != table[run.block : run.block + len(found)])
+    for first, last in _series(changed):
+        begin, end = ((number * block_bytes - before) // run.item_size for number in (first, last))
+        yield _damage(file, "other bytes than were saved", run, max(begin, 0), min(end, run.count))
+    if not len(changed):
+        yield _damage(file, "other bytes than were saved", run)
+
+
+def _damage(file: FileEntry, what: str, run: StoredRun, first: int = 0, last: int | None = None) -> Damage:
+    """Damage of elements `first : last` of a run, or of all of them."""
+    return Damage(file.name, what, run.name, run.kind, run.where(first, run.count if last is None else last))
+
+
+def _series(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of each series of consecutive numbers."""
+    for series in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1) if len(numbers) else ():
+        yield int(series[0]), int(series[-1]) + 1

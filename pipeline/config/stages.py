@@ -14,6 +14,7 @@ class CheckpointReader(StageConfig):
 
     checkpoint: str = knob("latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir")
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format, which is merged into the weights")
+    weights: str = knob("trained", "weights to read: those of the optimizer, or their average (training.ema)", choices=("trained", "ema"))
 
 
 @dataclass(frozen=True)
@@ -95,21 +96,27 @@ class Generate(CheckpointReader):
 
 @dataclass(frozen=True)
 class Convert(CheckpointReader):
-    """Export of a native checkpoint to a Hugging Face folder, or import."""
+    """Export of a native checkpoint to the format of another program, or import."""
 
-    input: str | None = knob(None, "Hugging Face folder to import into run_dir; unset: export the checkpoint of run_dir")
+    input: str | None = knob(
+        None,
+        "folder to import into run_dir: of Hugging Face, DeepSpeed, Megatron-LM, GPT-NeoX or PyTorch DCP; unset: export the checkpoint of "
+        "run_dir",
+    )
     output: str | None = knob(
         None,
-        "output folder of an export; default run_dir/hf, run_dir/hf-int4 for stage.quantize=int4, run_dir/gguf-q8_0, or run_dir/adapter",
+        "output folder of an export; default run_dir/hf, run_dir/hf-int4 for stage.quantize=int4, run_dir/gguf, run_dir/gguf-q8_0, "
+        "run_dir/consolidated, run_dir/megatron, or run_dir/adapter",
     )
     format: str = knob(
         "huggingface",
-        "output of an export: full weights, with adapters merged, as a Hugging Face folder or as a GGUF file for llama.cpp (gguf); or only "
-        "the adapter in PEFT's format",
-        choices=("huggingface", "gguf", "peft"),
+        "output of an export: full weights, with adapters merged, as a Hugging Face folder, as a GGUF file for llama.cpp (gguf), as one "
+        "safetensors file with the names of this package (consolidated), or as a distributed checkpoint of Megatron-Core (megatron); or "
+        "only the adapter in PEFT's format (peft)",
+        choices=("huggingface", "gguf", "consolidated", "megatron", "peft"),
     )
-    dtype: str = knob("fp32", "dtype of the exported weights; checkpoints are fp32", choices=("fp32", "bf16"))
-    shard_gigabytes: float = knob(5.0, "maximum size of a safetensors file", unit="GB", above=0)
+    dtype: str = knob("fp32", "dtype of the exported weights; checkpoints are fp32", choices=("fp32", "bf16", "fp16"))
+    shard_gigabytes: float = knob(5.0, "maximum size of a file with weights; gguf and consolidated have one file", unit="GB", above=0)
     quantize: str = knob(
         "none",
         "quantize the linear layers of an export: 8-bit weights (int8), 8-bit weights and inputs, which get a scale per token when the "
@@ -211,7 +218,11 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
     ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
-    "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
+    "convert": (
+        Convert,
+        "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
+        "(stage.input) -> checkpoint; no GPU",
+    ),
 }
 
 _TRAINING = (

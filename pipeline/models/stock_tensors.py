@@ -71,7 +71,7 @@ class StockTensor:
             return torch.tensor(self.constant)
         matrices = [weight if self.expert is None else weight[self.expert] for weight in weights]
         if self.groups > 1:
-            matrices = [torch.stack([matrix.unflatten(0, (self.groups, -1)) for matrix in matrices], dim=1).flatten(0, 2)]
+            matrices = [torch.cat([matrix.unflatten(0, (self.groups, -1)) for matrix in matrices], dim=1).flatten(0, 1)]
         fused = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         fused = fused[None] if self.added_dim else fused
         return fused.t().contiguous() if self.transposed else fused.contiguous()
@@ -85,8 +85,8 @@ class StockTensor:
         """
         fused = tensor.t() if self.transposed else tensor[0] if self.added_dim else tensor
         if self.groups > 1:
-            grouped = fused.unflatten(0, (self.groups, len(shapes), -1))
-            return [grouped[:, index].flatten(0, 1) for index in range(len(shapes))]
+            grouped = fused.unflatten(0, (self.groups, -1))
+            return [group.flatten(0, 1) for group in grouped.split([shape[0] // self.groups for shape in self._matrices(shapes)], dim=1)]
         return list(fused.split([shape[0] for shape in self._matrices(shapes)]))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:

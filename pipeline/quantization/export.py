@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.checkpoint.huggingface_export import Weights
 from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.huggingface_export import Original, token_ids
+import torch
+
+from pipeline.checkpoint import stock_logits
+from pipeline.checkpoint.export_files import Writer
 from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.checkpoint.original import Original, token_ids
 from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models.config import ModelConfig
-from pipeline.quantization import gguf_file
+from pipeline.quantization import gguf_file, gguf_layout
 from pipeline.quantization.export import read_held_out, scores, write_report
+from pipeline.quantization.gguf_tokens import read_tokens
 from pipeline.quantization.report import ErrorSum, Report
 
 
@@ -27,7 +32,7 @@ def check(
     size = max(model.vocab_size, tokenizer.vocab_size)  # a larger tokenizer is refused elsewhere
     collect_errors(
         lambda: gguf_file.check(model, stage.quantize),
-        lambda: gguf_file.read_tokens(tokenizer.path.parent, size, token_ids(original, tokenizer.end_of_document)),
+        lambda: read_tokens(tokenizer.path.parent, size, token_ids(original, tokenizer.end_of_document)),
         lambda: read_held_out(stage, data, weights, tokenizer),
     )
 
@@ -41,8 +46,9 @@ def write(
     model: ModelConfig,
     tokenizer: TextEncoder,
     original: Original | None,
+    writer: Writer,
 ) -> int:
-    """Write model.gguf, and for quantized types the report.
+    """Write model.gguf, compare its logits, and write the report of quantized types. Collective.
 
     Args:
         folder: existing output folder.
@@ -53,17 +59,25 @@ def write(
         model: its configuration.
         tokenizer: the tokenizer.
         original: the imported model that the run started from, None for none.
+        writer: writes the file.
 
     Returns:
         Number of parameters.
+
+    Raises:
+        UserError: a weight is too large for fp16.
+        CheckFailed: the file does not hold the weights of the checkpoint, or transformers computes other logits from it.
     """
-    tokens = gguf_file.read_tokens(tokenizer.path.parent, model.vocab_size, token_ids(original, tokenizer.end_of_document))
+    tokens = read_tokens(tokenizer.path.parent, model.vocab_size, token_ids(original, tokenizer.end_of_document))
     kind = stage.dtype if stage.quantize == "none" else stage.quantize
-    path = folder / gguf_file.FILE
-    parameters = gguf_file.write(path, weights, model, tokens, kind=kind, name=name)
+    parameters = gguf_file.write(folder, weights, model, tokens, kind=kind, name=name, writer=writer)
+    if not writer.is_first:
+        return parameters
+    stored, error = gguf_file.FileWeights(folder / gguf_file.FILE, weights, model), ErrorSum()
+    if gguf_layout.is_read_by_transformers(model):
+        stock_logits.compare(folder, stored, model, torch.float32, gguf_file=gguf_file.FILE)
     if stage.quantize == "none":
         return parameters
-    stored, error = gguf_file.FileWeights(path, weights, model), ErrorSum()
     for weight in stored.names():
         error.add(weights.tensor(weight), stored.tensor(weight))
     measured = scores(read_held_out(stage, data, weights, tokenizer), model, weights, stored)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoint.huggingface_export import Weights
+from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import UserError
 from pipeline.layers.lora import linear_layers
 from pipeline.layers.stack import Stack

@@ -1,89 +1,157 @@
-"""convert: native checkpoint -> Hugging Face folder, or the reverse. Runs in a single process without GPU or process group."""
+"""convert: native checkpoint -> Hugging Face, GGUF, Megatron-Core or one file; or a folder of another tool -> native. No process group."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import huggingface_export, imported, peft_format, reader
-from pipeline.checkpoint.huggingface_export import Original
-from pipeline.checkpoint.import_model import import_model
+from pipeline.checkpoint import (
+    averaged,
+    consolidated_export,
+    huggingface_export,
+    huggingface_folder,
+    megatron_export,
+    megatron_layout,
+    peft_format,
+    reader,
+    stock_logits,
+)
+from pipeline.checkpoint.export_files import Writer, export_folder, write_manifest
+from pipeline.checkpoint.huggingface_folder import Source, original_of
 from pipeline.checkpoint.lora_export import export_adapter
-from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
+from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
-from pipeline.common import artifact
-from pipeline.common.atomic_files import atomic_folder, digest
+from pipeline.common import artifact, mpi
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import collect_errors
+from pipeline.common.mpi import Comm, SingleProcessComm
 from pipeline.common.ranks import Ranks
-from pipeline.config.data import DECODER_STARTS
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
-from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import export, gguf_export
 
 log = logging.getLogger("pipeline")
 
 
+#: stage.format -> the default output folder in run_dir.
+OUTPUTS = {"huggingface": "hf", "gguf": "gguf", "consolidated": "consolidated", "megatron": "megatron"}
+
+
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is not required.
+    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is used if that has none.
 
     Raises:
-        UserError: the checkpoint is missing, the tokenizer does not match it, or no transformers class implements the model.
+        UserError: the checkpoint is missing, the tokenizer does not match it, or the format does not support the model.
+        CheckFailed: a written file does not hold the weights of the checkpoint, or the export computes other logits.
     """
-    if ranks.rank > 0:
-        return  # single-process stage: additional ranks do nothing
     stage, run_dir = config.stage, Path(config.run_dir)
     assert isinstance(stage, Convert)
-    if stage.input is not None:
+    if stage.input is None and stage.format != "peft":
+        output = Path(stage.output or run_dir / "-".join([OUTPUTS[stage.format], stage.quantize]).removesuffix("-none"))
+        if ranks.launcher == "torchrun":  # whose ranks have no MPI
+            if ranks.rank > 0:
+                return
+            ranks = Ranks()
+        with mpi.world(ranks, output) as comm:
+            _export(config, stage, output, comm)
+    elif ranks.rank > 0:
+        return  # what follows runs in a single process
+    elif stage.input is not None:
+        from pipeline.checkpoint.import_model import import_model  # an export does not wait for the readers of other tools' formats
+
         import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
-    elif stage.format == "peft":
-        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"))
     else:
-        _export(config, stage, run_dir)
+        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"), stage.weights)
 
 
-def _export(config: RunConfig, stage: Convert, run_dir: Path) -> None:
-    """Export full weights; errors as in run."""
-    kind = "gguf" if stage.format == "gguf" else "hf"
-    output = Path(stage.output or run_dir / (kind if stage.quantize == "none" else f"{kind}-{stage.quantize}"))
+def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None:
+    """Export full weights; errors as in run. Collective."""
+    path = comm.bcast(_find(config, stage, output) if comm.rank == 0 else None)
+    if path is None:
+        return
+    tokenizer = open_tokenizer(config.tokenizer, Path(config.run_dir))
+    weights = open_merged(averaged.chosen(reader.Checkpoint(path), stage.weights), stage.adapter)
+    model = config_classes.from_dict(weights.config["model"])
+    source = Source(weights, model, tokenizer, original_of(weights, model, tokenizer))
+    quantized = _check(config, stage, output, source) if comm.rank == 0 else None
+    if comm.bcast(quantized is not None):
+        if comm.rank > 0:
+            return  # integer weights are computed, and written, by one rank
+        comm = SingleProcessComm()
+    settings = _settings(config, stage, path, tokenizer)
+    with export_folder(output, settings, comm) as (folder, writer):
+        if quantized:
+            writer = Writer()  # without records: its report counts what is written in one run
+        parameters = _write(folder, config, stage, source, quantized, writer)
+        if writer.is_first:
+            if stage.format == "huggingface" and quantized is None:
+                stock_logits.compare(folder, weights, model, DTYPES[stage.dtype])
+            write_manifest(folder, writer, settings, {"step": weights.step, "parameters": parameters})
+    log.info("convert: wrote %s (step %d, %s parameters)", output, weights.step, f"{parameters:,}")
+
+
+def _find(config: RunConfig, stage: Convert, output: Path) -> Path | None:
+    """Return the checkpoint to export; None if its export is complete."""
     path, tokenizer = collect_errors(
-        lambda: reader.find(run_dir, stage.checkpoint),
-        lambda: open_tokenizer(config.tokenizer, run_dir),
+        lambda: reader.find(Path(config.run_dir), stage.checkpoint),
+        lambda: open_tokenizer(config.tokenizer, Path(config.run_dir)),
     )
     settings = _settings(config, stage, path, tokenizer)
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
-        return
+        return None
+    found: Path = path
+    return found
 
-    checkpoint = open_merged(path, stage.adapter)
-    model = config_classes.from_dict(checkpoint.config["model"])
-    original = _original(checkpoint, model, tokenizer)
-    checks = [
+
+def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> export.Quantization | None:
+    """Refuse what cannot be exported, and return the integer weights of an export with such."""
+    weights, model, tokenizer = source.weights, source.model, source.tokenizer
+    checks: list[Callable[[], object]] = [
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
         lambda: check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
-        lambda: huggingface_export.check_weights(checkpoint, model, "stage.checkpoint", path),
-        lambda: registry.mapping_of(model),
+        lambda: huggingface_export.check_weights(weights, model, "stage.checkpoint", weights.path),
     ]
+    if stage.format in ("huggingface", "gguf"):
+        checks.append(lambda: registry.mapping_of(model))
     if stage.format == "gguf":
-        checks.append(lambda: gguf_export.check(stage, config.data, checkpoint, model, tokenizer, original))
+        checks.append(lambda: gguf_export.check(stage, config.data, weights, model, tokenizer, source.original))
+    if stage.format == "megatron":
+        checks.append(lambda: megatron_layout.check(model))
     collect_errors(*checks)
-    quantized = None
     if stage.format == "huggingface" and stage.quantize != "none":
-        quantized = export.prepare(stage, config.data, checkpoint, model, tokenizer)
-    with atomic_folder(output) as folder:
-        if stage.format == "gguf":
-            parameters = gguf_export.write(folder, run_dir.name, stage, config.data, checkpoint, model, tokenizer, original)
-        else:
-            parameters = _write_huggingface(folder, config, stage, checkpoint, model, tokenizer, original, quantized)
-        totals = {"step": checkpoint.step, "parameters": parameters}
-        artifact.write(folder, artifact.Manifest("convert", settings, artifact.entries(folder), totals))
-    log.info("convert: wrote %s (step %d, %s parameters)", output, checkpoint.step, f"{parameters:,}")
+        return export.prepare(stage, config.data, weights, model, tokenizer)
+    return None
+
+
+def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, quantized: export.Quantization | None, writer: Writer) -> int:
+    """Write the files of an export. Returns the number of parameters. Collective."""
+    dtype, shard_bytes = DTYPES[stage.dtype], int(stage.shard_gigabytes * 1e9)
+    if stage.format == "huggingface":
+        packing, entry = (quantized.packing, quantized.config_json) if quantized else (None, None)
+        parameters = huggingface_folder.write(
+            folder, config.tokenizer, source, dtype=dtype, shard_bytes=shard_bytes, packing=packing, quantization=entry, writer=writer
+        )
+        if quantized:
+            export.measure(folder, stage, source.weights, quantized, source.model, parameters)
+        return parameters
+    if stage.format == "gguf":
+        name = Path(config.run_dir).name
+        return gguf_export.write(folder, name, stage, config.data, source.weights, source.model, source.tokenizer, source.original, writer)
+    if writer.is_first:
+        huggingface_folder.copy_tokenizer(folder / "tokenizer", config.tokenizer, source)
+    if stage.format == "consolidated":
+        return consolidated_export.write(folder, source.weights, dtype=dtype, writer=writer)
+    tokenizer = str(Path(stage.output or Path(config.run_dir) / OUTPUTS["megatron"]) / "tokenizer")
+    return megatron_export.write(
+        folder, source.weights, source.model, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer, writer=writer
+    )
 
 
 def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEncoder) -> dict[str, Any]:
@@ -94,56 +162,11 @@ def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEnco
         "stage.shard_gigabytes": stage.shard_gigabytes,
         "tokenizer.path": tokenizer.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
-        **({"stage.format": "gguf"} if stage.format == "gguf" else {}),
+        **({"stage.format": stage.format} if stage.format != "huggingface" else {}),
         **export.settings_of(stage),
+        **averaged.settings_of(stage.weights),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / peft_format.WEIGHTS
         settings["stage.adapter"] = digest(file) if file.is_file() else stage.adapter
     return settings
-
-
-def _write_huggingface(
-    folder: Path,
-    config: RunConfig,
-    stage: Convert,
-    checkpoint: MergedWeights,
-    model: ModelConfig,
-    tokenizer: TextEncoder,
-    original: Original | None,
-    quantized: export.Quantization | None,
-) -> int:
-    """Write the files of a Hugging Face folder, with quantized weights if there are some. Returns the number of parameters."""
-    dtype, tokenizer_folder = DTYPES[stage.dtype], Path(config.tokenizer.path)
-    packing, entry = (quantized.packing, quantized.config_json) if quantized else (None, None)
-    shard_bytes = int(stage.shard_gigabytes * 1e9)
-    parameters = huggingface_export.write_weights(folder, checkpoint, model, dtype=dtype, shard_bytes=shard_bytes, packing=packing)
-    if quantized:
-        export.measure(folder, stage, checkpoint, quantized, model, parameters)
-    named = checkpoint.config.get("data", {}).get("decoder_start")
-    huggingface_export.write_configs(
-        folder,
-        model,
-        dtype=dtype,
-        end_of_document_id=tokenizer.end_of_document,
-        padding_id=tokenizer.first_of([named] if named else DECODER_STARTS),
-        original=original,
-        quantization=entry,
-        training=checkpoint.config.get("training"),
-    )
-    huggingface_export.copy_tokenizer(
-        tokenizer_folder, folder, end_of_document=config.tokenizer.end_of_document, max_positions=model.max_positions
-    )
-    chosen = config.tokenizer.chat_template or checkpoint.config.get("tokenizer", {}).get("chat_template")
-    if chosen is not None and (template := chat_template.of(config.tokenizer)) is not None:
-        huggingface_export.write_chat_template(folder, template)
-    imported.copy_terms(imported.folder_of(checkpoint.path), folder)
-    return parameters
-
-
-def _original(checkpoint: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Original | None:
-    """Return the imported model that the run started from, with the end-of-document token of its training; None without one."""
-    original = imported.original_of(imported.folder_of(checkpoint.path), tokenizer.path.parent)
-    if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
-        return original.with_end(tokenizer.end_of_document)
-    return original

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoint.huggingface_export import TokenIds
+from pipeline.checkpoint.original import TokenIds
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.quantization import gguf_file
+from pipeline.models.gpt.config import GPTConfig
+from pipeline.quantization import gguf_file, gguf_layout
+from pipeline.quantization.gguf_tokens import read_tokens
 from pipeline.quantization.quantized_weights import build
 from tests.checkpoint.test_huggingface_export import TEXT, InMemory, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
@@ -20,26 +22,47 @@ from tests.models.small_decoders import CONFIGS
 def write(folder: Path, config, tokenizer: Path, kind: str) -> torch.nn.Module:
     model = random_model(config).eval()
     end = TextEncoder(tokenizer, "<|endoftext|>").end_of_document
-    tokens = gguf_file.read_tokens(tokenizer, config.vocab_size, TokenIds(end, [end], None))
-    gguf_file.write(folder / gguf_file.FILE, InMemory(model), config, tokens, kind=kind, name="test")
+    tokens = read_tokens(tokenizer, config.vocab_size, TokenIds(end, [end], None))
+    gguf_file.write(folder, InMemory(model), config, tokens, kind=kind, name="test")
     return model
+
+
+#: Sizes that transformers takes for granted.
+GEMMA3 = replace(
+    CONFIGS["gemma3"],
+    head_width=256,
+    query_pre_attn_scalar=256,
+    sliding_window_pattern=6,
+    rope_local_theta=1e4,
+    rope_scaling="none",
+    rope_factor=1.0,
+    layers=6,
+)
+GPT2 = GPTConfig(layers=2, hidden=32, heads=4, ffn_hidden=128, vocab_size=50257, max_positions=1024)
+MODELS = {**CONFIGS, "gemma3": GEMMA3, "gpt": GPT2, "mistral": replace(CONFIGS["mistral"], window=None)}
 
 
 @pytest.mark.parametrize(
     "name, kind, gap",
-    [("llama-grouped", "fp32", 1e-4), ("llama-tied", "q8_0", 0.05), ("qwen2.5", "q8_0", 0.05), ("qwen3", "q4_0", 0.6)],
+    [
+        *[("llama-grouped", "fp32", 1e-4), ("llama-tied", "q8_0", 0.05), ("qwen2.5", "q8_0", 0.05), ("qwen3", "q4_0", 0.6)],
+        *[("mistral", "bf16", 0.05), ("bloom", "fp32", 1e-4), ("gemma3", "fp32", 1e-4), ("gpt", "fp16", 0.02)],
+    ],
 )
 def test_stock_transformers_computes_our_logits(name, kind, gap, tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
     # stock transformers does not read the width of Qwen 3's heads, which is 128 in all sizes
-    config = replace(CONFIGS[name], head_width=128) if name == "qwen3" else CONFIGS[name]
+    config = replace(CONFIGS[name], head_width=128) if name == "qwen3" else MODELS[name]
+    gguf_file.check(config, "none")
+    assert gguf_layout.is_read_by_transformers(config)
     model = write(tmp_path, config, tokenizer_folder, kind)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / gguf_file.FILE).tensors}
     assert ("output.weight" in stored) == (not config.tie_embeddings)
     down = stored["blk.1.ffn_down.weight"]
-    assert down.tensor_type.name == {"fp32": "F32"}.get(kind, kind.upper() if config.ffn_hidden % 32 == 0 else "F16")
+    plain = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+    assert down.tensor_type.name == plain.get(kind, kind.upper() if config.ffn_hidden % 32 == 0 else "F16")
     ours = model.blocks["1"].mlp.down.weight.detach()
     difference = torch.from_numpy(gguf.dequantize(down.data, down.tensor_type).copy()) - ours
-    assert difference.norm() < {"fp32": 1e-6, "q8_0": 0.01, "q4_0": 0.15}[kind] * ours.norm()
+    assert difference.norm() < {"fp32": 1e-6, "bf16": 0.01, "fp16": 0.01, "q8_0": 0.01, "q4_0": 0.15}[kind] * ours.norm()
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf_file.FILE, dtype=torch.float32).eval()
     tokens = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
@@ -47,6 +70,24 @@ def test_stock_transformers_computes_our_logits(name, kind, gap, tmp_path, token
     assert (found - expected).abs().max() < gap
     stored_weights = gguf_file.FileWeights(tmp_path / gguf_file.FILE, InMemory(model), config)
     torch.testing.assert_close(build(stored_weights, config)(tokens), found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmo2", "smollm3"])
+def test_families_that_only_llama_cpp_reads(name, tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
+    config = {"mixtral": replace(CONFIGS["mixtral"], window=None), "smollm3": replace(CONFIGS["smollm3"], no_rope_layer_interval=4)}.get(
+        name, CONFIGS[name]
+    )
+    gguf_file.check(config, "none")
+    model = write(tmp_path, config, tokenizer_folder, "fp32")
+    reader = gguf.GGUFReader(tmp_path / gguf_file.FILE)
+    names = {tensor.name for tensor in reader.tensors}
+    assert "blk.1.attn_q.weight" in names
+    if name == "mixtral":
+        (experts,) = (tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_gate_exps.weight")
+        assert experts.data.shape == tuple(model.blocks["1"].mlp.experts.gate.shape)
+        assert reader.fields["llama.expert_count"].contents() == config.experts
+    weights = gguf_file.FileWeights(tmp_path / gguf_file.FILE, InMemory(model), config)
+    assert all(torch.equal(weights.tensor(name), value) for name, value in InMemory(model).weights.items())
 
 
 def test_the_tokenizer_is_stored(tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
@@ -59,8 +100,8 @@ def test_the_tokenizer_is_stored(tmp_path, tokenizer_folder):  # noqa: F811 - th
 def test_what_cannot_be_written_is_refused():
     for name, kind, said in (
         ("llama", "q4_k", r"stage.quantize=q4_k: cannot be written: the package gguf decodes this type, and does not encode it"),
-        ("opt", "q8_0", "is supported for model.family=llama; this is opt"),
-        ("llama-yarn", "q8_0", "is not supported with model.rope_scaling=yarn"),
+        ("opt", "q8_0", "is supported for model.family=llama, mistral, mixtral, olmo2, smollm3, gpt, bloom, gemma3; this is opt"),
+        ("llama-yarn", "q8_0", "is not supported with model.rope_scaling=yarn, only with none"),
     ):
         with pytest.raises(UserError, match=said):
             gguf_file.check(CONFIGS[name], kind)

@@ -22,8 +22,8 @@ def violations(stage: Convert) -> Iterator[Violation]:
     if stage.input is not None:
         fix = "import without it first, then quantize the checkpoint: stage=convert stage.quantize=... with the same run_dir"
         yield Violation("stage.quantize", kind, "applies to an export, and stage.input imports", fix)
-    if stage.format == "peft":
-        yield Violation("stage.quantize", kind, "is not supported by stage.format=peft", "set stage.format=huggingface")
+    if stage.format not in ("huggingface", "gguf"):
+        yield Violation("stage.quantize", kind, f"is not supported by stage.format={stage.format}", "set stage.format=huggingface")
         return
     if (kind in _GGUF) != (stage.format == "gguf"):
         rule = "requires stage.format=gguf" if kind in _GGUF else "is not a type of stage.format=gguf"

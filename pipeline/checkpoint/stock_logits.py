@@ -1,0 +1,104 @@
+"""Compares the logits of an export, as stock transformers computes them, with those of the checkpoint."""
+
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import nullcontext, redirect_stderr
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint.weights import Weights, rounded
+from pipeline.common.errors import CheckFailed
+from pipeline.models import registry
+from pipeline.models.config import ModelConfig
+
+log = logging.getLogger("pipeline")
+
+#: Both models, fp32, are compared if they fit in this many bytes: an export stays within 1.5 GB and twice its largest tensor.
+MEMORY = 512 << 20
+#: Largest difference of two logits, as a fraction of the largest logit. Sums in fp32 differ by their order in the last digits; a weight in
+#: the wrong place changes the logits as a whole.
+TOLERANCE = 1e-3
+#: Samples: sequences, and tokens of each at most. Ids below the first are special in some classes.
+SEQUENCES, LENGTH, FIRST_TOKEN = 2, 32, 5
+
+
+def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dtype, *, gguf_file: str | None = None) -> None:
+    """Compare logits on random tokens, if the model is a decoder, both models fit in memory, and transformers is installed.
+
+    The digests of all files have been compared when they were written; this also finds weights under a wrong name.
+
+    Args:
+        folder: the export.
+        weights: of the checkpoint.
+        config: the model configuration.
+        dtype: of the export; the weights of the checkpoint are rounded to it.
+        gguf_file: name of the file, of an export in GGUF.
+
+    Raises:
+        CheckFailed: transformers does not load the export, or the logits differ.
+    """
+    architecture = registry.mapping_of(config).architecture
+    size = 2 * 4 * sum(prod(weights.shape(name)) for name in weights.names())
+    if config.objective != "causal" or size > MEMORY:
+        log.info("convert: the digests of all tensors agree")
+        return
+    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        log.info("convert: the digests of all tensors agree; logits are compared if transformers is installed (pip install transformers)")
+        return
+    if (stock_class := getattr(transformers, architecture, None)) is None:
+        log.info("convert: the digests of all tensors agree; this version of transformers has no %s", architecture)
+        return
+    ours = registry.build(config)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(rounded(weights.tensor(name), dtype, name))
+    generator = torch.Generator().manual_seed(0)
+    first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
+    tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
+    with torch.inference_mode():
+        expected = ours.eval()(tokens).float()
+        found = _load(stock_class, folder, gguf_file)(input_ids=tokens).logits.float()
+    largest = float(expected.abs().max())
+    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
+    if not difference <= TOLERANCE * largest:
+        raise CheckFailed(
+            f"convert: {architecture} computes other logits from the export than the checkpoint: they differ by {difference:.3g}, and the "
+            f"largest logit is {largest:.3g}. Nothing is published"
+        )
+    log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
+
+
+def _load(stock_class: Any, folder: Path, gguf_file: str | None) -> Any:
+    """Load the export, without progress bars.
+
+    Raises:
+        CheckFailed: weights are missing or unexpected.
+    """
+    from transformers.utils import logging as stock_logging
+
+    verbosity, bars = stock_logging.get_verbosity(), stock_logging.is_progress_bar_enabled()
+    stock_logging.set_verbosity_error()
+    stock_logging.disable_progress_bar()
+    # The bar of GGUF files has no switch.
+    quiet = nullcontext() if gguf_file is None else redirect_stderr(io.StringIO())
+    try:
+        file = {} if gguf_file is None else {"gguf_file": gguf_file}
+        with quiet:
+            model, report = stock_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **file)
+    finally:
+        stock_logging.set_verbosity(verbosity)
+        if bars:
+            stock_logging.enable_progress_bar()
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems and gguf_file is None:
+        raise CheckFailed(f"convert: {stock_class.__name__} does not load the export: {problems}. Nothing is published")
+    return model.eval()
