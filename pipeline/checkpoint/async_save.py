@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -117,6 +118,7 @@ class AsyncSaver(Saver):
         self._failures: queue.SimpleQueue[Failed] = queue.SimpleQueue()  # of the thread that hands over
         self._outcomes: list[Outcome] = []
         self._previous: tuple[int, np.ndarray] | None = None  # updates and checksums of the save before
+        self._sending = threading.Lock()  # of the thread that hands over, and the one that closes a connection to a dead writer
         self._connection: Connection | None = self._connect()
 
     def begin(self, request: Request) -> None:
@@ -185,12 +187,16 @@ class AsyncSaver(Saver):
             update = None if previous is None or pending.updates <= before else update
             settings = None if request.commit is None else request.commit()
             save = Save(request.step, pending.attempt, snapshot.sums(), previous, update, settings)
-            if self._connection is None:
-                self._connection = self._connect(lambda: self._pending is pending)
-            self._connection.send(save)
+            with self._sending:
+                if self._connection is None:
+                    self._connection = self._connect(lambda: self._pending is pending)
+                try:
+                    self._connection.send(save)
+                except OSError:
+                    self._connection.close()
+                    self._connection = None
+                    raise ValueError(self._why("the writer process ended")) from None
         except Exception as error:
-            if isinstance(error, OSError):
-                self._connection = None
             self._failures.put(Failed(pending.attempt, str(error)))
 
     def _connect(self, wanted: Callable[[], bool] = lambda: True) -> Connection:
@@ -306,20 +312,23 @@ class AsyncSaver(Saver):
 
     def _send(self, message: Abandon) -> None:
         """Send a message, unless the writer has ended."""
-        if self._connection is not None:
-            with suppress(OSError):
+        with self._sending, suppress(OSError):
+            if self._connection is not None:
                 self._connection.send(message)
 
     def _lost(self, what: str, *, kill: bool = False) -> None:
         """The writer has ended or does not answer; the next save starts it again."""
-        if self._connection is not None:
-            self._connection.close()
+        if kill and self._process is not None:
+            self._process.kill()
+        with self._sending:
+            if self._connection is not None:
+                self._connection.close()
             self._connection = None
-        if self._process is not None:
-            if kill:
-                self._process.kill()
-            what = f"{what} ({self._process.reason()})"
         if self._pending is not None:
-            self._failures.put(Failed(self._pending.attempt, what))
+            self._failures.put(Failed(self._pending.attempt, self._why(what)))
         else:
-            log.warning("%s; it is started again for the next checkpoint", what)
+            log.warning("%s; it is started again for the next checkpoint", self._why(what))
+
+    def _why(self, what: str) -> str:
+        """What happened to the writer, with the end of its process on the rank that has started it."""
+        return what if self._process is None else f"{what} ({self._process.reason()})"

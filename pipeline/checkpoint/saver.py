@@ -46,7 +46,13 @@ class Outcome:
 
 
 class Saver(ABC):
-    """Saves checkpoints. Every rank makes the same calls; none of them is collective."""
+    """Saves checkpoints. Every rank makes the same calls; none of them is collective.
+
+    Attributes:
+        waits: whether a checkpoint is complete when `begin` returns.
+    """
+
+    waits = False
 
     @abstractmethod
     def begin(self, request: Request) -> None:

@@ -19,6 +19,8 @@ class SyncSaver(Saver):
         files: checkpoint.files.
     """
 
+    waits = True
+
     def __init__(self, run_dir: Path, files: str) -> None:
         self._run_dir, self._files = run_dir, files
         self._outcomes: list[Outcome] = []

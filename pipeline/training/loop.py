@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from functools import partial
+from typing import Any
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.saver import Saver
@@ -38,6 +39,7 @@ def train(
     watchdog: Watchdog,
     hooks: CheckpointHooks,
     saver: Saver,
+    parent: dict[str, Any] | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal announces the end of the job.
 
@@ -52,6 +54,7 @@ def train(
         watchdog: to which progress is reported.
         hooks: further checkpoints, and what follows them.
         saver: writes the checkpoints.
+        parent: Index.parent of the checkpoints.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -63,7 +66,7 @@ def train(
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, training, trainer.mesh, config.data.prefetch)
-    saves = Saves(config, trainer, training_data, metrics, watchdog, hooks, saver)
+    saves = Saves(config, trainer, training_data, metrics, watchdog, hooks, saver, parent)
     trainer.before_update = saves.before_update
     started = time.monotonic()
     with Progress(training.steps - state.step, config.stage.name, "step", trainer.mesh.rank, every=math.inf) as bar:

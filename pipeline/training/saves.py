@@ -45,6 +45,7 @@ class Saves:
         watchdog: to which waiting is reported.
         hooks: further checkpoints, and what follows them.
         saver: writes the checkpoints.
+        parent: Index.parent of the checkpoints.
 
     Attributes:
         failures: number of checkpoints that could not be written, on rank 0.
@@ -59,9 +60,10 @@ class Saves:
         watchdog: Watchdog,
         hooks: CheckpointHooks,
         saver: Saver,
+        parent: dict[str, Any] | None = None,
     ) -> None:
         self._config, self._trainer, self._data, self._metrics = config, trainer, data, metrics
-        self._watchdog, self._hooks, self._saver = watchdog, hooks, saver
+        self._watchdog, self._hooks, self._saver, self._parent = watchdog, hooks, saver, parent
         self._rank = trainer.mesh.rank
         self._settings: dict[str, Any] | None = None
         self.failures = 0
@@ -80,6 +82,8 @@ class Saves:
         if self._rank == 0 and self._gone():
             return
         self._watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
+        if self._saver.waits:
+            self._metrics.flush()  # a complete checkpoint has the lines of all its steps
         engine = self._trainer.engine
         counters = HostCopy(engine.counters())
         commit = partial(self._commit, state, counters) if self._rank == 0 else None
@@ -89,7 +93,7 @@ class Saves:
     def before_update(self) -> None:
         """Wait until the weights may change; called before every update of the optimizer."""
         if self._saver.holds_weights():
-            self._metrics.flush()  # a complete checkpoint has the lines of all its steps
+            self._metrics.flush()  # as in begin
         self._saver.before_update()
 
     def poll(self) -> None:
@@ -196,7 +200,7 @@ class Saves:
         fingerprint, world_size = self._data.fingerprint(config, state.samples), self._trainer.mesh.layout.world_size
         index = native.new_index(self._with_counters(state, counters), self._settings, fingerprint, world_size)
         needed = frozenset(folder.name for folder in native.complete(run_dir) if self._hooks.keeps(folder))
-        return Commit(index, config.checkpoint.keep, config.checkpoint.keep_every, needed)
+        return Commit(dataclasses.replace(index, parent=self._parent), config.checkpoint.keep, config.checkpoint.keep_every, needed)
 
     def _last_update(self, counters: HostCopy) -> LastUpdate | None:
         """The last update of the optimizer; in the thread of the snapshot."""

@@ -46,7 +46,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if not _active:
         return
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        _active[0](writes=True)
+        _active[0](writes=bool(arguments[2] & os.O_CREAT))  # a full disk still opens files that exist
     elif event in _WRITES:
         _active[0](writes=_WRITES[event])
 

@@ -18,6 +18,7 @@ from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Part, read_rows
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.records import write_record
+from pipeline.checkpoint.stored_runs import runs_of_rows
 from pipeline.checkpoint.verify import damages
 from pipeline.common.atomic_files import remove_leftovers
 from pipeline.common.errors import UserError
@@ -63,7 +64,8 @@ def start(run_dir: Path) -> list[int]:
     steps = [native.step_of(path) for path in native.complete(run_dir)]
     for path in native.complete(run_dir)[-1:]:
         index = native.read_index(path)
-        assert not list(damages(path, index.files, index.kinds, index.tensors, read_rows(path / native.PARTS)))
+        runs = list(runs_of_rows(read_rows(path / native.PARTS), index.kinds, index.tensors))
+        assert not list(damages(path, index.files, index.tensors, runs))
         for name, expected in values(index.train_state.step).items():
             assert torch.equal(Checkpoint(path).tensor(name), expected)
         assert sorted(p.name for p in path.iterdir()) == ["index.json", "parts.npy", "rank-00000.safetensors", "rank-00001.safetensors"]
@@ -165,9 +167,9 @@ def test_an_incomplete_attempt_is_removed_with_its_reason(tmp_path: Path, caplog
     said = {
         "record": "1 of 2 records are missing, the first is that of writer 1",
         "torn record": "record-00001.json",
-        "flipped byte": "rank-00001.safetensors: weight of a, elements 6:12 of ((0, 4), (0, 3)): other bytes than saved",
+        "flipped byte": "rank-00001.safetensors: weight of a, elements 6 to 11 of 12: other bytes than were saved",
         "truncated": f"rank-00001.safetensors: has {len(content) - 8} bytes, expected {len(content)}",
-        "file": "rank-00001.safetensors: No such file",
+        "file": "elements 6 to 11 of 12: cannot be read: No such file",
         "draft": "draft.json",
     }
     assert said[damage] in caplog.text
