@@ -29,6 +29,7 @@ from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, 
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common import locks
 from pipeline.common.errors import UserError
+from pipeline.training.optimizers import EagerAdamW
 from tests.helpers import ROOT
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -427,7 +428,7 @@ def test_checks_of_bytes(dtype):
 @pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-6, 1e-8])
 def test_an_update_of_adamw_that_changed_a_weight_is_recognized_and_no_other(lr):
     weight = torch.nn.Parameter(torch.randn(2000))
-    optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = EagerAdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     for updates in range(1, 8):
         before = weight.detach().clone()
         weight.grad = torch.randn(2000)
