@@ -167,6 +167,7 @@ class AsyncSaver(Saver):
         if self._snapshot is not None:
             self._snapshot.problem = "the run has ended"
             self._snapshot.released.set()
+        self._staging.close()
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
