@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.checkpoint.contents import REMEDY, Contents, Rows
-from pipeline.checkpoint.data_reader import Bytes, Counters, Damage, DataFiles
+from pipeline.checkpoint.data_reader import Counters, DataFiles
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box, box_of, overlap, padded
+from pipeline.checkpoint.read_chunk import Bytes, Damage
 from pipeline.checkpoint.read_plan import FilePlan, Integers, Source, plan
 from pipeline.common.errors import DamagedCheckpointError, Violation
 
