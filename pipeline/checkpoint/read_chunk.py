@@ -93,9 +93,7 @@ def verify(plan: FilePlan, first: int, last: int, places: list[memoryview], expe
     bad = np.flatnonzero(found != expected)
     for run in np.split(bad, np.flatnonzero((np.diff(bad) > 1) | (np.diff(span[bad]) > 0)) + 1) if len(bad) else ():
         source = plan.sources[int(spans[span[run[0]], 2])]
-        damaged.append(
-            Damage(source, int(low[run[0]]) - source.offset, int(high[run[-1]]) - source.offset, "differs there from its checksum")
-        )
+        damaged.append(Damage(source, int(low[run[0]]) - source.offset, int(high[run[-1]]) - source.offset, "differs from its checksum"))
     return damaged
 
 
