@@ -104,9 +104,10 @@ def test_no_import_cycle_of_modules() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-def test_only_the_zero_engine_knows_deepspeed() -> None:
+def test_only_the_zero_engine_and_the_import_of_its_checkpoints_know_deepspeed() -> None:
     known = {m for m in SOURCES if any(i.split(".")[0] == "deepspeed" for i in imports(m))}
-    assert known == {"pipeline.training.zero_engine", "pipeline.training.deepspeed_optimizer"}
+    reader = "pipeline.checkpoint.deepspeed_import"
+    assert known == {"pipeline.training.zero_engine", "pipeline.training.deepspeed_optimizer", reader}
 
 
 def test_process_groups_are_made_in_parallel_alone() -> None:

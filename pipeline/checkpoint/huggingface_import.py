@@ -7,27 +7,28 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.full_weights import fragments
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.progress import Progress
+from pipeline.common.mapped_memory import release
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from pipeline.models.stock_tensors import StockTensor
-from pipeline.models.tensor_parallel_roles import role
-from pipeline.parallel.pieces import Piece
 
 #: Buffers that older releases of transformers saved and that are recomputed.
 UNUSED = ("*.rotary_emb.inv_freq",)
 GENERATION_CONFIG = "generation_config.json"
 #: Name of the files with the tensors that the class does not expect (HuggingFaceMapping.separate_weights).
 SEPARATE = "mtp"
+#: Advice for tensors that do not match their model.
+MATCH = "use a folder whose weights match its config.json, or fix config.json"
 FORMATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -91,6 +92,28 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
     return [folder / name for name in names]
 
 
+class NamedStock(Protocol):
+    """The tensors of a stock model, by the names of its class.
+
+    Attributes:
+        path: where they are, for messages.
+    """
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+
+    def number_format(self, name: str) -> str:
+        """Dtype of a tensor, in the notation of safetensors."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Value of a tensor, fp32."""
+
+
 class StockWeights:
     """The tensors of a stock model, by the names that current transformers uses."""
 
@@ -136,7 +159,9 @@ class StockWeights:
         """Value of a tensor, fp32."""
         opened, stored = self._stored[name]
         value: Tensor = opened.get_tensor(stored)
-        return value.to(torch.float32, copy=True)  # a tensor without a copy shares the memory of the file with every other use of it
+        copied = value.to(torch.float32, copy=True)  # a tensor without a copy shares the memory of the file with every other use of it
+        release(value)
+        return copied
 
     def _slice(self, name: str) -> Any:
         opened, stored = self._stored[name]
@@ -150,8 +175,15 @@ class ImportedWeights:
         config: the configuration, with the fields that only the weights tell.
     """
 
-    def __init__(self, stock: StockWeights, config: ModelConfig) -> None:
-        self._stock = stock
+    def __init__(self, stock: NamedStock, config: ModelConfig, fix: str = MATCH) -> None:
+        """Find the tensors of each weight.
+
+        Args:
+            stock: the tensors.
+            config: configuration of their model.
+            fix: advice for tensors that do not match it.
+        """
+        self._stock, self._fix = stock, fix
         self.config = config = registry.mapping_of(config).from_weights(config, stock)
         with torch.device("meta"):
             model = registry.build(config)
@@ -206,8 +238,7 @@ class ImportedWeights:
         """
         problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
         if problems:
-            fix = "use a folder whose weights match its config.json, or fix config.json"
-            raise UserError([Violation("stage.input", self._stock.path, problem, fix) for problem in problems])
+            raise UserError([Violation("stage.input", self._stock.path, problem, self._fix) for problem in problems])
         return [name for name in self._stock.names() if self._is_unused(name)]
 
     def _missing(self) -> Iterator[str]:
@@ -251,9 +282,4 @@ class ImportedWeights:
 
     def fragments(self) -> Iterator[Fragment]:
         """Yield every weight as a fragment, loaded lazily."""
-        elements = {name: torch.Size(shape).numel() for name, shape in self._shapes.items()}
-        table = registry.family_of(self.config).tensor_parallel
-        with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
-            for name, shape in self._shapes.items():
-                yield Fragment(Piece(name, shape, role=role(table, name)), 0, {"weight": self.tensor(name).flatten()})
-                progress.advance(elements[name] * 4, name)
+        return fragments(self)

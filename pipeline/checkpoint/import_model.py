@@ -1,4 +1,4 @@
-"""Import by stage=convert: Hugging Face folder -> native checkpoint of step 0, from which pretrain continues."""
+"""Import by stage=convert: a folder of Hugging Face or of another tool -> native checkpoint of step 0, from which pretrain continues."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import huggingface_import, native, save
-from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights
+from pipeline.checkpoint import import_comparison, import_formats, native, save
+from pipeline.checkpoint.foreign_weights import ForeignWeights
 from pipeline.checkpoint.imported import FOLDER, copy_originals
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common import artifact, knobs
-from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.config import model_option, run_tokenizer
 from pipeline.config.schema import RunConfig
-from pipeline.models import config_json, registry
 
 log = logging.getLogger("pipeline")
 
@@ -23,51 +22,37 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     """Write run_dir/checkpoints/step-00000000 with weights and without optimizer moments. Logs the `model=` overrides for pretrain.
 
     Args:
-        config: configuration of the run; its model is ignored.
-        source: the Hugging Face folder.
+        config: configuration of the run; its model is used if the folder does not tell its own.
+        source: a folder of one of import_formats.KNOWN.
         file_bytes: maximum size of a checkpoint file, bytes.
 
     Raises:
-        UserError: the model has an unsupported feature, its weights do not match its class, or run_dir contains another run.
+        UserError: the format is unknown, the model is not supported, its weights do not match it, or run_dir contains another run.
+        CheckFailed: the imported model computes other logits than the source, or the checkpoint has other weights.
     """
-    content = huggingface_import.read_config(source)
-    family, mapping = registry.find_mapping(content)
-    model, training, files, _ = collect_errors(
-        lambda: config_json.read(mapping, family.config, content),
-        lambda: mapping.training_settings(content),
-        lambda: huggingface_import.weight_files(source),
-        lambda: huggingface_import.read_generation_config(source),
-    )
+    opened = import_formats.open_folder(source, config.model)
+    model, training = opened.weights.config, opened.described.training if opened.described else {}
     run_dir = Path(config.run_dir)
-    settings = {"stage.input": {file.name: digest(file) for file in (source / "config.json", *files)}}
+    settings = {"stage.input": opened.identity}
     complete = artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings)
     if complete:
         log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
         return
-    weights = ImportedWeights(StockWeights(source, mapping), model)
-    _, unused = collect_errors(lambda: _check_run(run_dir), weights.check)
-    adjusted, model = model, weights.config
-    for field in dataclasses.fields(model):
-        if getattr(model, field.name) != getattr(adjusted, field.name):
-            log.info("convert: model.%s=%s, according to the weights", field.name, getattr(model, field.name))
-    ignored = config_json.unread(mapping, content)
-    if ignored:
-        log.info("convert: %s does not read %s; an export keeps them", mapping.architecture, ", ".join(sorted(ignored)))
-    if unused:
-        log.warning("convert: the model does not use %s; skipped", ", ".join(unused))
-    dropout_keys = sorted(key for key in content if config_json.is_dropout(key) and content[key])
-    if dropout_keys:
-        log.warning(
-            "convert: %s is ignored: dropout is not supported in training", ", ".join(f"{key}={content[key]}" for key in dropout_keys)
-        )
+    _, unused = collect_errors(lambda: _check_run(run_dir), opened.weights.check)
+    import_formats.report(opened, unused)
+    compared = import_comparison.compare_logits(opened.weights, opened.load_stock)
 
     overrides = " ".join([*model_option.overrides(model), *(f"training.{name}={value:g}" for name, value in training.items())])
     config = knobs.changed(config, {"model": model, **{f"training.{name}": value for name, value in training.items()}})
     saved_config = dataclasses.asdict(config)
     index = native.Index(native.TrainState(), saved_config)
-    path = save.save_full(run_dir, index, weights.fragments(), file_bytes)
-    copy_originals(run_dir / FOLDER, source, settings, {"model": overrides})
-    log.info("convert: wrote %s (%s); %s", path, mapping.architecture, _continue_with(run_dir, overrides))
+    digests = import_comparison.Digests()
+    path = save.save_full(run_dir, index, digests.of(opened.weights.fragments()), file_bytes)
+    digests.compare(Checkpoint(path), listed=not compared)
+    if isinstance(opened.weights, ForeignWeights):
+        opened.weights.warn()
+    copy_originals(run_dir / FOLDER, opened.home, settings, {"model": overrides})
+    log.info("convert: wrote %s (%s); %s", path, opened.tool, _continue_with(run_dir, overrides))
 
 
 def _continue_with(run_dir: Path, overrides: str) -> str:

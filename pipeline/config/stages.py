@@ -14,6 +14,7 @@ class CheckpointReader(StageConfig):
 
     checkpoint: str = knob("latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir")
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format, which is merged into the weights")
+    weights: str = knob("trained", "weights to read: those of the optimizer, or their average (training.ema)", choices=("trained", "ema"))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,11 @@ class Generate(CheckpointReader):
 class Convert(CheckpointReader):
     """Export of a native checkpoint to the format of another program, or import."""
 
-    input: str | None = knob(None, "Hugging Face folder to import into run_dir; unset: export the checkpoint of run_dir")
+    input: str | None = knob(
+        None,
+        "folder to import into run_dir: of Hugging Face, DeepSpeed, Megatron-LM, GPT-NeoX or PyTorch DCP; unset: export the checkpoint of "
+        "run_dir",
+    )
     output: str | None = knob(
         None,
         "output folder of an export; default run_dir/hf, run_dir/hf-int4 for stage.quantize=int4, run_dir/gguf, run_dir/gguf-q8_0, "
@@ -213,7 +218,11 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
     ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
-    "convert": (Convert, "checkpoint -> Hugging Face folder, or Hugging Face folder (stage.input) -> checkpoint; requires no GPU"),
+    "convert": (
+        Convert,
+        "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
+        "(stage.input) -> checkpoint; no GPU",
+    ),
 }
 
 _TRAINING = (

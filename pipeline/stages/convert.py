@@ -1,4 +1,4 @@
-"""convert: native checkpoint -> Hugging Face, GGUF, Megatron-Core or one file; or Hugging Face -> native. No GPU, no process group."""
+"""convert: native checkpoint -> Hugging Face, GGUF, Megatron-Core or one file; or a folder of another tool -> native. No process group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import (
+    averaged,
     consolidated_export,
     huggingface_export,
     huggingface_folder,
@@ -19,7 +20,6 @@ from pipeline.checkpoint import (
 )
 from pipeline.checkpoint.export_files import Writer, export_folder, write_manifest
 from pipeline.checkpoint.huggingface_folder import Source, original_of
-from pipeline.checkpoint.import_model import import_model
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import INDEX
@@ -44,7 +44,7 @@ OUTPUTS = {"huggingface": "hf", "gguf": "gguf", "consolidated": "consolidated", 
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is not required.
+    """Import from `stage.input` if it is set, otherwise export. The model is read from the input; `model=` is used if that has none.
 
     Raises:
         UserError: the checkpoint is missing, the tokenizer does not match it, or the format does not support the model.
@@ -54,14 +54,20 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     assert isinstance(stage, Convert)
     if stage.input is None and stage.format != "peft":
         output = Path(stage.output or run_dir / "-".join([OUTPUTS[stage.format], stage.quantize]).removesuffix("-none"))
+        if ranks.launcher == "torchrun":  # whose ranks have no MPI
+            if ranks.rank > 0:
+                return
+            ranks = Ranks()
         with mpi.world(ranks, output) as comm:
             _export(config, stage, output, comm)
     elif ranks.rank > 0:
         return  # what follows runs in a single process
     elif stage.input is not None:
+        from pipeline.checkpoint.import_model import import_model  # an export does not wait for the readers of other tools' formats
+
         import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
     else:
-        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"))
+        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"), stage.weights)
 
 
 def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None:
@@ -70,7 +76,7 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None
     if path is None:
         return
     tokenizer = open_tokenizer(config.tokenizer, Path(config.run_dir))
-    weights = open_merged(path, stage.adapter)
+    weights = open_merged(averaged.chosen(reader.Checkpoint(path), stage.weights), stage.adapter)
     model = config_classes.from_dict(weights.config["model"])
     source = Source(weights, model, tokenizer, original_of(weights, model, tokenizer))
     quantized = _check(config, stage, output, source) if comm.rank == 0 else None
@@ -158,6 +164,7 @@ def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEnco
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         **({"stage.format": stage.format} if stage.format != "huggingface" else {}),
         **export.settings_of(stage),
+        **averaged.settings_of(stage.weights),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / peft_format.WEIGHTS

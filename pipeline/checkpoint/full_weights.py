@@ -1,0 +1,46 @@
+"""Full weights of a model that are read one at a time, on their way into a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.common.progress import Progress
+from pipeline.models import registry
+from pipeline.models.config import ModelConfig
+from pipeline.models.tensor_parallel_roles import role
+from pipeline.parallel.pieces import Piece
+
+
+class FullWeights(Protocol):
+    """Full weights, read one at a time.
+
+    Attributes:
+        config: configuration of their model.
+    """
+
+    config: ModelConfig
+
+    def names(self) -> list[str]:
+        """Names of all weights."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a weight."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Full value of a weight, fp32."""
+
+
+def fragments(weights: FullWeights) -> Iterator[Fragment]:
+    """Yield every weight as a fragment, loaded lazily."""
+    elements = {name: torch.Size(weights.shape(name)).numel() for name in weights.names()}
+    table = registry.family_of(weights.config).tensor_parallel
+    with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
+        for name, count in elements.items():
+            piece = Piece(name, weights.shape(name), role=role(table, name))
+            yield Fragment(piece, 0, {"weight": weights.tensor(name).flatten()})
+            progress.advance(count * 4, name)
