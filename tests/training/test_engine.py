@@ -43,7 +43,12 @@ def _save_and_continue(folder, first, second):
     path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7)), unsharded(trainer, "ema")
     config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
-    resume.load(trainer, Checkpoint(path))
+    checkpoint = Checkpoint(path)
+    resume.load(trainer, checkpoint)
+    opened = checkpoint.counters.opened
+    assert len(set(opened)) == len(opened), "each file is opened once, and only files of the checkpoint"
+    if "parallel.zero_stage=0" not in second:
+        assert checkpoint.counters.bytes < sum(file.stat().st_size for file in path.glob("*.safetensors")), "a rank reads its part"
     loaded = train(config, trainer, range(4, 7)), unsharded(trainer, "ema")
     return straight, loaded
 
