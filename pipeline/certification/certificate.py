@@ -203,7 +203,8 @@ def compare_low(dtype: str, run: Outcome, reference: Outcome, precise: Outcome) 
 
 def table(certificate: Certificate) -> list[str]:
     """Return the differences as lines of a table."""
-    lines = [f"{'largest relative difference':<30}" + "".join(f"{name:>10}" for name in QUANTITIES)]
+    names = next((list(comparison.found) for comparison in certificate.comparisons), QUANTITIES)
+    lines = [f"{'largest relative difference':<30}" + "".join(f"{name:>10}" for name in names)]
     for comparison in certificate.comparisons:
         rows = {
             f"{comparison.dtype}: rounding": [d.value for d in comparison.rounding.values()],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 #: The compared quantities, in the order of a report: losses and gradient norms of all steps; gradients of the first step, after clipping;
 #: Adam's first moments and the weights after the last step. Moments are compared because Adam's updates are invariant to the scale of a
-#: gradient, and the moments are not.
+#: gradient, and the moments are not. With training.ema, "average" follows: that of the weights.
 QUANTITIES = ("loss", "norm", "gradient", "moment", "weight")
 
 
@@ -21,7 +21,8 @@ class Outcome:
     Attributes:
         losses: mean loss of each step's global batch.
         norms: global gradient norm of each step before clipping.
-        tensors: "gradient", "moment" and "weight" -> name in the full model -> unsharded tensor, fp32 or fp64.
+        tensors: "gradient", "moment", "weight" and, with training.ema, "average" -> name in the full model -> unsharded tensor, fp32 or
+            fp64.
         router_records: what every MoE layer of the plain loop recorded in each step (MoELayer.take_record); not compared.
     """
 
@@ -58,7 +59,7 @@ def differences(run: Outcome, reference: Outcome, *, together: bool = False) -> 
     """
     found = {"loss": _of_scalars(run.losses, reference.losses), "norm": _of_scalars(run.norms, reference.norms)}
     found |= {kind: _of_tensors(run.tensors[kind], values, together) for kind, values in reference.tensors.items()}
-    return {quantity: found[quantity] for quantity in QUANTITIES}
+    return {quantity: found[quantity] for quantity in dict.fromkeys((*QUANTITIES, *found))}
 
 
 def _of_scalars(values: list[float], expected: list[float]) -> Difference:

@@ -18,6 +18,7 @@ from pipeline.certification.batches import random_batches, split
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.reference import initial_noise
 from pipeline.checkpoint.fragments import Fragment, insert_fragment
+from pipeline.checkpoint.native import EMA
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes
@@ -60,7 +61,8 @@ def train_in_layout(config: RunConfig, spoil: str | None = None, *, after_step: 
             moments = _gather(trainer.engine.fragments(), {"exp_avg": "moment"}, fixed)["moment"]
             gradients = {name: moment / (1 - config.optimizer.beta1) for name, moment in moments.items()}
         after_step()
-    return Outcome(losses, norms, {"gradient": gradients, **_gather(trainer.engine.fragments(), KINDS, fixed)})
+    kinds = KINDS if config.training.ema is None else {**KINDS, EMA: "average"}
+    return Outcome(losses, norms, {"gradient": gradients, **_gather(trainer.engine.fragments(), kinds, fixed)})
 
 
 def _scale_gradients(model: LocalModel, name: str, factor: float) -> None:

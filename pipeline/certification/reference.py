@@ -80,7 +80,8 @@ def plain_loop(
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
     _cast(learned.values(), dtype)
-    optimizer = _optimizer(config, masters)
+    optimizer, ema = _optimizer(config, masters), config.training.ema or 0.0
+    averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):
@@ -98,10 +99,14 @@ def plain_loop(
         with torch.no_grad():
             for name, parameter in learned.items():
                 parameter.copy_(masters[name])
+            for name, average in averages.items():
+                average.mul_(ema).add_(masters[name], alpha=1 - ema)
         outcome.router_records.append(_update_router_biases(model))
     fixed = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
     outcome.tensors["weight"] = {**{name: master.detach() for name, master in masters.items()}, **fixed}
     outcome.tensors["moment"] = {name: optimizer.state[master]["exp_avg"] for name, master in masters.items()}
+    if averages:
+        outcome.tensors["average"] = averages
     return outcome
 
 

@@ -24,7 +24,8 @@ from pipeline.checkpoint.native import PARTS, Index, PartsEntry
 from pipeline.checkpoint.records import failure_name, merge, record_name
 from pipeline.checkpoint.stored_runs import runs_of_rows
 from pipeline.checkpoint.verify import damages
-from pipeline.common.atomic_files import atomic_file, publish_folder
+from pipeline.common.atomic_files import atomic_file, publish_folder, remove_leftovers
+from pipeline.common.errors import UserError
 
 log = logging.getLogger("pipeline")
 
@@ -60,6 +61,10 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     folder = partial_folder(run_dir, index.train_state.step, attempt)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     pending = Pending(index.train_state.step, folder.name, writers, started)
+    abandon(run_dir)
+    for other in folder.parent.glob(".step-*.partial"):  # of failed attempts, to which late writers have added files
+        if other != folder and step_of_partial(other) <= pending.step:  # a writer that is ahead may write the next one already
+            shutil.rmtree(other, ignore_errors=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         native.write_index(folder, replace(index, versions=index.versions or native.versions()), DRAFT)
@@ -68,6 +73,12 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def step_of_partial(folder: Path) -> int:
+    """The step of a hidden folder; 0 for one of another name."""
+    text = folder.name.removeprefix(".step-").partition(".")[0]
+    return int(text) if text.isdecimal() else 0
 
 
 def write_failure(folder: Path, writer: int, reason: str) -> None:
@@ -96,6 +107,7 @@ def commit(run_dir: Path) -> Path:
     pending = catalog.read(run_dir).pending
     assert pending is not None, "no checkpoint is being written"
     folder = run_dir / "checkpoints" / pending.folder
+    remove_leftovers(folder)  # of a commit that was interrupted
     merged = merge(folder, pending.writers)
     with atomic_file(folder / PARTS) as handle:
         np.save(handle, merged.rows)
@@ -174,9 +186,10 @@ def _obstacle(folder: Path, writers: int) -> str | None:
         without, _ = missing(folder, writers)
         if without:
             return f"{len(without)} of {writers} records are missing, the first is that of writer {without[0]}"
+        native.read_index(folder, DRAFT)
         merged = merge(folder, writers)
         runs = list(runs_of_rows(merged.rows, merged.kinds, merged.tensors))
         damage = next(damages(folder, merged.files, merged.tensors, runs), None)
         return None if damage is None else str(damage)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         return str(error)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, Protocol
 
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.trained_tokenizer import fingerprint_of
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_classes
 from pipeline.models.rope import extended
+
+log = logging.getLogger("pipeline")
 
 #: Keys of the head of an encoder.
 _HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
@@ -34,7 +38,7 @@ class TrainingData(Protocol):
         """A short text that is equal for two runs if their first `consumed` samples are equal."""
 
 
-def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:
+def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData, *, is_fork: bool = False) -> None:
     """Refuse to resume with another model or other samples. Layout, batch size, learning rate and all other settings may change.
 
     A checkpoint that has consumed no sample (an imported model) may continue with any data.
@@ -43,6 +47,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
         checkpoint: to resume from.
         config: of the run that resumes.
         data: its training data.
+        is_fork: whether the checkpoint is that of checkpoint.fork: what it has read may then be other shards.
 
     Raises:
         UserError: with one violation per difference.
@@ -62,8 +67,29 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
             differences[f"lora.{name}"] = f"{adapters[name]}"
     if consumed and checkpoint.data != data.fingerprint(config, consumed):
         settings = {key: f"{_value(old, key)}" for key in data.settings if _value(new, key) != _value(old, key)}
-        differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
+        if settings or not is_fork or config.data.blend:
+            differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
+        else:
+            _check_other_data(checkpoint, config, data)
     _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
+
+
+def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:
+    """Refuse other data for a fork that is of another tokenizer, and log that the samples from here on are of other data.
+
+    Raises:
+        UserError: the tokenizer is another one.
+    """
+    new, key, consumed = dataclasses.asdict(config), data.data_key, checkpoint.train_state.samples
+    before, now = fingerprint_of(checkpoint.config), fingerprint_of(new)
+    if None not in (before, now) and before != now:
+        rule = f"is of another tokenizer than {key}={_value(checkpoint.config, key)} of {checkpoint.path}"
+        raise UserError.of(key, _value(new, key), rule, "tokenize it with the tokenizer of that run")
+    if before is None:
+        log.warning(
+            "%s does not tell the tokenizer of its data any more: make sure that %s=%s has it", checkpoint.path, key, _value(new, key)
+        )
+    log.info("other data from sample %s on: %s=%s, was %s", f"{consumed:,}", key, _value(new, key), _value(checkpoint.config, key))
 
 
 def check_same_model(

@@ -37,13 +37,13 @@ def write(folder: Path, weights: MergedWeights, *, dtype: torch.dtype, writer: W
     shapes = {name: tuple(weights.shape(name)) for name in sorted(weights.names())}
     parameters = sum(prod(shape) for shape in shapes.values())
 
-    def store(path: Path, written: Written) -> None:
+    def store(path: Path, written: Written) -> tuple[None, str]:
         def tensor(name: str) -> Tensor:
             value = rounded(weights.tensor(name), dtype, name)
             written(name, digest_of([value]), value.nbytes)
             return value
 
-        safetensors_file.write(path, shapes, dtype, tensor, {"format": "pt"})
+        return None, safetensors_file.write(path, shapes, dtype, tensor, {"format": "pt"})
 
     def read(path: Path) -> Iterator[tuple[str, str]]:
         return ((name, digest_of([value])) for name, value in safetensors_file.tensors(path))

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,17 +96,9 @@ class DataFiles:
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], counters: Counters) -> None:
         self._folder, self._files, self._counters = folder, files, counters
-        self._open: dict[int, int] = {}
+        self._open: dict[int, FileIO] = {}
         self._verified: set[int] = set()
         self._buffers = threading.local()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def read(self, plans: Sequence[FilePlan], buffers: Sequence[Bytes]) -> list[Damage]:
         """Read what the plans say into the buffers, and return what is damaged; the content of the buffers is then undefined."""
@@ -123,7 +117,7 @@ class DataFiles:
         """Close files that are not needed, if too many would be open."""
         if len(files | self._open.keys()) > OPEN_FILES:
             for file in self._open.keys() - files:
-                os.close(self._open.pop(file))
+                self._open.pop(file).close()
 
     def _tasks(self, plans: Sequence[FilePlan], damaged: list[Damage]) -> Iterator[_Task]:
         """Open each file, read its block digests, and yield the chunks."""
@@ -144,7 +138,7 @@ class DataFiles:
             OSError: it is missing, or is not the file that was written.
         """
         if file in self._open:
-            return self._open[file]
+            return self._open[file].fileno()
         entry = self._files[file]
         path = self._folder / entry.name
         size = path.stat().st_size
@@ -155,9 +149,9 @@ class DataFiles:
             if digest(path) != entry.xxh3:
                 raise OSError("is corrupt: its checksum differs from the recorded one")
             self._verified.add(file)
-        self._open[file] = os.open(path, os.O_RDONLY)
+        self._open[file] = FileIO(path)
         self._counters.opened.append(entry.name)
-        return self._open[file]
+        return self._open[file].fileno()
 
     def _pread(self, handle: int, vectors: list[memoryview], offset: int) -> int:
         """Fill the vectors from an offset of a file; returns the number of bytes, fewer only at the end of the file."""
@@ -287,17 +281,21 @@ def _verify(source: Source, low: int, high: int, place: memoryview, digests: Dig
     """Compare the blocks of a span with their checksums; blocks in a row that differ are one damage."""
     if not len(digests):
         return []
-    grid = low - source.offset + source.before  # counted from where the first block would begin
-    ends = [
-        min(end - grid, high - low)
-        for end in range((grid // source.block + 1) * source.block, grid + high - low + source.block, source.block)
-    ]
-    begins = [0, *ends[:-1]]
-    found = np.array([xxhash.xxh3_64_intdigest(place[begin:end]) for begin, end in zip(begins, ends, strict=True)], np.uint64)
-    bad = np.flatnonzero(found != digests)
+    # The first block may be shorter, and so may the last one.
+    lead = min(-(low - source.offset + source.before) % source.block, high - low)
+    whole = (high - low - lead) // source.block * source.block
+    ends = np.concatenate([[lead] if lead else [], np.arange(lead + source.block, lead + whole + 1, source.block)]).astype(np.int64)
+    found = [xxhash.xxh3_64_intdigest(place[:lead])] if lead else []
+    blocks: Any = np.frombuffer(place[lead : lead + whole], np.uint8).reshape(-1, source.block)
+    found += map(xxhash.xxh3_64_intdigest, blocks)
+    if lead + whole < high - low:
+        found.append(xxhash.xxh3_64_intdigest(place[lead + whole :]))
+        ends = np.append(ends, high - low)
+    begins = np.append(0, ends[:-1])
+    bad = np.flatnonzero(np.array(found, np.uint64) != digests)
     damaged = []
     for run in np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1) if len(bad) else ():
-        first, last = low - source.offset + begins[run[0]], low - source.offset + ends[run[-1]]
+        first, last = (low - source.offset + int(byte) for byte in (begins[run[0]], ends[run[-1]]))
         damaged.append(Damage(source, first, last, "differs there from its checksum"))
     return damaged
 

@@ -37,15 +37,15 @@ class OutputFile:
     Attributes:
         name: of the file.
         bytes: expected size of its tensors, for progress and for equal shares of the ranks.
-        write: writes the file to a path, one tensor in memory at a time, and returns what the other functions of the export must know of it
-            (JSON).
+        write: writes the file to a path, one tensor in memory at a time. Returns what the other functions of the export must know of the
+            file (JSON), and its xxh3-128 checksum if it is known.
         read: reads a written file with a reader of its format; yields (name, digest) of the stored tensors in the order of `write`. A
             digest is that of the weights in the checkpoint's form, so that both sides are computed differently.
     """
 
     name: str
     bytes: int
-    write: Callable[[Path, Written], Any]
+    write: Callable[[Path, Written], tuple[Any, str | None]]
     read: Callable[[Path], Iterable[tuple[str, str]]]
 
 
@@ -116,7 +116,7 @@ def _write(folder: Path, file: OutputFile, progress: SharedProgress) -> dict[str
         progress.advance(count, file.name)
 
     try:
-        note = file.write(partial, written)
+        note, checksum = file.write(partial, written)
         with open(partial, "rb") as handle:
             os.fsync(handle.fileno())
         compare_digests(file.name, expected, file.read(partial))
@@ -124,7 +124,7 @@ def _write(folder: Path, file: OutputFile, progress: SharedProgress) -> dict[str
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return {"note": note, "entry": {"bytes": path.stat().st_size, "xxh3": digest(path)}}
+    return {"note": note, "entry": {"bytes": path.stat().st_size, "xxh3": checksum or digest(path)}}
 
 
 def compare_digests(file: str, expected: Iterable[tuple[str, str]], found: Iterable[tuple[str, str]]) -> None:

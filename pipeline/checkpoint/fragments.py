@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,24 +50,6 @@ class Fragment:
             replica=self.replica,
             group=self.group,
         )
-
-
-def consolidate_fragments(shape: tuple[int, ...], fragments: Iterable[tuple[Piece, int, Tensor]]) -> tuple[Tensor, int]:
-    """Join fragments into a full weight.
-
-    Args:
-        shape: of the full weight.
-        fragments: (piece, first element in the flattened piece, flat values), without overlap.
-
-    Returns:
-        The full weight, fp32, and the number of elements written; elements that no fragment holds are undefined.
-    """
-    full = torch.empty(shape, dtype=torch.float32)
-    written = 0
-    for piece, start, values in fragments:
-        insert_fragment(full, piece, start, values)
-        written += values.numel()
-    return full, written
 
 
 def insert_fragment(full: Tensor, piece: Piece, start: int, values: Tensor) -> None:

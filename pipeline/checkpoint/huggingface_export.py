@@ -125,11 +125,11 @@ class _Shard:
         self._weights, self._entries, self._dtype, self._packing = weights, entries, dtype, packing
         self._shapes = {name: [weights.shape(part) for part in entry.names] for name, entry in entries.items()}
 
-    def write(self, path: Path, written: Written) -> list[str]:
-        """Write the file; see OutputFile. Returns the names of its tensors."""
+    def write(self, path: Path, written: Written) -> tuple[list[str], str | None]:
+        """Write the file; see OutputFile. The other functions need the names of its tensors."""
         read = PartReader(self._weights, self._dtype)
         if self._packing is not None:
-            return self._write_packed(path, read, written)
+            return self._write_packed(path, read, written), None
 
         def tensor(name: str) -> Tensor:
             entry = self._entries[name]
@@ -140,8 +140,7 @@ class _Shard:
             return value
 
         shapes = {name: entry.shape(self._shapes[name]) for name, entry in self._entries.items()}
-        safetensors_file.write(path, shapes, self._dtype, tensor, {"format": "pt"})
-        return list(shapes)
+        return list(shapes), safetensors_file.write(path, shapes, self._dtype, tensor, {"format": "pt"})
 
     def read(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield what the file holds, as weights of the checkpoint; see OutputFile."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoint import peft_format
+from pipeline.checkpoint.averaged import chosen, settings_of
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, lora_of, saved_weights
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.reader import Checkpoint
@@ -18,21 +19,22 @@ from pipeline.models import config_classes, registry
 log = logging.getLogger("pipeline")
 
 
-def export_adapter(path: Path, output: Path) -> None:
+def export_adapter(path: Path, output: Path, weights: str = "trained") -> None:
     """Write the adapter of a checkpoint.
 
     Args:
         path: the checkpoint.
         output: folder to write.
+        weights: stage.weights.
 
     Raises:
         UserError: the checkpoint has no adapter, no transformers class implements the model, or the folder contains other files.
     """
-    settings = {"stage.checkpoint": f"{path.name} {digest(path / INDEX)}", "stage.format": "peft"}
+    settings = {"stage.checkpoint": f"{path.name} {digest(path / INDEX)}", "stage.format": "peft", **settings_of(weights)}
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
-    checkpoint = Checkpoint(path)
+    checkpoint = chosen(Checkpoint(path), weights)
     model = config_classes.from_dict(checkpoint.config["model"])
     if getattr(model, "labels", []):
         rule = "would leave out the head of the classifier, which is trained beside the adapter"

@@ -50,6 +50,10 @@ class MergedWeights:
                 value = merged(value.float(), factors.a, factors.b, factors.scale)
         return value
 
+    def has(self, name: str, kind: str) -> bool:
+        """As Checkpoint.has."""
+        return self.checkpoint.has(name, kind)
+
     @torch.no_grad()
     def read(self, runs: Iterable[Run]) -> None:
         """As Checkpoint.read. A weight that an adapter changes is merged as a whole, one at a time."""

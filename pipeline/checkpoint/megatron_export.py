@@ -93,8 +93,8 @@ class _Shard:
         """See Chunk.box."""
         return chunk.box(chunk.tensor.shape(self._shapes(chunk)), self._config)
 
-    def write(self, path: Path, written: Written) -> list[tuple[int, int]]:
-        """Write the file; returns first byte and length of each chunk."""
+    def write(self, path: Path, written: Written) -> tuple[list[tuple[int, int]], None]:
+        """Write the file; the index needs first byte and length of each chunk."""
         read = PartReader(self._weights, self.dtype)
         self._places = []
         with open(path, "wb") as handle:
@@ -110,7 +110,7 @@ class _Shard:
                 expert = chunk.tensor.expert
                 pieces = [part if expert is None else part[expert] for part in parts]
                 written(f"{chunk.key} {self.box(chunk)[1]}", digest_of(pieces), value.nbytes)
-        return self._places
+        return self._places, None
 
     def read(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield what the file holds, as weights of the checkpoint."""

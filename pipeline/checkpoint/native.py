@@ -19,10 +19,11 @@ from pipeline.checkpoint.catalog import INDEX, complete, folder_of, step_of
 from pipeline.checkpoint.data_file import FileEntry
 from pipeline.common.errors import DamagedCheckpointError, UserError
 from pipeline.common.git_commit import commit
-from pipeline.config import renamed
+from pipeline.config import checkpoint_paths, renamed
 from pipeline.parallel.pieces import Piece, Slice
 
 __all__ = [
+    "EMA",
     "INDEX",
     "PARTS",
     "FileEntry",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 PARTS = "parts.npy"
+#: The kind of tensors of averaged weights (training.ema).
+EMA = "ema"
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
 
 
 def find_start(where: str, key: str, fix: str) -> Path:
-    """Return the checkpoint that a configuration key names: a checkpoint folder, or a run directory, of which the newest is taken.
+    """Return the checkpoint that a key names: a checkpoint folder, RUN/step-300, or a run directory, of which the newest is taken.
 
     Raises:
         UserError: there is none.
@@ -202,8 +205,15 @@ def find_start(where: str, key: str, fix: str) -> Path:
     folder = Path(where)
     if (folder / INDEX).is_file():
         return folder
-    if folders := complete(folder):
+    run_dir, step = checkpoint_paths.split(folder)
+    folders = complete(run_dir)
+    if step is None and folders:
         return folders[-1]
+    if (named := folder_of(run_dir, step or 0)) in folders:
+        return named
+    if folders:
+        steps = ("..., " if len(folders) > 10 else "") + ", ".join(str(step_of(path)) for path in folders[-10:])
+        raise UserError.of(key, where, f"is not a complete checkpoint; {run_dir} has those of steps {steps}", fix)
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
 

@@ -27,10 +27,10 @@ Box = tuple[tuple[int, int], ...]
 DIMS = 3
 #: Offset in the file of a kind that is not stored.
 NOT_STORED = 2**64 - 1
-#: The most and the least bytes of a block; a checksum has 8 bytes.
-BLOCK, SMALLEST_BLOCK = 1 << 20, 512
+#: The most and the least bytes of a block, and the least of a weight whose rows are sliced; a checksum has 8 bytes.
+BLOCK, SMALLEST_BLOCK, SMALLEST_ROW_BLOCK = 128 << 10, 512, 1024
 #: Blocks of a weight, and of each row of a weight whose rows are sliced, at least.
-BLOCKS_PER_WEIGHT, BLOCKS_PER_ROW = 4096, 16
+BLOCKS_PER_WEIGHT, BLOCKS_PER_ROW = 1024, 16
 #: Bytes of an element, by the name of its dtype in safetensors.
 ITEM_SIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -98,7 +98,7 @@ def block_bytes(shape: Sequence[int], sliced_dim: int, item_size: int) -> int:
     if sliced_dim == 0:
         return block
     row = prod(shape[sliced_dim:]) * item_size
-    return min(max(row // BLOCKS_PER_ROW // item_size * item_size, SMALLEST_BLOCK), block)
+    return min(max(row // BLOCKS_PER_ROW // item_size * item_size, SMALLEST_ROW_BLOCK), block)
 
 
 def count_blocks(size: int, block: int, before: int = 0) -> int:

@@ -108,6 +108,10 @@ class Checkpoint:
         self.read([Run(name, shape, tuple((0, size) for size in shape), 0, {kind: full.view(-1)})])
         return full
 
+    def has(self, name: str, kind: str) -> bool:
+        """Whether the checkpoint has tensors of a kind for a weight; moments that it does not have are zero."""
+        return name in self._reader.tensors and kind in self._reader.tensors[name].dtypes
+
     def ranges(self, name: str, kind: str, box: Box, run: tuple[int, int]) -> Tensor:
         """Return elements of a weight or one of its moments, flat, in the dtype in which they are stored.
 

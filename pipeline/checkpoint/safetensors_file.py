@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from pipeline.checkpoint.export_files import buffer_of
@@ -41,8 +42,8 @@ def header_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadat
 
 def write(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensor: Callable[[str], Tensor], metadata: Mapping[str, str]
-) -> None:
-    """Write a file in one sequential pass.
+) -> str:
+    """Write a file in one sequential pass, and return its xxh3-128 checksum.
 
     Args:
         path: of the file.
@@ -51,22 +52,30 @@ def write(
         tensor: returns the tensor of a name; called once for each, in order.
         metadata: entries of `__metadata__`.
     """
+    header = header_of(shapes, dtype, metadata)
+    state = xxhash.xxh3_128(header)
     with open(path, "wb") as handle:
-        handle.write(header_of(shapes, dtype, metadata))
+        handle.write(header)
         for name, shape in shapes.items():
             value = tensor(name)
             assert tuple(value.shape) == tuple(shape), f"{name} is {tuple(value.shape)}, not {tuple(shape)}"
             assert value.dtype == dtype, f"{name} is {value.dtype}, not {dtype}"
-            handle.write(buffer_of(value))
+            data = buffer_of(value)
+            state.update(data)
+            handle.write(data)
+    return state.hexdigest()
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a file of one dtype, in the order of their data."""
+    """Yield names and tensors of a file of one dtype, in the order of their data. The next tensor overwrites the memory of a tensor."""
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     with open(path, "rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
         header.pop("__metadata__", None)
+        sizes = [entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values()]
+        memory = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            value = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
-            handle.readinto(buffer_of(value))
-            yield name, value
+            start, end = entry["data_offsets"]
+            data = memory[: end - start]
+            handle.readinto(buffer_of(data))
+            yield name, data.view(dtypes[entry["dtype"]]).view(entry["shape"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.checkpoint import catalog, commit
+from pipeline.checkpoint import catalog, commit, handover
 from pipeline.checkpoint.data_file import DataFile, WrittenFile, write
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.host_buffers import host_bytes
@@ -120,9 +120,7 @@ def _check_finite(fragments: Sequence[Fragment], step: int) -> None:
     """
     names = (f.piece.name for f in fragments if not bool(f.tensors["weight"].detach().isfinite().all()))
     if not_finite := sorted(name for name in _gather(next(names, None)) if name):
-        rule = f"{not_finite[0]} contains values that are not finite; no checkpoint was written"
-        fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
-        raise UserError.of("weights after step", step, rule, fix)
+        raise handover.not_finite(step, not_finite[0])
 
 
 def _try_to(call: Callable[[], None]) -> str | None:
@@ -210,8 +208,12 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
     Raises:
         UserError: a file could not be written, or another job uses the run directory; the partial checkpoint is removed.
     """
-    with claimed(run_dir, "run_dir"):
-        return _reported(run_dir, lambda: _save_full(run_dir, index, fragments, file_bytes))
+
+    def write_locked() -> Path:
+        with claimed(run_dir, "run_dir"):
+            return _save_full(run_dir, index, fragments, file_bytes)
+
+    return _reported(run_dir, write_locked)
 
 
 def _save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,15 +17,24 @@ from pipeline.common.errors import UserError
 
 log = logging.getLogger("pipeline")
 
+#: End of the text of a lock file whose job has ended.
+_LAST_WRITE = "which writes the last checkpoint of that job"
+
 
 @contextmanager
-def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
+def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
+
+    A process that gets the file descriptor keeps the lock as long as it lives. If it survives the job to write the last checkpoint
+    (note_last_write), the next job waits for it.
 
     Args:
         key: configuration key of the folder.
         array: the job array that this process is a task of; tasks of one array share the lock.
         prepare: prepares the folder; the first task calls it before any other task of the array continues.
+
+    Yields:
+        The file descriptor of the lock.
 
     Raises:
         UserError: another job holds the lock.
@@ -35,6 +45,8 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
     handle, first = _locked(path, fcntl.LOCK_EX), True
     if array and handle is None:
         handle, first = _joined(path, name)
+    elif handle is None:
+        handle = _after_last_write(path)
     if handle is None:
         owner = _owner(path).strip()
         fix = f"wait until that job has ended, or choose another {key}"
@@ -45,20 +57,60 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
             prepare()
         if array:
             fcntl.flock(handle, fcntl.LOCK_SH)
-        yield
+        yield handle
     finally:
-        if _is_exclusive(handle):
-            path.unlink(missing_ok=True)
         os.close(handle)
+        _remove_if_free(path)
 
 
-def _is_exclusive(handle: int) -> bool:
-    """Whether no other task of the job array holds the lock."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+def _remove_if_free(path: Path) -> None:
+    """Remove the file, unless another task of the job array, a process with the file descriptor or another job holds the lock."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                path.unlink()
+        finally:
+            os.close(handle)
+
+
+def note_last_write(handle: int) -> None:
+    """Note in the file that the job has ended, and this process, which keeps the lock, still writes its last checkpoint.
+
+    Args:
+        handle: file descriptor of the lock.
+    """
+    owner = os.pread(handle, 1 << 12, 0).decode().partition(",")[0]
+    text = f"{owner}, process {os.getpid()} on {socket.gethostname()}, {_LAST_WRITE}\n"
+    os.pwrite(handle, text.encode(), 0)
+    os.ftruncate(handle, len(text.encode()))
+
+
+def _after_last_write(path: Path) -> int | None:
+    """Lock the file as soon as a job that has ended has written its last checkpoint; None if a job that goes on holds the lock."""
+    said = False
+    while (handle := _locked(path, fcntl.LOCK_EX)) is None:
+        owner = _owner(path).strip()
+        if not (owner.endswith(_LAST_WRITE) or _has_ended(owner)):
+            return None
+        if not said:
+            log.warning("%s: the job before has ended; waiting until its last checkpoint is written (%s)", path.parent, owner)
+        said = True
+        time.sleep(0.1)
+    return handle
+
+
+def _has_ended(owner: str) -> bool:
+    """Whether the process that a lock file names ran on this host and has ended."""
+    match = re.search(r"process (\d+) on (\S+?),?$", owner)
+    if match is None or match[2] != socket.gethostname():
         return False
-    return True
+    try:
+        state = Path("/proc", match[1], "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"  # killed, and its parent has not noticed
 
 
 def _joined(path: Path, name: str) -> tuple[int | None, bool]:

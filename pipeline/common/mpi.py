@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from pipeline.common.atomic_files import report_disk_full
-from pipeline.common.errors import UserError
+from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import Ranks
 
 MESSAGE_BYTES = 64 << 20
@@ -124,7 +124,8 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
         if isinstance(error, KeyboardInterrupt):
             message, code = "interrupted; run the same command again to continue" * (comm.rank == 0), 128 + signal.SIGINT
         else:
-            message, code = (str(error), 2) if isinstance(error, UserError) else (traceback.format_exc(), 1)
+            expected = isinstance(error, UserError | CheckFailed)
+            message, code = str(error) if expected else traceback.format_exc(), 2 if isinstance(error, UserError) else 1
         print(message, file=sys.stderr, flush=True)
         _wait_for_reader(sys.stderr)
         comm.Abort(code)

@@ -47,6 +47,7 @@ def register() -> None:
         store.store(group="schema/model", name=family, node=schema)
     OmegaConf.register_new_resolver("finetune_lr", _finetune_lr, replace=True)
     OmegaConf.register_new_resolver("if_finetune", _if_finetune, replace=True)
+    OmegaConf.register_new_resolver("add", lambda *terms: sum(map(int, terms)), replace=True)  # of text, too: ${add:300,-${x}}
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
 

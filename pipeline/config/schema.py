@@ -114,6 +114,13 @@ class TrainingConfig:
         "null, or more than there are, reads all of it",
         at_least=1,
     )
+    ema: float | None = knob(
+        None,
+        "also keep an exponential moving average of the weights, fp32, which stage.weights=ema uses: the share of the average that an "
+        "optimizer update keeps, such as 0.999; default: none",
+        above=0,
+        at_most=0.9999999,
+    )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
     timeout_minutes: float = knob(
         10.0,
@@ -139,7 +146,7 @@ class OptimizerConfig:
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
     weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)
-    schedule: str = knob("cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "linear"))
+    schedule: str = knob("cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "linear", "constant"))
     warmup_steps: int = knob(100, "steps of linear warm-up; finetune: 0, for optimizer.warmup_ratio", unit="steps", at_least=0)
     warmup_ratio: float = knob(
         0.0, "linear warm-up as a fraction of the steps, if optimizer.warmup_steps is 0; finetune: 0.03", at_least=0, at_most=1
@@ -222,13 +229,23 @@ class CheckpointConfig:
     files: str = knob(
         "rank", "data files of a checkpoint: one for each rank, or one for each node, which are fewer and larger", choices=("rank", "node")
     )
-    resume: str = knob(
-        "auto",
-        "auto: newest checkpoint of run_dir, if any; none: start from scratch; or a checkpoint folder to start from, "
-        "unless run_dir already continues from it",
+    resume: str = knob("auto", "auto: newest checkpoint of run_dir, if any; none: refuse a run_dir with checkpoints")
+    fork: str | None = knob(
+        None,
+        "run directory or checkpoint (RUN/step-300) that a new run continues: its weights, optimizer state, step and samples, with "
+        "another schedule, length or later data",
     )
     initialize_from: str | None = knob(
         None, "run directory or checkpoint whose weights a new run starts from, without its optimizer state and its progress"
+    )
+    async_save: str = knob(
+        "auto",
+        "write checkpoints beside training: the weights are copied to host memory during the next step, and a writer process of each node "
+        "hashes and writes them (auto; training waits if the memory does not suffice), or while training waits (off)",
+        choices=("auto", "off"),
+    )
+    max_failures: int = knob(
+        3, "stop the run after so many checkpoints in a row that could not be written (disk full, quota); each is tried once", at_least=1
     )
     skip_damaged: bool = knob(False, "with resume=auto, set aside a damaged newest checkpoint and continue from the previous one")
 

@@ -14,6 +14,7 @@ class CheckpointReader(StageConfig):
 
     checkpoint: str = knob("latest", "checkpoint folder to read; latest: the newest checkpoint of run_dir")
     adapter: str | None = knob(None, "folder of an adapter in PEFT's format, which is merged into the weights")
+    weights: str = knob("trained", "weights to read: those of the optimizer, or their average (training.ema)", choices=("trained", "ema"))
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,11 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
     ),
     "generate": (Generate, "prompts -> completions, from a checkpoint (multiple ranks: torchrun or srun)"),
-    "convert": (Convert, "checkpoint -> Hugging Face folder, or folder of another tool (stage.input) -> checkpoint; requires no GPU"),
+    "convert": (
+        Convert,
+        "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
+        "(stage.input) -> checkpoint; no GPU",
+    ),
 }
 
 _TRAINING = (

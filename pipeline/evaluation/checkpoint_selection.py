@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import averaged, native
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
@@ -23,7 +23,7 @@ ALL = "all"
 def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[str, Any]:
     """Return what the scores of a checkpoint depend on: its content, the adapter, and the settings of the evaluation."""
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
-    return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **settings}
+    return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **averaged.settings_of(stage.weights), **settings}
 
 
 def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any], steps: int = 0) -> list[Path]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.averaged import chosen
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import open_merged
@@ -51,7 +52,7 @@ def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
         if lora.rank == 0:
             rule = "has no adapter, and the reference of training.objective=dpo is the model without it"
             raise UserError.of("stage.checkpoint", path, rule, "name a checkpoint of a run with adapters, or set stage.adapter")
-    config = replace(config, model=model, training=training, lora=lora)
+    config = replace(config, model=model, training=replace(training, ema=None), lora=lora)
     if violations := check.evaluation_violations(config, world_size):
         raise UserError(violations)
     return config
@@ -74,8 +75,8 @@ def load(config: RunConfig, stage: Evaluate, trainer: Trainer, path: Path) -> Tr
         UserError: as the functions that it calls.
     """
     if config.lora.adapter is not None:
-        checkpoint = open_on_all_ranks(path)
+        checkpoint = chosen(open_on_all_ranks(path), stage.weights)
         resume.initialize(config, trainer, checkpoint)
         return checkpoint.train_state
-    checkpoint = open_on_all_ranks(path)
+    checkpoint = chosen(open_on_all_ranks(path), stage.weights)
     return resume.load(trainer, checkpoint if config.lora.rank else open_merged(checkpoint, stage.adapter))

@@ -15,6 +15,8 @@ from pipeline.evaluation import report
 #: Folder of the records in the run directory.
 FOLDER = "evaluations"
 TABLE, REPORT = "table.csv", "report.html"
+#: The setting of a record that names other weights than those of the optimizer.
+WEIGHTS = "stage.weights"
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
@@ -22,14 +24,21 @@ def is_due(step: int, every: int, steps: int) -> bool:
     return step % every == 0 or step == steps
 
 
-def path_of(run_dir: Path, step: int, kind: str) -> Path:
-    """Path of a record; the kind is "validation", "tasks", or "translation-" with the name of the prompts."""
-    return run_dir / FOLDER / f"step-{step:08d}-{kind}.json"
+def path_of(run_dir: Path, step: int, kind: str, weights: str | None = None) -> Path:
+    """Path of a record.
+
+    Args:
+        run_dir: the run directory.
+        step: of the checkpoint.
+        kind: "validation", "tasks", or "translation-" with the name of the prompts.
+        weights: "ema" for averaged weights; None for those of the optimizer.
+    """
+    return run_dir / FOLDER / f"step-{step:08d}-{'-'.join([kind, *([weights] if weights else [])])}.json"
 
 
 def is_recorded(run_dir: Path, step: int, kind: str, settings: dict[str, Any]) -> bool:
     """Whether a checkpoint was evaluated with these settings."""
-    path = path_of(run_dir, step, kind)
+    path = path_of(run_dir, step, kind, settings.get(WEIGHTS))
     return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("settings") == json.loads(json.dumps(settings))
 
 
@@ -48,11 +57,13 @@ def write(
         step: of the checkpoint.
         kind: as in path_of.
         scores: corpus or task -> metric -> value, None for one that does not exist; "" is the full validation split.
-        settings: what the scores depend on.
+        settings: what the scores depend on; those of other weights (stage.weights) are named after them.
         more: what else the record has: "read" and "confusion" of validation_scores.py Evaluation.
     """
     (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-    with atomic_file(path_of(run_dir, step, kind), "w") as handle:
+    if (weights := settings.get(WEIGHTS)) is not None:
+        scores = {f"{weights} {name}".strip(): values for name, values in scores.items()}
+    with atomic_file(path_of(run_dir, step, kind, weights), "w") as handle:
         json.dump({"step": step, "scores": scores, **(more or {}), "settings": settings}, handle, indent=1)
         handle.write("\n")
     written: list[dict[str, Any]] = []
@@ -64,7 +75,7 @@ def write(
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the content of all records, in the order of the steps; of a step, that of the validation split comes first."""
     paths = (run_dir / FOLDER).glob("step-*.json")
-    named = [path for path in paths if re.fullmatch(r"step-\d{8}-(validation|tasks|translation-.+)\.json", path.name)]
+    named = [path for path in paths if re.fullmatch(r"step-\d{8}-((validation|tasks)(-ema)?|translation-.+)\.json", path.name)]
     named.sort(key=lambda path: (path.name[:13], not path.stem.endswith("validation"), path.name))
     return [json.loads(path.read_text(encoding="utf-8")) for path in named]
 

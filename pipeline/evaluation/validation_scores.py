@@ -187,7 +187,8 @@ def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, se
     whole, corpora = scores[""], {name: values or None for name, values in scores.items() if name}
     more = {"read": evaluation.read} | ({} if evaluation.confusion is None else {"confusion": dataclasses.asdict(evaluation.confusion)})
     with atomic_file(run_dir / "evaluation.json", "w") as handle:
-        content = {"checkpoint": str(checkpoint), "step": step, **whole, **({"corpora": corpora} if corpora else {}), **more}
+        weights = {} if record.WEIGHTS not in settings else {"weights": settings[record.WEIGHTS]}
+        content = {"checkpoint": str(checkpoint), "step": step, **weights, **whole, **({"corpora": corpora} if corpora else {}), **more}
         json.dump(content, handle, indent=1)
     record.write(run_dir, step, "validation", scores, settings, more)
     log.info("step %d: %s", step, _text(whole))

@@ -22,6 +22,7 @@ from pipeline.config import command_line, compose
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
+from pipeline.config.rules.evaluation import reads_average
 from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import record
@@ -55,6 +56,7 @@ class Schedule:
     def __init__(self, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
         self._every, self._steps, self._run_dir = config.evaluation.every, config.training.steps, Path(config.run_dir)
         self._cluster = _cluster(config.evaluation, config.cluster, environment)
+        self._weights = native.EMA if reads_average(config.evaluation) else None
         self._environment = job.outside(environment)
         self._jobs = {kind: _job(config.evaluation, config.run_dir, kind, overrides, environment) for kind in _kinds(config.evaluation)}
         if shutil.which("sbatch", path=environment.get("PATH")) is None:
@@ -77,7 +79,7 @@ class Schedule:
 
     def _lacks(self, step: int, kind: str) -> bool:
         """Whether the checkpoint of a step waits for one kind of evaluation."""
-        return self.is_due(step) and not record.path_of(self._run_dir, step, kind).is_file()
+        return self.is_due(step) and not record.path_of(self._run_dir, step, kind, self._weights).is_file()
 
     def submit(self) -> None:
         """Submit the jobs that the checkpoints need, unless one that has not started waits in the queue.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from pipeline.common import host_memory
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
@@ -58,9 +57,4 @@ def _state_bytes(config: RunConfig, ranks: Ranks) -> float:
 
 def available_bytes(place: torch.device) -> float:
     """Return the memory that can be allocated: of a GPU, or of this machine with its swap space, within --mem of its Slurm job."""
-    if place.type == "cuda":
-        return torch.cuda.mem_get_info(place)[0]
-    lines = (line.partition(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    kilobytes = {name: float(value.split()[0]) for name, _, value in lines}
-    job = float(os.environ.get("SLURM_MEM_PER_NODE") or "inf")  # MB; of a job with --mem
-    return min(1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0.0)), 1024**2 * (job or float("inf")))
+    return torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else host_memory.available_bytes()

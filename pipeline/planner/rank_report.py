@@ -14,8 +14,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.planner.plan import JobPlan
-from pipeline.planner.state_memory import frozen_bytes, rank_state
-from pipeline.training.optimizers import OPTIMIZERS
+from pipeline.planner.state_memory import frozen_bytes, rank_state, state_tensors
 
 GIB = 1 << 30
 
@@ -76,7 +75,8 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
 def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
     """Yield the size of weights, gradients and optimizer state on the rank."""
     zero = config.parallel.zero_stage
-    state, tensors = rank_state(config, model, local), OPTIMIZERS[config.optimizer.name].state
+    state, tensors = rank_state(config, model, local), state_tensors(config)
+    kept = f"{', '.join(tensors[:-1])} and {tensors[-1]}"
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     over = f", sharded over {local.dense.size()} data ranks"
     if local.layout.expert > 1:
@@ -87,7 +87,7 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
         kind = "" if config.lora.quantize == "none" else f", linear layers of the blocks in {config.lora.quantize}"
         yield f"  {'  frozen':<16}{frozen_bytes(config, model) / GIB:9.3f} GiB  of these, not sharded over data ranks{kind}"
     yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
-    yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{' and '.join(tensors)}{over if zero else ''}"
+    yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{kept}{over if zero else ''}"
     yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
 
 

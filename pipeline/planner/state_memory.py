@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pipeline.checkpoint.native import EMA
 from pipeline.config.schema import RunConfig
 from pipeline.layers.nf4 import stored_bytes
 from pipeline.parallel.mesh import Mesh
@@ -40,7 +41,7 @@ class StateFormat:
     Attributes:
         zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights other than vectors.
         weight_bytes: of a weight in matrix products.
-        state_tensors: fp32 tensors that the optimizer keeps for each weight.
+        state_tensors: fp32 tensors that are kept for each weight: those of the optimizer, and the average of training.ema.
     """
 
     zero_stage: int
@@ -85,10 +86,15 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     )
 
 
+def state_tensors(config: RunConfig) -> tuple[str, ...]:
+    """Return the fp32 tensors that a trained weight has beside its master weight: the optimizer's, and its average."""
+    return (*OPTIMIZERS[config.optimizer.name].state, *(() if config.training.ema is None else (EMA,)))
+
+
 def state_format_of(config: RunConfig) -> StateFormat:
     """Return how the ranks of a job store their weights."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
-    return StateFormat(config.parallel.zero_stage, weight_bytes, len(OPTIMIZERS[config.optimizer.name].state))
+    return StateFormat(config.parallel.zero_stage, weight_bytes, len(state_tensors(config)))
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:

@@ -90,7 +90,7 @@ class _Stored:
         self._byte_shapes = [quant_shape_to_byte_shape(shape, type_) for _, shape, type_ in self.rows]
         self.bytes = sum(prod(shape) for shape in self._byte_shapes)
 
-    def write(self, path: Path, written: Written) -> None:
+    def write(self, path: Path, written: Written) -> tuple[None, None]:
         """Write the file."""
         from gguf import GGUFWriter
         from gguf.quants import quantize
@@ -111,6 +111,7 @@ class _Stored:
             of_bytes = type_.name not in _DTYPES or row.shifted
             written(row.name, digest_of([torch.from_numpy(data.reshape(-1).copy())] if of_bytes else parts), data.nbytes)
         writer.close()
+        return None, None
 
     def read(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield what gguf finds in the file; a rounded or a shifted tensor as its bytes."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import (
+    averaged,
     consolidated_export,
     huggingface_export,
     huggingface_folder,
@@ -53,6 +54,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     assert isinstance(stage, Convert)
     if stage.input is None and stage.format != "peft":
         output = Path(stage.output or run_dir / "-".join([OUTPUTS[stage.format], stage.quantize]).removesuffix("-none"))
+        if ranks.launcher == "torchrun":  # whose ranks have no MPI
+            if ranks.rank > 0:
+                return
+            ranks = Ranks()
         with mpi.world(ranks, output) as comm:
             _export(config, stage, output, comm)
     elif ranks.rank > 0:
@@ -62,7 +67,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
         import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
     else:
-        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"))
+        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"), stage.weights)
 
 
 def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None:
@@ -71,7 +76,7 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None
     if path is None:
         return
     tokenizer = open_tokenizer(config.tokenizer, Path(config.run_dir))
-    weights = open_merged(path, stage.adapter)
+    weights = open_merged(averaged.chosen(reader.Checkpoint(path), stage.weights), stage.adapter)
     model = config_classes.from_dict(weights.config["model"])
     source = Source(weights, model, tokenizer, original_of(weights, model, tokenizer))
     quantized = _check(config, stage, output, source) if comm.rank == 0 else None
@@ -159,6 +164,7 @@ def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEnco
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         **({"stage.format": stage.format} if stage.format != "huggingface" else {}),
         **export.settings_of(stage),
+        **averaged.settings_of(stage.weights),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / peft_format.WEIGHTS

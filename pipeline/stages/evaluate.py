@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pipeline.checkpoint import compatibility, imported
+from pipeline.checkpoint import averaged, compatibility, imported
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.tokenizer import open_tokenizer
@@ -85,7 +85,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
         paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
         for path in paths:
-            checkpoint = open_merged(open_on_all_ranks(path), stage.adapter)
+            checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)
             model = weights.model_of(checkpoint)
             tasks.check_model(model, run_dir, config.tokenizer.path, encoder.vocab_size)
             config = weights.for_generation(config, model)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import averaged, native
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
@@ -60,7 +60,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
         path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
-        checkpoint = open_merged(open_on_all_ranks(path), stage.adapter)
+        checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)
         drafts = None if draft_path is None else open_merged(open_on_all_ranks(draft_path), None)
         model = weights.model_of(checkpoint)
         reader = PromptReader(
@@ -128,7 +128,7 @@ def _settings(
     config: RunConfig, stage: Generate, checkpoint: MergedWeights, drafts: MergedWeights | None, tokenizer: TextEncoder
 ) -> dict[str, Any]:
     """Return all settings that determine the completions; with a draft model, samples differ although their distribution does not."""
-    others = ("name", "checkpoint", "prompts", "output", "batch_size", "draft", "draft_tokenizer", "metrics")
+    others = ("name", "checkpoint", "weights", "prompts", "output", "batch_size", "draft", "draft_tokenizer", "metrics")
     keys = [name for name in vars(stage) if name not in others]
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),
@@ -139,6 +139,7 @@ def _settings(
         "data.decoder_start": config.data.decoder_start,
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
+        **averaged.settings_of(stage.weights),
         "stage.adapter": None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS),
         **{f"stage.{key}": digest(Path(path)) for key in ("template", "examples") if (path := getattr(stage, key)) is not None},
         "stage.draft": None if drafts is None else f"{drafts.path.name} {digest(drafts.path / INDEX)}",

@@ -70,6 +70,10 @@ class Engine(ABC):
         """Optimizer updates so far, without skipped steps."""
 
     @abstractmethod
+    def counters(self) -> Tensor:
+        """`updates()` and `loss_scale.state()` as numbers, fp64 (3,), without waiting for the device."""
+
+    @abstractmethod
     def loaded(self, updates: int) -> None:
         """Adopt fragments that were loaded in place, as the state after `updates` updates."""
 

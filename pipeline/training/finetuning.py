@@ -15,7 +15,7 @@ from pipeline.models import config_classes
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.rope import extended
-from pipeline.training.starting_checkpoint import checkpoint_of_finetuning
+from pipeline.training.starting_checkpoint import checkpoint_of_finetuning, is_own
 
 
 def complete(config: RunConfig, world_size: int, *, layout: bool = True, overrides: Sequence[str] = ()) -> RunConfig:
@@ -37,7 +37,7 @@ def complete(config: RunConfig, world_size: int, *, layout: bool = True, overrid
         raise UserError([*error.violations, *objectives.violations(config)]) from error
     index = native.read_index(start)
     model = config_classes.from_dict(index.config["model"])
-    resumes = start.resolve().is_relative_to(run_dir.resolve()) and index.train_state.samples
+    resumes = (is_own(run_dir, start) or config.checkpoint.fork is not None) and index.train_state.samples
     if violations := _other_model(config, model, overrides):
         raise UserError(violations)
     if not resumes:  # the checkpoints of the run have the longer context already
@@ -60,7 +60,7 @@ def planned(config: RunConfig, world_size: int, *, layout: bool = True) -> RunCo
 
 def has_weights(config: RunConfig) -> bool:
     """Whether a checkpoint to start from is named, or the run has one."""
-    return config.checkpoint.initialize_from is not None or bool(native.complete(Path(config.run_dir)))
+    return any((config.checkpoint.initialize_from, config.checkpoint.fork)) or bool(native.complete(Path(config.run_dir)))
 
 
 def _other_model(config: RunConfig, model: ModelConfig, overrides: Sequence[str]) -> list[Violation]:

@@ -7,19 +7,19 @@ import logging
 import math
 import time
 from functools import partial
-from pathlib import Path
+from typing import Any
 
-from pipeline.checkpoint import native, save
 from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.saver import Saver
 from pipeline.common.errors import ToBeContinued
 from pipeline.common.progress import Progress
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics, memory_used
+from pipeline.training.saves import Saves
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import validate
@@ -38,6 +38,8 @@ def train(
     control: StepControl,
     watchdog: Watchdog,
     hooks: CheckpointHooks,
+    saver: Saver,
+    parent: dict[str, Any] | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal announces the end of the job.
 
@@ -51,33 +53,41 @@ def train(
         control: decides when to save and to stop.
         watchdog: to which progress is reported.
         hooks: further checkpoints, and what follows them.
+        saver: writes the checkpoints.
+        parent: Index.parent of the checkpoints.
 
     Returns:
         The final state; its checkpoint has been written.
 
     Raises:
-        UserError: too many steps in a row were skipped, the weights are not finite, a checkpoint could not be written, or the run directory
-            was removed.
+        UserError: too many steps in a row were skipped, the weights are not finite, too many checkpoints in a row or the last one could
+            not be written, or the run directory was removed.
         ToBeContinued: a signal announced the end of the job, and a checkpoint was written.
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, training, trainer.mesh, config.data.prefetch)
+    saves = Saves(config, trainer, training_data, metrics, watchdog, hooks, saver, parent)
+    trainer.before_update = saves.before_update
     started = time.monotonic()
     with Progress(training.steps - state.step, config.stage.name, "step", trainer.mesh.rank, every=math.inf) as bar:
         watchdog.report(f"loading the batch of step {state.step + 1}")
         for tokens, batch in loader.training(state.samples, range(state.step, training.steps)):
             waited = time.monotonic() - started
             watchdog.report(f"step {state.step + 1}")
-            loss, result = trainer.train(tokens, batch, control.requests(), state.step)
+            failed, fatal = saves.requests()
+            loss, result = trainer.train(tokens, batch, control.requests(failed=failed, fatal=fatal), state.step)
             size = warmup.batch_size(training, state.step)
             state = dataclasses.replace(state, step=state.step + 1, samples=state.samples + size)
             now = time.monotonic()
-            metrics.add(state, loss, result, size, now - started, {"data_seconds": waited, "data_stalls": loader.stalls, **memory_used()})
+            more = {"data_seconds": waited, "data_stalls": loader.stalls, "save_failures": saves.failures, **memory_used()}
+            metrics.add(state, loss, result, size, now - started, more)
             started = now
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 
             last = state.step == training.steps
             decision = control.after_step(result, last=last)
+            saves.poll()
+            saves.act(failed=decision.failed, fatal=decision.fatal)
             if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
                 report = partial(watchdog.report, f"validation after step {state.step}")
                 report()
@@ -86,23 +96,13 @@ def train(
                     state.step, validate(trainer, validation_data, training, batches=batches, prefetch=prefetch, on_batch=report)
                 )
                 started = time.monotonic()
-            hooked = hooks.writes(state.step)
             scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
-            if last or decision.save or decision.stop is not None or scheduled or hooked:
-                metrics.flush()
-                watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
-                on_rank_0(metrics.check_file)
-                factor, finite_steps = trainer.engine.loss_scale.state()
-                state = dataclasses.replace(state, updates=trainer.engine.updates(), loss_scale=factor, finite_steps=finite_steps)
-                fingerprint, world_size = training_data.fingerprint(config, state.samples), trainer.mesh.layout.world_size
-                index = native.new_index(state, dataclasses.asdict(config), fingerprint, world_size)
-                run_dir, kept = Path(config.run_dir), (checkpoint.keep, hooks.keeps)
-                path = save.save(run_dir, index, trainer.engine.fragments(), *kept, every=checkpoint.keep_every, files=checkpoint.files)
-                log.info("step %d: wrote %s", state.step, path)
-                if hooked and trainer.mesh.rank == 0:
-                    hooks.written()
+            if last or decision.save or decision.stop is not None or scheduled or hooks.writes(state.step):
+                saves.begin(state)
                 control.saved()
                 started = time.monotonic()
+            if last or decision.stop is not None:
+                state = saves.finish(state)
             if decision.stop is not None and not last:
                 log.info("stopped after step %d; the same command continues", state.step)
                 raise ToBeContinued(decision.stop)

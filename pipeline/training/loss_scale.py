@@ -47,6 +47,12 @@ class LossScale:
         """The factor, 0 if there is none, and the number of consecutive steps with a finite gradient at this factor."""
         return (0.0, 0) if self.factor is None else (float(self.factor), int(self._finite_steps))
 
+    def counters(self, device: torch.device) -> Tensor:
+        """What `state` returns, fp64 (2,), on the device and without waiting for it."""
+        if self.factor is None:
+            return torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.stack([self.factor, self._finite_steps]).double()
+
     def load(self, factor: float, finite_steps: int) -> None:
         """Continue with a state, if it is one of fp16."""
         if self.factor is not None and factor > 0:

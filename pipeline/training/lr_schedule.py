@@ -28,8 +28,13 @@ def wsd(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> fl
     return _progress(update, max(warmup.lr_steps(optimizer, training), training.steps - decay_steps), training.steps)
 
 
+def constant(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:  # noqa: ARG001 - a Schedule
+    """No decay, for a trunk from which runs with a decay are forked."""
+    return 0.0
+
+
 #: optimizer.schedule -> schedule
-SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "wsd": wsd, "linear": linear}
+SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "wsd": wsd, "linear": linear, "constant": constant}
 
 
 def learning_rate(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:

@@ -23,6 +23,7 @@ from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
 from pipeline.training.skipped_steps import is_skipped
+from pipeline.training.weight_averaging import WeightAverage
 
 
 class ReplicatedEngine(Engine):
@@ -54,6 +55,7 @@ class ReplicatedEngine(Engine):
         self._lr = torch.zeros((), dtype=torch.float32, device=mesh.device)
         self._kind = OPTIMIZERS[optimizer.name]
         self._optimizer = self._kind.build(self._groups(optimizer.weight_decay), optimizer, self._lr)
+        self._average = WeightAverage(training, self._masters)
 
     def _groups(self, weight_decay: float) -> Groups:
         """Parameter groups of the master weights: those of a bucket decay, or none of them."""
@@ -88,6 +90,7 @@ class ReplicatedEngine(Engine):
             master.grad = parameter.grad
         self._optimizer.step()
         self._updates += (1 - skipped).long()
+        self._average.update(skipped)
         self.loss_scale.update(skipped)
         if self._low:
             torch._foreach_copy_(self._low, self._masters)
@@ -102,16 +105,24 @@ class ReplicatedEngine(Engine):
             Fragment(
                 self.model.pieces[parameter],
                 0,
-                {"weight": master.detach().view(-1), **{name: self._optimizer.state[master][name].view(-1) for name in self._kind.state}},
+                {
+                    "weight": master.detach().view(-1),
+                    **{name: self._optimizer.state[master][name].view(-1) for name in self._kind.state},
+                    **self._average.tensors(index),
+                },
                 *replica_of(self.model.pieces[parameter], self._mesh),
             )
-            for parameter, master in zip(self._parameters, self._masters, strict=True)
+            for index, (parameter, master) in enumerate(zip(self._parameters, self._masters, strict=True))
         ]
         return learned + fixed_fragments(self.model, self._mesh)
 
     def updates(self) -> int:
         """See Engine."""
         return int(self._updates.item())
+
+    def counters(self) -> Tensor:
+        """See Engine."""
+        return torch.cat([self._updates.double()[None], self.loss_scale.counters(self._mesh.device)])
 
     @torch.no_grad()
     def loaded(self, updates: int) -> None:

@@ -22,7 +22,8 @@ from pipeline.config.lora import PARTS, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
-from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
+from pipeline.training import weight_averaging
+from pipeline.training.starting_checkpoint import initial_checkpoint, is_own, starting_checkpoint
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -48,10 +49,10 @@ def begin(config: RunConfig, trainer: Trainer, path: Path | None, training_data:
         try:
             return resume(config, trainer, path, training_data)
         except DamagedCheckpointError as error:
-            if not settings.skip_damaged or settings.resume != "auto" or path is None:
+            if not settings.skip_damaged or path is None or not is_own(Path(config.run_dir), path):
                 raise
             aside = on_rank_0(partial(native.set_aside, path))
-            path = on_rank_0(lambda: starting_checkpoint(Path(config.run_dir), settings.resume))
+            path = on_rank_0(lambda: starting_checkpoint(Path(config.run_dir), settings))
             if path is None:
                 raise
             log.warning("renamed a damaged checkpoint to %s (%s), continuing from %s", aside, error.violations[0], path)
@@ -70,11 +71,12 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     checkpoint = load_any_layout.open_on_all_ranks(path)
     if not checkpoint.train_state.samples and _has_other_head(config, checkpoint):
         return initialize(config, trainer, checkpoint)  # an imported model
-    compatibility.check_same_run(checkpoint, config, training_data)
+    is_fork = not is_own(Path(config.run_dir), path)
+    compatibility.check_same_run(checkpoint, config, training_data, is_fork=is_fork)
     if config.lora.rank and not checkpoint.train_state.samples and adapter_of(checkpoint) is None:
         return initialize(config, trainer, checkpoint)  # an imported model
     state = load(trainer, checkpoint)
-    log.info("continuing from %s: step %d, %d samples", path, state.step, state.samples)
+    log.info("%s %s: step %d, %d samples", "fork of" if is_fork else "continuing from", path, state.step, state.samples)
     if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
         for key, old, new in compatibility.changed_settings(checkpoint, config):
             log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
@@ -104,6 +106,7 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
     load_any_layout.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
     if found is not None:
         _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
+    weight_averaging.begin(fragments)
     trainer.engine.loaded(0)
     dist.barrier()
     log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
@@ -139,7 +142,9 @@ def load(trainer: Trainer, checkpoint: Checkpoint | MergedWeights) -> TrainState
     Raises:
         UserError: the checkpoint is corrupt, or its weights have other shapes.
     """
-    load_any_layout.load(checkpoint, trainer.engine.fragments())
+    fragments = trainer.engine.fragments()
+    load_any_layout.load(checkpoint, fragments)
+    weight_averaging.begin_where_missing(fragments, checkpoint)
     state = checkpoint.train_state
     trainer.engine.loaded(state.updates)
     trainer.engine.loss_scale.load(state.loss_scale, state.finite_steps)

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -26,10 +26,10 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import epochs, loop, resume, run_directory, shard_verification
+from pipeline.training import choose_saver, epochs, loop, resume, run_directory, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
-from pipeline.training.starting_checkpoint import initial_checkpoint, with_loss_weights
+from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -64,11 +64,13 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
+    process = choose_saver.start_writer(config.checkpoint, ranks)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         check_device(config, device)
         with ExitStack() as claims, Watchdog(minutes) as watchdog:
-            begin = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint.resume, claims))
+            begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims))
+            parent = meshes.on_rank_0(lambda: parent_of(config, begin))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
             config = with_loss_weights(config, begin)
@@ -79,7 +81,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             state = resume.begin(config, trainer, begin, training_data)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
-                if ranks.rank == 0 and run_directory.finish(config, state, hosts):
+                if ranks.rank == 0 and run_directory.finish(config, state, hosts, parent):
                     log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
                 return
             if ranks.rank == 0:
@@ -100,16 +102,19 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 flops_per_token=flops,
                 peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
             )
-            with report_disk_full(run_dir), writer as metrics:
+            saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
+            with closing(saver), report_disk_full(run_dir), writer as metrics:
                 control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
-                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks)
+                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent)
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
-                run_directory.finish(config, state, hosts, unverified)
+                run_directory.finish(config, state, hosts, parent, unverified)
     except ToBeContinued:
         dist.barrier()  # the launcher terminates all ranks when the first one exits
         raise
     finally:
+        if process is not None:
+            process.close()
         meshes.destroy_process_group()
 
 
@@ -122,7 +127,8 @@ def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
         parameters: number of parameters of the model.
     """
     layout, complete = Layout.of(config, ranks.world_size), native.complete(Path(config.run_dir))
-    begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else "no checkpoint yet"
+    begin = "no checkpoint yet" if config.checkpoint.fork is None else f"begins as a fork of {config.checkpoint.fork}"
+    begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else begin
     count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     here = f"{ranks.local_size} on {socket.gethostname()}"
     model = f"{config.stage.name}: {config.model.family} with {parameters:,} parameters on {count} ({here})"

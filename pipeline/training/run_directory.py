@@ -20,7 +20,7 @@ from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file, remove_leftovers, report_disk_full
 from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import CheckpointConfig, RunConfig
 from pipeline.data.tokenize import chat_template
 from pipeline.training.metrics import last_loss
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
@@ -29,28 +29,28 @@ from pipeline.training.starting_checkpoint import initial_checkpoint, starting_c
 TOKENIZER = "tokenizer"
 
 
-def claim(run_dir: Path, resume: str, claims: ExitStack) -> Path | None:
+def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> tuple[Path | None, int]:
     """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
         run_dir: the run directory.
-        resume: checkpoint.resume.
+        checkpoint: with resume and fork.
         claims: releases the lock.
 
     Returns:
-        The checkpoint to start from, None to start from scratch.
+        The checkpoint to start from, None to start from scratch; and the file descriptor of the lock.
 
     Raises:
         UserError: the directory cannot be written, another job uses it, or as starting_checkpoint.
     """
-    claims.enter_context(claimed(run_dir, "run_dir"))
+    lock = claims.enter_context(claimed(run_dir, "run_dir"))
     with report_disk_full(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)
-    start = starting_checkpoint(run_dir, resume)
+    start = starting_checkpoint(run_dir, checkpoint)
     remove_leftovers(run_dir)
     remove_leftovers(run_dir / "checkpoints")
-    return start
+    return start, lock
 
 
 def write_config(config: RunConfig) -> None:
@@ -87,13 +87,14 @@ def gather_hosts() -> list[str]:
     return hosts
 
 
-def finish(config: RunConfig, state: TrainState, hosts: list[str], unverified: int = 0) -> bool:
+def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[str, Any] | None, unverified: int = 0) -> bool:
     """Write the manifest of a completed run.
 
     Args:
         config: configuration of the run.
         state: the final state.
         hosts: host name of each rank.
+        parent: Index.parent of its checkpoints.
         unverified: number of token shards whose checksums were not verified.
 
     Returns:
@@ -109,6 +110,7 @@ def finish(config: RunConfig, state: TrainState, hosts: list[str], unverified: i
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
     totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
     totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": commit()}
+    totals |= {} if parent is None else {"parent": parent}
     totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
     files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
     artifact.write(run_dir, artifact.Manifest(config.stage.name, settings, files, totals))

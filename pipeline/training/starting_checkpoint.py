@@ -1,48 +1,88 @@
-"""Which checkpoint a run starts from: its newest one, the one that checkpoint.resume names, or that of checkpoint.initialize_from."""
+"""Which checkpoint a run starts from: its newest one, that of checkpoint.fork, or the weights of checkpoint.initialize_from."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint import native
 from pipeline.common.errors import DamagedCheckpointError, UserError
-from pipeline.config import loss_weights
+from pipeline.config import checkpoint_paths, loss_weights
 from pipeline.config.schema import CheckpointConfig, RunConfig
 
+#: Keys that start a run from a checkpoint of another one; Index.parent of its checkpoints has the name.
+FORK, INITIALIZE = "fork", "initialize_from"
 
-def starting_checkpoint(run_dir: Path, resume: str) -> Path | None:
-    """Return the checkpoint to resume from, None to start from scratch.
 
-    A run directory has one history. A named checkpoint starts it; once the run has written checkpoints of its own, the same command
-    continues from the newest one.
+def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | None:
+    """Return the checkpoint that a run continues from, None to start from scratch.
+
+    A run directory has one history. The checkpoint of checkpoint.fork begins it; once the run has written checkpoints of its own, the same
+    command continues from the newest one.
 
     Args:
         run_dir: the run directory.
-        resume: checkpoint.resume.
+        checkpoint: with resume and fork.
 
     Raises:
         UserError: the requested checkpoint is missing, or the run would not continue from the newest checkpoint of run_dir.
     """
-    complete = native.complete(run_dir)
-    newest = complete[-1] if complete else None
-    if resume == "auto" or (newest is not None and _started_by(newest, resume)):
-        return newest
-    named = None if resume == "none" else native.find(run_dir, resume, "checkpoint.resume")
-    if newest is None or (named is not None and named.resolve() == newest.resolve()):
-        return named
-    start = "starts from scratch" if named is None else "starts from this checkpoint"
+    complete, fork = native.complete(run_dir), checkpoint.fork
+    if not complete:
+        return None if fork is None else native.find_start(fork, "checkpoint.fork", "set it to a run directory with checkpoints, or to one")
+    newest = complete[-1]
+    key, value, start = "checkpoint.resume", checkpoint.resume, "starts from scratch"
+    if checkpoint.resume == "auto":
+        if fork is None or _is_fork(newest, fork):
+            return newest
+        key, value, start = "checkpoint.fork", fork, "starts a new run"
     rule = f"{start}, but {run_dir} contains checkpoints that do not continue from it, the newest of step {native.step_of(newest)}"
-    raise UserError.of(
-        "checkpoint.resume", resume, rule, "choose another run_dir, or set checkpoint.resume=auto to continue from the newest"
-    )
+    fix = "choose another run_dir, or continue from the newest: checkpoint.resume=auto without checkpoint.fork"
+    raise UserError.of(key, value, rule, fix)
 
 
-def _started_by(newest: Path, resume: str) -> bool:
-    """Whether the run that wrote this checkpoint was itself started with this checkpoint.resume."""
-    before = native.read_index(newest).config["checkpoint"]["resume"]
-    return resume != "none" and before not in ("auto", "none") and Path(before).resolve() == Path(resume).resolve()
+def _is_fork(newest: Path, fork: str) -> bool:
+    """Whether the run that wrote a checkpoint began as this fork; if the fork names a run, at any of its checkpoints."""
+    parent = native.read_index(newest).parent
+    if parent is None or parent["how"] != FORK:
+        return False
+    began = Path(parent["path"])
+    run_dir, step = checkpoint_paths.split(fork)
+    if began == Path(fork).resolve():
+        return True
+    return checkpoint_paths.split(began)[0] == run_dir.resolve() and step in (None, parent["step"])
+
+
+def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
+    """Return what the checkpoints of a run record of the one of another run that it began with (Index.parent); None without one.
+
+    Args:
+        config: configuration of the run.
+        begin: the checkpoint that it continues from, of its own or of checkpoint.fork; None for none.
+
+    Raises:
+        UserError: a fork has no step to train.
+    """
+    run_dir, settings, how = Path(config.run_dir), config.checkpoint, FORK
+    if begin is None and settings.initialize_from is not None:
+        begin, how = initial_checkpoint(settings.initialize_from), INITIALIZE
+    if begin is None:
+        return None
+    index = native.read_index(begin)
+    if is_own(run_dir, begin):
+        return index.parent
+    step = index.train_state.step
+    if how == FORK and step >= config.training.steps:
+        rule = f"leaves no step to train: checkpoint.fork={begin} is of step {step}, which training.steps counts from the beginning"
+        raise UserError.of("training.steps", config.training.steps, rule, f"set it to more than {step}")
+    return {"path": str(begin.resolve()), "step": step, "how": how}
+
+
+def is_own(run_dir: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of this run directory, and not of the run that it starts from."""
+    return checkpoint.resolve().is_relative_to(run_dir.resolve())
 
 
 def initial_checkpoint(where: str) -> Path:
@@ -59,7 +99,7 @@ def with_loss_weights(config: RunConfig, resumed: Path | None) -> RunConfig:
 
     Args:
         config: configuration of the run.
-        resumed: the checkpoint that it resumes from; None for checkpoint.initialize_from, or a start from scratch.
+        resumed: the checkpoint that it continues from; None for checkpoint.initialize_from, or a start from scratch.
 
     Raises:
         UserError: checkpoint.initialize_from names no checkpoint.
@@ -80,7 +120,7 @@ def checkpoint_of_finetuning(run_dir: Path, checkpoint: CheckpointConfig) -> Pat
     Raises:
         UserError: there is none.
     """
-    if resumed := starting_checkpoint(run_dir, checkpoint.resume):
+    if resumed := starting_checkpoint(run_dir, checkpoint):
         return resumed
     if checkpoint.initialize_from is not None:
         return initial_checkpoint(checkpoint.initialize_from)

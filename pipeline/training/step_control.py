@@ -29,10 +29,14 @@ class Decision:
     Attributes:
         save: write a checkpoint.
         stop: exit code of the run, which stops after writing a checkpoint; None if it goes on.
+        failed: a rank could not write its part of a checkpoint.
+        fatal: the run must end with an error, whose reason a rank knows.
     """
 
     save: bool = False
     stop: int | None = None
+    failed: bool = False
+    fatal: bool = False
 
 
 class StepControl:
@@ -51,10 +55,15 @@ class StepControl:
         self._skipped = SkippedSteps(max_skipped)
         self._pending: HostCopy | None = None
 
-    def requests(self) -> tuple[bool, bool, bool]:
-        """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled)."""
+    def requests(self, *, failed: bool = False, fatal: bool = False) -> tuple[bool, ...]:
+        """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled, failed, fatal).
+
+        Args:
+            failed: this rank could not write its part of a checkpoint.
+            fatal: the run must end with an error.
+        """
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
-        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received
+        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received, failed, fatal
 
     def saved(self) -> None:
         """Note that a checkpoint was saved."""
@@ -74,8 +83,10 @@ class StepControl:
         known = [copy.values() for copy in (previous, self._pending if last else None) if copy is not None]
         for *_, skipped in known:
             self._skipped.count(skipped=bool(skipped))
-        due, time_ends, canceled = (any(values) for values in list(zip(*known, strict=True))[:3]) if known else (False, False, False)
-        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None)
+        if not known:
+            return Decision()
+        due, time_ends, canceled, failed, fatal = (any(values) for values in list(zip(*known, strict=True))[:5])
+        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None, failed, fatal)
 
 
 class HostCopy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -43,6 +43,8 @@ class Trainer:
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
         self._reference: Pipeline | None = None
         self._loss_weights: dict[str, float] = {}
+        #: Called before every update of the optimizer: a checkpoint may be copying the weights.
+        self.before_update: Callable[[], None] = lambda: None
 
     def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
         """One optimizer step.
@@ -68,6 +70,7 @@ class Trainer:
         factor = self.engine.loss_scale.factor
         with self.engine.accumulate(pipeline.micro_batches):
             loss = pipeline.train(tokens, batch, factor)
+        self.before_update()
         result = self.engine.step()
         mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
         more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})

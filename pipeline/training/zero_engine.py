@@ -22,6 +22,7 @@ from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, create_state
+from pipeline.training.weight_averaging import WeightAverage
 from pipeline.training.weight_gathering import WeightGatherer
 
 #: ZeRO stage -> what remains of a gradient, and when it is reduced.
@@ -73,6 +74,7 @@ class ZeroEngine(Engine):
             model.materialize,
             shard_weights=stage == 3,
         )
+        self._average = WeightAverage(training, self._zero.single_partition_of_fp32_groups)
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
         self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished)
         #: Index of a bucket and slice of its partition, for every weight that counts in the global norm.
@@ -104,7 +106,9 @@ class ZeroEngine(Engine):
         self._updates += not skipped
         norm = torch.as_tensor(self._zero._global_grad_norm, dtype=torch.float32)
         result = StepResult(norm, torch.tensor(float(skipped)), torch.tensor(rate))
-        self.loss_scale.update(result.skipped.to(self._mesh.device, non_blocking=True))
+        on_device = result.skipped.to(self._mesh.device, non_blocking=True)
+        self._average.update(on_device)
+        self.loss_scale.update(on_device)
         return result
 
     def _global_norm(self) -> Tensor:
@@ -116,18 +120,19 @@ class ZeroEngine(Engine):
         """See Engine."""
         masters: list[Tensor] = self._zero.single_partition_of_fp32_groups
         create_state(self._zero.optimizer, self._kind, masters)
-        learned = [fragment for bucket, master in zip(self._buckets, masters, strict=True) for fragment in self._fragments(bucket, master)]
+        learned = [fragment for index, bucket in enumerate(self._buckets) for fragment in self._fragments(index, bucket, masters[index])]
         return learned + fixed_fragments(self.model, self._mesh)
 
-    def _fragments(self, bucket: Bucket, master: Tensor) -> list[Fragment]:
+    def _fragments(self, index: int, bucket: Bucket, master: Tensor) -> list[Fragment]:
         """This rank's elements of a bucket: one contiguous range of each weight in the partition."""
         state = self._zero.optimizer.state[master]
+        flat = {"weight": master.detach(), **{name: state[name] for name in self._kind.state}, **self._average.tensors(index)}
         partition_start = bucket.group.rank() * bucket.partition_elements
         return [
             Fragment(
                 bucket.pieces[parameter],
                 partition_start + where.start - bucket.offsets[parameter],
-                {"weight": master.detach()[where], **{name: state[name][where] for name in self._kind.state}},
+                {kind: values[where] for kind, values in flat.items()},
                 *replica_of(bucket.pieces[parameter], self._mesh, bucket),
             )
             for parameter, where in bucket.partition_slices().items()
@@ -136,6 +141,11 @@ class ZeroEngine(Engine):
     def updates(self) -> int:
         """See Engine."""
         return self._updates
+
+    def counters(self) -> Tensor:
+        """See Engine."""
+        updates = torch.tensor([self._updates], dtype=torch.float64).to(self._mesh.device, non_blocking=True)
+        return torch.cat([updates, self.loss_scale.counters(self._mesh.device)])
 
     @torch.no_grad()
     def loaded(self, updates: int) -> None:

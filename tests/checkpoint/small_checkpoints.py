@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from pipeline.checkpoint import commit, data_file, native
-from pipeline.checkpoint.native import FileEntry, Index, TrainState
+from pipeline.checkpoint import checked_json, commit, data_file, native
+from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Box, Part
 from pipeline.checkpoint.records import write_record
 from pipeline.common.atomic_files import digest
@@ -66,7 +66,7 @@ def write_format_1(run_dir: Path, tensors: State, step: int, **settings: Any) ->
     """Write a checkpoint of format 1, whose matrices are divided along their rows between two ranks."""
     folder = native.folder_of(run_dir, step)
     folder.mkdir(parents=True)
-    files = []
+    files = {}
     for rank in range(2):
         fragments, geometry = {}, {}
         for name, kinds in tensors.items():
@@ -77,6 +77,8 @@ def write_format_1(run_dir: Path, tensors: State, step: int, **settings: Any) ->
             geometry[name] = native.describe(piece, 0, piece.elements)
         path = folder / f"rank-{rank:05d}.safetensors"
         save_file(fragments, path, {"fragments": json.dumps(geometry)})
-        files.append(FileEntry(path.name, path.stat().st_size, digest(path)))
-    native.write_index(folder, replace(index(step, **settings), format=1, files=files, kinds=["weight", "exp_avg"]))
+        files[path.name] = {"bytes": path.stat().st_size, "xxh3": digest(path)}
+    whole = asdict(index(step, **settings))
+    content = {key: whole[key] for key in ("train_state", "config", "data")} | {"files": files, "kinds": ["weight", "exp_avg"]}
+    checked_json.write(folder / native.INDEX, content)
     return folder

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint import consolidated_export, huggingface_export, safetensors_file, stock_logits
 from pipeline.checkpoint.export_files import OutputFile, Writer, export_folder, share, write_manifest
+from pipeline.common import artifact
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.mpi import SingleProcessComm
 from pipeline.models import config_classes, registry
@@ -59,6 +60,7 @@ def test_a_killed_export_keeps_its_complete_files(tmp_path):
     assert len(again.read) + len(killed.read) < total + 10  # the tensors of one file twice
     assert contents(tmp_path / "hf") == contents(tmp_path / "undisturbed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "undisturbed"]
+    artifact.verify_files(tmp_path / "hf", artifact.read(tmp_path / "hf", key="stage.output", stage="convert"))
 
 
 def test_files_of_other_settings_are_not_kept(tmp_path):
@@ -72,10 +74,11 @@ def test_files_of_other_settings_are_not_kept(tmp_path):
 
 def test_a_file_that_does_not_hold_the_weights_fails_by_name(tmp_path, monkeypatch):
     def damaged(path, shapes, dtype, tensor, metadata, write=safetensors_file.write):
-        write(path, shapes, dtype, tensor, metadata)
+        checksum = write(path, shapes, dtype, tensor, metadata)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
+        return checksum
 
     monkeypatch.setattr(safetensors_file, "write", damaged)
     with pytest.raises(CheckFailed, match=r"model\.embed_tokens\.weight differs from the checkpoint in model-00001-of-\d+\.safetensors"):
@@ -87,6 +90,7 @@ def test_a_missing_tensor_fails_by_name(tmp_path):
     def write(path, written):
         path.write_bytes(b"")
         written("norm.weight", "1f", 4)
+        return None, None
 
     with pytest.raises(CheckFailed, match=r"norm\.weight is missing in weights\.bin"):
         Writer().write(tmp_path, [OutputFile("weights.bin", 4, write, lambda path: [])])  # noqa: ARG005
@@ -106,7 +110,7 @@ def test_a_value_beyond_fp16_is_refused(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_ranks_have_equal_shares_of_the_files(ranks):
-    files = [OutputFile(f"{size}", size, lambda *_: None, lambda *_: []) for size in (50, 50, 50, 40, 30, 10, 5)]
+    files = [OutputFile(f"{size}", size, lambda *_: (None, None), lambda *_: []) for size in (50, 50, 50, 40, 30, 10, 5)]
     shares = share(files, ranks)
     assert sorted(file.name for part in shares for file in part) == sorted(file.name for file in files)
     assert len(shares) == ranks

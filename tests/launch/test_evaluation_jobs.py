@@ -138,3 +138,16 @@ def test_jobs_read_the_files_of_the_run(tmp_path, monkeypatch):
 def test_a_submitted_job_does_not_inherit_ranks():
     given = {"SLURM_CONF": "a", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1", "RANK": "1", "RANKS": "x", "PMI_FD": "5", "HOME": "/root"}
     assert job.outside(given) == {"SLURM_CONF": "a", "RANKS": "x", "HOME": "/root"}
+
+
+def test_averaged_weights_are_evaluated_once(tmp_path):
+    average = 'evaluation.overrides=["stage.weights=ema"]'
+    jobs, path = schedule(tmp_path, average, "training.ema=0.9"), add_checkpoint(tmp_path / "run", 10)
+    record.write(tmp_path / "run", 10, "validation", {"": {"validation_loss": 1.0}}, {})
+    assert jobs.waits(path)
+    record.write(tmp_path / "run", 10, "validation", {"": {"validation_loss": 1.0}}, {"stage.weights": "ema"})
+    assert not jobs.waits(path)
+    refused = list(evaluation.violations(configured("stage=pretrain", average, "evaluation.every=10")))
+    assert [str(violation).partition("\n")[0] for violation in refused] == [
+        "evaluation.overrides=['stage.weights=ema']: evaluate averaged weights, and training.ema is not set"
+    ]

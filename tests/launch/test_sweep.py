@@ -14,6 +14,7 @@ from pipeline.config.command_line import quoted
 from pipeline.launch import hydra_launcher
 from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
+from tests.training.one_rank import TINY, lines, newest, run
 from tests.world import configured
 
 SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
@@ -104,3 +105,24 @@ def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
 @given(st.text("ab/.=, '\"\\$[]{}%#~é", min_size=1))
 def test_quoted_run_dir_is_parsed_back(folder: str) -> None:
     assert str(OverridesParser.create().parse_override(f"run_dir={quoted(folder)}").value()) == folder
+
+
+@pytest.mark.slow
+def test_cooldowns_of_one_trunk_are_a_sweep(tokens: Path, tmp_path: Path) -> None:
+    """Decays of different lengths that end at the same step, from checkpoints of a trunk at a constant rate: here, and as Slurm jobs."""
+    run("pretrain", tmp_path / "trunk", f"data.tokens={tokens}", "training.steps=4", "optimizer.schedule=constant")
+    fork = f'checkpoint.fork="{tmp_path}/trunk/step-${{add:${{training.steps}},-${{optimizer.decay_steps}}}}"'
+    branches = (*TINY, f"data.tokens={tokens}", "optimizer.schedule=wsd", "optimizer.decay_steps=1,2,3", "training.steps=4", fork)
+    pipeline("-m", "stage=pretrain", *branches, f"run_dir={tmp_path}/cooldowns")
+    table = json.loads((tmp_path / "cooldowns" / "table.json").read_text())
+    assert {row["state"] for row in table} == {"finished"}
+    for number in (0, 1, 2):
+        parent = newest(tmp_path / "cooldowns" / str(number)).parent
+        assert parent is not None
+        assert (parent["how"], parent["step"]) == ("fork", 3 - number)
+        assert list(lines(tmp_path / "cooldowns" / str(number))) == list(range(4 - number, 5))
+    jobs = pipeline(
+        "-m", "stage=pretrain", *branches, f"run_dir={tmp_path}/jobs", "dry_run=true", *SLURM, "cluster.nodes=1", "cluster.tasks_per_node=1"
+    )
+    assert jobs.count("#!/bin/bash") == 3
+    assert jobs.count(fork) == 3

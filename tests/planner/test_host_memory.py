@@ -18,10 +18,12 @@ def test_sizes_that_no_machine_holds(size):
 
 
 def test_the_bytes_are_those_of_the_state(monkeypatch):
-    """bf16 weights, fp32 gradients, and fp32 master weights and two moments, which ZeRO 1 shards over the ranks of a node."""
-    config = configured(*SIZES, "parallel.zero_stage=1", "precision=bf16")
+    """bf16 weights, fp32 gradients, and fp32 master weights, two moments and an average, which ZeRO 1 shards over the ranks of a node."""
     parameters = 4_769_472
-    for ranks, needed in ((1, 18 * parameters), (4, 4 * 6 * parameters + 12 * parameters)):
+    plain = (SIZES, 12), ((*SIZES, "training.ema=0.999"), 16)
+    cases = ((settings, ranks, (6 * ranks + sharded) * parameters) for settings, sharded in plain for ranks in (1, 4))
+    for settings, ranks, needed in cases:
+        config = configured(*settings, "parallel.zero_stage=1", "precision=bf16")
         for spare in (1.01, 0.99):
             monkeypatch.setattr(host_memory, "available_bytes", lambda _, free=spare * needed: free)
             if spare > 1:

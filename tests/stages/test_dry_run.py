@@ -46,7 +46,10 @@ def test_one_rank_of_a_large_job():
     assert shown["token budget"] == "300,000,000,000 tokens = training.steps=95368"
     assert "sbatch --" not in text  # how many tasks a node has is not known
     assert "set cluster.tasks_per_node to the GPUs of a node" in text
-    text = pipeline(*LARGE, "dry_run.world_size=1024", "cluster.tasks_per_node=8")
+    text = pipeline(*LARGE, "dry_run.world_size=1024", "cluster.tasks_per_node=8", "parallel.zero_stage=1", "training.ema=0.999")
+    shown = dict(re.findall(r"^  (weights|optimizer) +(.*)$", text, re.MULTILINE))
+    assert shown["optimizer"].endswith("fp32 master weights and exp_avg, exp_avg_sq and ema, sharded over 8 data ranks")
+    assert shown["optimizer"].split()[0] == shown["weights"].split()[0], "16 bytes over 8 ranks, and 2 bytes"
     command = next(line for line in text.splitlines() if line.startswith("sbatch "))
     assert "--nodes=128 --ntasks-per-node=8" in command
     assert " model=gpt3-175b " in command

@@ -381,6 +381,6 @@ def test_refusals(base, tmp_path):
     printed = pipeline(*settings(base, tmp_path / "run", 'training.frozen=["*","blocks.7.*"]'), expect=2)
     assert "blocks.7.*: matches no weight" in printed
     assert "leaves nothing to train in the model" in printed
-    assert "initialize_from" in pipeline(*settings(base, tmp_path / "run", f"checkpoint.resume={base}/checkpoints/step-00000000"), expect=2)
+    assert "initialize_from" in pipeline(*settings(base, tmp_path / "run", f"checkpoint.fork={base}/checkpoints/step-00000000"), expect=2)
     assert "contains no checkpoint" in pipeline(*settings(tmp_path / "no", tmp_path / "run"), expect=2)
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -154,6 +154,13 @@ def test_verify_of_a_run_reads_all_checkpoints(tool, tmp_path):
     assert (code, [len(found) for found in json.loads(text)["damaged"].values()]) == (1, [1])
 
 
+def test_verify_reports_a_save_of_a_run_without_checkpoints(tool, tmp_path):
+    commit.begin(tmp_path, small_checkpoints.index(3), "other", 5)
+    code, text = tool("verify", tmp_path)
+    assert code == 0
+    assert ".step-00000003.other.partial: 0 of 5 records" in text
+
+
 def test_a_kept_checkpoint_outlives_newer_ones(tool, tmp_path):
     folders = [small_checkpoints.write(tmp_path, small_checkpoints.state(step), step) for step in range(1, 5)]
     assert tool("keep", folders[0], "before cooldown") == (0, f"{folders[0]} is kept as 'before cooldown'\n")

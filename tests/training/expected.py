@@ -28,12 +28,14 @@ class Trained(NamedTuple):
         validated: the loss of every step's batch before the step, by evaluation: without next-sentence prediction; empty for MoE models.
         weights: the final weights by name.
         moments: the final first moments by name.
+        averages: the final averages of the weights by name; empty without training.ema.
     """
 
     numbers: list[tuple[float, ...]]
     validated: list[float]
     weights: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
 
 
 def train_plain(config: Any, batches: list[Batch], *, model: nn.Module | None = None, own_loss: bool = False) -> Trained:
@@ -65,7 +67,7 @@ def train_plain(config: Any, batches: list[Batch], *, model: nn.Module | None = 
         (loss, norm, *(statistics(records, config.model.experts) if records else ()))
         for loss, norm, records in zip(outcome.losses, outcome.norms, outcome.router_records, strict=True)
     ]
-    return Trained(numbers, validated, outcome.tensors["weight"], outcome.tensors["moment"])
+    return Trained(numbers, validated, outcome.tensors["weight"], outcome.tensors["moment"], outcome.tensors.get("average", {}))
 
 
 def statistics(records: list[torch.Tensor], experts: int) -> tuple[float, float, float, float]:

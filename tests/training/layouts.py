@@ -77,14 +77,15 @@ class Model:
 STEPS = 3
 
 
+AVERAGED = "training.ema=0.6"
 EPS = "optimizer.eps=1e-5"  # Adam turns the rounding error of a gradient near zero into a step of full size
 CLIPPED = ("optimizer.gradient_clipping=0.5", EPS)
 LONG = ("training.sequence_length=32", "model.max_positions=32", "training.global_batch_size=8", "training.document_mask=true")
-DECODER = (*CLIPPED, *LONG, "training.steps=3", "model.layers=4", "optimizer.lr=0.001", "optimizer.warmup_steps=1")
+DECODER = (*CLIPPED, *LONG, AVERAGED, "training.steps=3", "model.layers=4", "optimizer.lr=0.001", "optimizer.warmup_steps=1")
 FEW = "training.micro_batch_size=4"  # fewer micro-batches, since every collective of a test costs milliseconds
 FOUR = (EPS, FEW, "model.layers=4", "model.ffn_hidden=64")
 PAIRS = (FEW, "model.ffn_hidden=64", "training.sequence_length=12")
-EXPERTS = (*CLIPPED, "model.ffn_hidden=24", "training.steps=3")
+EXPERTS = (*CLIPPED, AVERAGED, "model.ffn_hidden=24", "training.steps=3")
 LATENT = ("model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4", "model.v_head_dim=8")
 MIXTRAL = (
     *("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1"),

@@ -26,10 +26,10 @@ def train(name: str, layout: str) -> Trained:
             validated.append(float(mean_loss(mine, tokens, batch)))
         loss, result = mine.train(tokens, batch, step=step)
         numbers.append((float(loss), float(result.gradient_norm), *(float(result.more[key]) for key in STATISTICS if key in result.more)))
-    weights, moments = unsharded(mine), unsharded(mine, "exp_avg")
+    weights, moments, averages = unsharded(mine), unsharded(mine, "exp_avg"), unsharded(mine, "ema")
     if mine.mesh.rank == 0:
-        return Trained(numbers, validated, weights, moments)
-    return Trained(numbers, validated, {piece.name: value for value, piece in mine.model.fixed.items()}, {})
+        return Trained(numbers, validated, weights, moments, averages)
+    return Trained(numbers, validated, {piece.name: value for value, piece in mine.model.fixed.items()}, {}, {})
 
 
 @functools.cache
@@ -62,6 +62,11 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
         if weight in expected.moments:  # a wrongly scaled gradient changes them, but not the steps of Adam
             ours, theirs = ranks[0].moments[weight], expected.moments[weight]
             assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-7, weight
+    assert ranks[0].averages.keys() == expected.averages.keys()
+    for weight in names if "weights" in model.compared else ():
+        if weight in expected.averages:
+            gap = (ranks[0].averages[weight] - expected.averages[weight]).norm() / expected.averages[weight].norm()
+            assert gap < 1e-5, f"average of {weight}: {gap}"
 
 
 def test_the_references_exercise_what_they_should():

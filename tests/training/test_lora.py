@@ -27,6 +27,7 @@ from tests.world import configured, mean_loss, share, tiny, trainer, unsharded
 STEPS = 3
 LORA = (
     *("stage=finetune", "lora.rank=3", "lora.alpha=12", "++lora.rank_pattern={*.attention.*:2}", "++lora.alpha_pattern={*.key:8}"),
+    "training.ema=0.6",
     "optimizer.lr=0.01",  # rounding of one process changes the third norm by 3e-7; at twice the rate by 6e-6
 )
 LAYOUTS = {
@@ -112,7 +113,11 @@ def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
     state = {f.piece.name for f in fragments if "exp_avg" in f.tensors}
     without_gradient = all(p.grad is None and not p.requires_grad for p in mine.model.fixed)
     assert without_gradient
-    return Trained(numbers, [], unsharded(mine), unsharded(mine, "exp_avg")), state, sum(p.numel() for p in mine.model.pieces)
+    return (
+        Trained(numbers, [], *(unsharded(mine, kind) for kind in ("weight", "exp_avg", "ema"))),
+        state,
+        sum(p.numel() for p in mine.model.pieces),
+    )
 
 
 @pytest.mark.parametrize("name, layout", CASES)
@@ -136,6 +141,9 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
         elif weight.endswith(".b") and "attention.key" not in weight:  # softmax is invariant to some directions of keys
             gap = (value - expected.weights[weight]).norm() / expected.weights[weight].norm()
             assert gap < 1e-4, f"{weight}: {gap}"
+            gap = (found.averages[weight] - expected.averages[weight]).norm() / expected.averages[weight].norm()
+            assert gap < 1e-4, f"average of {weight}: {gap}"
+    assert found.averages.keys() == adapters, "both factors of adapters are averaged, frozen weights are not"
     for weight in adapters:  # a wrongly scaled gradient changes them, but not the steps of Adam
         ours, theirs = found.moments[weight], expected.moments[weight]
         assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-7, weight

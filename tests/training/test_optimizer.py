@@ -35,11 +35,11 @@ def test_shapes_at_half_way():
     training = TrainingConfig(steps=101)
     half = {
         s: learning_rate(50, OptimizerConfig(lr=1, warmup_steps=1, schedule=s, min_lr_ratio=0), training)
-        for s in ("cosine", "linear", "wsd")
+        for s in ("cosine", "linear", "wsd", "constant")
     }
     assert half["cosine"] == pytest.approx(0.5)
     assert half["linear"] == pytest.approx(0.5)
-    assert half["wsd"] == 1
+    assert half["wsd"] == half["constant"] == 1
     quarter = learning_rate(25, OptimizerConfig(lr=1, warmup_steps=1, schedule="cosine", min_lr_ratio=0), training)
     assert quarter == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
     wsd = OptimizerConfig(lr=1, warmup_steps=1, schedule="wsd", min_lr_ratio=0, decay_steps=20)

@@ -126,16 +126,17 @@ def test_one_history_in_a_run_directory(eight, tokens, tmp_path):
     """A run may start from a checkpoint of another one; the same command then continues. A branch beside newer checkpoints is refused."""
     common = ("stage=pretrain", *TINY, "precision=fp32", "parallel.zero_stage=0", f"data.tokens={tokens}")
     source = eight[0] / "checkpoints" / "step-00000004"
-    branch = (*common, f"run_dir={tmp_path}/branch", f"checkpoint.resume={source}", "optimizer.lr=0.001")
+    branch = (*common, f"run_dir={tmp_path}/branch", f"checkpoint.fork={source}", "optimizer.lr=0.001")
     printed = pipeline(*branch, "training.steps=5")
     assert "step 4, 64 samples" in printed
     assert "optimizer.lr=0.001, was 0.0003" in printed
     assert "step 5, 80 samples" in pipeline(*branch, "training.steps=6")
     assert "step 6, 96 samples" in pipeline(*common, f"run_dir={tmp_path}/branch", "training.steps=7")
     before = exact(eight[0])
-    for run_dir, resume in ((eight[0], source), (eight[0], "none"), (tmp_path / "branch", source)):
-        said = pipeline(*common, f"run_dir={run_dir}", f"checkpoint.resume={resume}", "training.steps=9", expect=2)
-        assert "do not continue from it" in said, resume
+    other = f"checkpoint.fork={eight[0]}/step-6"
+    for run_dir, start in ((eight[0], f"checkpoint.fork={source}"), (eight[0], "checkpoint.resume=none"), (tmp_path / "branch", other)):
+        said = pipeline(*common, f"run_dir={run_dir}", start, "training.steps=9", expect=2)
+        assert "do not continue from it" in said, start
     assert exact(eight[0]) == before
 
 

@@ -38,6 +38,7 @@ def test_the_step_does_not_synchronize(model, dtype, zero, allowed):
         f"precision={dtype}",
         f"parallel.zero_stage={zero}",
         "training.global_batch_size=2",
+        "training.ema=0.9",
         "training.micro_batch_size=1",
     ]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):

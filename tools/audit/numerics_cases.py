@@ -18,6 +18,7 @@ COMMON = (
     "optimizer.warmup_steps=2",
     "optimizer.gradient_clipping=0.5",
     "optimizer.eps=1e-6",
+    "training.ema=0.9",
 )
 SIZES = ("model.hidden=64", "model.heads=8", "model.ffn_hidden=96", "model.max_positions=32")
 NARROW = tuple(size for size in SIZES if "ffn_hidden" not in size)  # for families whose feed-forward width is always 4 x hidden

@@ -90,7 +90,8 @@ def loads(found: dict[str, Any]) -> str:
 def export(found: dict[str, Any]) -> str:
     """The export of both."""
     lines = [f"{'export to Hugging Face':<28}{'seconds':>10}{'peak MB':>10}"]
-    for name, result in found["export"].items():
+    for name in ("ours", "deepspeed"):
+        result = found["export"][name]
         lines.append(f"  {name:<26}{result['seconds']:>10.1f}{result['peak'] / 1e6:>10,.0f}")
     return "\n".join(lines)
 
@@ -129,7 +130,8 @@ def line(name: str, value: float, **bound: float) -> str:
 
 def unequal(found: dict[str, Any]) -> list[str]:
     """A line for every load that has not given the state of the save."""
-    return [
+    exported = [] if found.get("export", {"equal": True})["equal"] else ["UNEQUAL WORK: export: the tensors of both differ"]
+    return exported + [
         f"UNEQUAL WORK: {name}, {LAYOUTS[ranks]}: it loaded other values than were saved"
         for ranks, result in found["loads"].items()
         for name in ("ours", "dcp")

@@ -6,6 +6,7 @@ usage: checkpoint_saves.py '{"implementation": "ours" | "dcp-thread" | "dcp-proc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, state_of
+from pipeline.checkpoint import native
+from pipeline.checkpoint.async_save import AsyncSaver
+from pipeline.checkpoint.handover import Commit, LastUpdate
+from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.saver import Request
+from pipeline.checkpoint.sync_save import SyncSaver
+from pipeline.checkpoint.writer_process import WriterProcess
+from pipeline.common.ranks import Ranks
+from pipeline.config.schema import CheckpointConfig
+from pipeline.training import choose_saver
+from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, resident, state_of
 
 
 class Job:
@@ -102,54 +113,74 @@ def dcp(job: Job, options: dict[str, Any]) -> dict[str, Any]:
     stager = DefaultStager(
         StagingOptions(use_pinned_memory=False, use_shared_memory=share, use_async_staging=False, use_non_blocking_copy=False)
     )
-    result: dict[str, Any] = {"saves": []}
+    result: dict[str, Any] = {"saves": [], "quiet": []}
     futures: list[Any] = []
     for number in range(options["rounds"]):
         target = Path(options["folder"], options["implementation"], str(number))
 
         def begin(target: Path = target) -> Callable[[], bool]:
             writer = FileSystemWriter(target)
-            future = async_save(job.state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager)
-            futures.append(future)
-            return future.done
+            futures.append(async_save(job.state, storage_writer=writer, async_checkpointer_type=kind, async_stager=stager))
+            return futures[-1].done
 
-        result["quiet"] = result.get("quiet", []) + quiet(job, options["steps"])
+        result["quiet"] += quiet(job, options["steps"])
         result["checksums"] = checksums(job.state)
         result["saves"].append(beside(job, begin, options["steps"]))
         futures.pop().result()
-        result["disk"] = disk_bytes(target)
+        result["disk"], result["checkpoint"] = disk_bytes(target), str(target)
         if number:
             shutil.rmtree(target.with_name(str(number - 1)))
-        result["checkpoint"] = str(target)
     stager.close()
     return result
 
 
-def ours(job: Job, options: dict[str, Any]) -> dict[str, Any]:
-    """The plain write, the synchronous save, and the asynchronous one."""
-    from pipeline.checkpoint import save
-    from pipeline.checkpoint.native import Index, TrainState
-
-    folder = Path(options["folder"], "plain")
-    folder.mkdir(parents=True)
+def ours(job: Job, options: dict[str, Any], process: WriterProcess) -> dict[str, Any]:
+    """The plain write, the save for which training waits, and that beside training by the writer process."""
+    run_dir, plain = Path(options["run_dir"]), Path(options["folder"], "plain.bin")
+    (run_dir / "checkpoints").mkdir(parents=True)
     result: dict[str, Any] = {"plain": [], "synchronous": [], "quiet": [], "saves": []}
-    for _ in range(options["rounds"]):
-        result["plain"].append(plain_write(folder / "plain.bin", job.state))
-        index = Index(TrainState(step=job.steps, samples=job.steps, updates=job.steps), configuration_of(job))
+    for _ in range(options["synchronous"]):
+        result["plain"].append(plain_write(plain, job.state))
+        plain.unlink()
         started = time.perf_counter()
-        path = save.save(Path(options["run_dir"]), index, job.trainer.engine.fragments(), 1)
+        SyncSaver(run_dir, "rank").begin(request_of(job))
         result["synchronous"].append(time.perf_counter() - started)
-        result["checksums"] = checksums(job.state)
-        result["disk"], result["checkpoint"] = disk_bytes(path), str(path)
+        job.step()
+    saver = choose_saver.choose(job.config, Ranks(), job.trainer, process, None)
+    assert isinstance(saver, AsyncSaver), "the benchmark needs memory for the copies"
+    for _ in range(options["rounds"]):
+        blocked: list[float] = []
+
+        def wait(blocked: list[float] = blocked) -> None:
+            started = time.perf_counter()
+            saver.before_update()
+            blocked.append(time.perf_counter() - started)
+
+        def begin() -> Callable[[], bool]:
+            saver.begin(request_of(job))
+            index = native.folder_of(run_dir, job.steps) / native.INDEX
+            return index.is_file
+
+        job.trainer.before_update = wait
         result["quiet"] += quiet(job, options["steps"])
+        result["checksums"] = checksums(job.state)
+        path = native.folder_of(run_dir, job.steps)
+        found = beside(job, begin, options["steps"])
+        saver.wait_for_commit()
+        result["saves"].append({**found, "pause": found["pause"] + sum(blocked)})
+        result["disk"], result["checkpoint"] = disk_bytes(path), str(path)
+    result["writer"], result["buffer"] = resident("VmHWM", process.pid or 0), job.bytes
+    result["writer alone"] = resident("RssAnon", process.pid or 0)
+    saver.close()
     return result
 
 
-def configuration_of(job: Job) -> dict[str, Any]:
-    """The configuration as the index has it."""
-    import dataclasses
-
-    return dataclasses.asdict(job.config)
+def request_of(job: Job) -> Request:
+    """A request to save the state of a job."""
+    index = native.new_index(TrainState(job.steps, job.steps, job.steps), dataclasses.asdict(job.config), "", 1)
+    optimizer = job.config.optimizer
+    update = LastUpdate(optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps, job.steps)
+    return Request(job.steps, job.trainer.engine.fragments(), lambda: update, lambda: Commit(index, 1, 0, frozenset()))
 
 
 def main() -> None:
@@ -157,10 +188,13 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+    process = None
+    if options["implementation"] == "ours":  # started before process groups exist, as in a run
+        process = choose_saver.start_writer(CheckpointConfig(), Ranks())
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options['port']}", rank=0, world_size=1)
         job = Job(options)
-        measured = (ours if options["implementation"] == "ours" else dcp)(job, options)
+        measured = dcp(job, options) if process is None else ours(job, options, process)
         measured |= {"bytes": job.bytes, "step": median(measured["quiet"]), "parameters": job.bytes // 12}
         dist.destroy_process_group()
     print(json.dumps(measured))

@@ -41,7 +41,7 @@ def configuration(options: dict[str, Any], *more: str) -> Any:
     words = (
         *("stage=pretrain", *MODELS[options["small"]], "precision=fp32", f"run_dir={options['run_dir']}"),
         *("training.steps=1000", "training.document_mask=false", f"training.sequence_length={options['sequence']}"),
-        *("training.global_batch_size=1", "training.micro_batch_size=1", *more),
+        *("training.global_batch_size=1", "training.micro_batch_size=1", "parallel.zero_stage=0", *more),
     )
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose.to_run_config(hydra_compose("config", list(words)))

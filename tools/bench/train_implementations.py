@@ -26,6 +26,7 @@ from transformers import Trainer as StockTrainer
 
 from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.sync_save import SyncSaver
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.common.progress import set_up_logging
@@ -217,7 +218,8 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
         Metrics(Path(config.run_dir), config.tracking, {}, 0, TrainState(), **numbers) as metrics,
         Watchdog(training.timeout_minutes) as watchdog,
     ):
-        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, CheckpointHooks())
+        saver = SyncSaver(Path(config.run_dir), "rank")
+        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, CheckpointHooks(), saver)
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)

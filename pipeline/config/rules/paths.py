@@ -29,7 +29,7 @@ INPUTS = (
     "tokenizer.source",
     "tokenizer.compare",
     "lora.adapter",
-    "checkpoint.resume",
+    "checkpoint.fork",
     "checkpoint.initialize_from",
     "evaluation.task_folder",
 )

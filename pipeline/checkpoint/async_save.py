@@ -1,0 +1,320 @@
+"""Saves checkpoints beside training: the copy of a rank's state is handed over to the writer process of its node.
+
+No call is collective. A rank learns what became of its own part from the writer of its node; rank 0 learns what became of the checkpoint,
+from that of the first node, which waits for the records of all nodes in the file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline.checkpoint import commit, handover
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.handover import Abandon, Committed, Failed, Member, Save, Written
+from pipeline.checkpoint.save import file_name, node_file_name
+from pipeline.checkpoint.save_plan import Share
+from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.checkpoint.staging import Snapshot, Source, Staging
+from pipeline.checkpoint.writer_process import WriterProcess
+
+log = logging.getLogger("pipeline")
+
+#: Seconds within which a rank connects to the writer that the first rank of its node has started.
+_CONNECT = 20.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """The node of a rank.
+
+    Attributes:
+        writer: address of its writer process.
+        ranks: its ranks.
+        number: of the node.
+        count: number of nodes.
+    """
+
+    writer: str
+    ranks: tuple[int, ...]
+    number: int
+    count: int
+
+
+@dataclass
+class _Pending:
+    """A save in progress.
+
+    Attributes:
+        step: of the checkpoint.
+        attempt: token of the save.
+        data: whether the data of this rank is still to be written.
+        commit: whether this rank still waits for the commit.
+        failed: whether its failure has been reported.
+        updates: of the optimizer.
+    """
+
+    step: int
+    attempt: str
+    data: bool = True
+    commit: bool = False
+    failed: bool = False
+    updates: int = 0
+
+
+class AsyncSaver(Saver):
+    """Saves beside training.
+
+    Args:
+        run_dir: the run directory, in which checkpoints/ exists.
+        rank: of this process.
+        node: of this process.
+        process: the writer process, on the rank that has started it.
+        shares: what this rank writes of its fragments.
+        files: checkpoint.files: a data file of each "rank" or "node".
+        device: of the fragments.
+        token: of the job, for the names of partial folders.
+        lock: file descriptor of the lock of the run directory, on rank 0.
+        patience: seconds without an answer after which a writer is given up.
+
+    Raises:
+        OSError: there is not enough memory, or the writer process does not answer.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        node: Node,
+        process: WriterProcess | None,
+        shares: Sequence[Share],
+        files: str,
+        device: torch.device,
+        token: str,
+        lock: int | None,
+        patience: float,
+    ) -> None:
+        self._run_dir, self._rank, self._node, self._process, self._shares = run_dir.absolute(), rank, node, process, shares
+        self._files, self._token, self._lock, self._patience = files, token, lock, patience
+        self._identity = handover.identity_of(run_dir / "checkpoints")
+        self._staging = Staging([share.part for share in shares], device)
+        self._snapshot: Snapshot | None = None
+        self._pending: _Pending | None = None
+        self._count = 0
+        self._failures: queue.SimpleQueue[Failed] = queue.SimpleQueue()  # of the thread that hands over
+        self._outcomes: list[Outcome] = []
+        self._previous: tuple[int, np.ndarray] | None = None  # updates and checksums of the save before
+        self._sending = threading.Lock()  # of the thread that hands over, and the one that closes a connection to a dead writer
+        self._connection: Connection | None = self._connect()
+
+    def begin(self, request: Request) -> None:
+        """See Saver."""
+        self.wait()
+        self.wait_for_commit()
+        self._count += 1
+        attempt = f"{self._token}-{self._count}"
+        self._pending = _Pending(request.step, attempt, commit=request.commit is not None)
+        sources = self._sources(request.fragments)
+        self._snapshot = self._staging.begin(sources, partial(self._hand_over, request, self._pending))
+
+    def holds_weights(self) -> bool:
+        """See Saver."""
+        return self._snapshot is not None
+
+    def before_update(self) -> None:
+        """See Saver. The writer gets the copy only now, so that rank 0 may have written the metrics of the step before."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot.released.set()
+            self._snapshot = None
+
+    def poll(self) -> list[Outcome]:
+        """See Saver."""
+        self._receive(0)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self) -> None:
+        """See Saver."""
+        self.before_update()
+        self._receive_while(lambda pending: pending.data)
+
+    def wait_for_commit(self) -> None:
+        """See Saver."""
+        self._receive_while(lambda pending: pending.commit)
+
+    def abandon(self, reason: str) -> None:
+        """See Saver."""
+        if self._pending is not None and self._pending.commit:
+            self._send(Abandon(self._pending.step, self._pending.attempt, reason))
+
+    def close(self) -> None:
+        """See Saver."""
+        if self._snapshot is not None:
+            self._snapshot.problem = "the run has ended"
+            self._snapshot.released.set()
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.close()
+
+    def _sources(self, fragments: Sequence[Fragment]) -> list[Source]:
+        """The live tensors of the parts that this rank writes."""
+        return [Source(share.part, fragments[share.fragment].tensors, share.first) for share in self._shares]
+
+    def _hand_over(self, request: Request, pending: _Pending, snapshot: Snapshot) -> None:
+        """Hand a copy over to the writer. The thread of the snapshot."""
+        try:
+            if snapshot.problem:
+                raise ValueError(snapshot.problem)
+            update = request.last_update()
+            pending.updates = 0 if update is None else update.updates
+            before, previous = (0, None) if self._previous is None else self._previous
+            update = None if previous is None or pending.updates <= before else update
+            settings = None if request.commit is None else request.commit()
+            save = Save(request.step, pending.attempt, snapshot.sums(), previous, update, settings)
+            with self._sending:
+                if self._connection is None:
+                    self._connection = self._connect()
+                try:
+                    self._connection.send(save)
+                except OSError:
+                    raise ValueError(self._why("the writer process ended")) from None
+        except Exception as error:
+            self._failures.put(Failed(pending.attempt, str(error)))
+
+    def _connect(self) -> Connection:
+        """Connect to the writer of the node, which its first rank starts, and introduce this rank.
+
+        Raises:
+            OSError: it cannot be started, or does not answer.
+        """
+        connection = self._started() if self._process is None else self._process.connect()
+        shares, staging, node, shared = self._shares, self._staging, self._node, self._files == "node"
+        member = Member(
+            rank=self._rank,
+            ranks=node.ranks,
+            node=node.number,
+            nodes=node.count,
+            run_dir=self._run_dir,
+            identity=self._identity,
+            sharing=node.ranks if shared else (self._rank,),
+            file=node_file_name(node.number) if shared else file_name(self._rank),
+            parts=[share.part for share in shares],
+            places=staging.places,
+            segments=[segment.size for segment in staging.segments],
+            has_lock=self._lock is not None,
+            patience=self._patience,
+        )
+        connection.send(member)
+        files = [segment.file for segment in staging.segments] + ([] if self._lock is None else [self._lock])
+        if files:
+            handover.send_files(connection, files)
+        return connection
+
+    def _started(self) -> Connection:
+        """Connect to the writer that another rank starts."""
+        deadline = time.monotonic() + _CONNECT
+        while True:
+            try:
+                return handover.connect(self._node.writer)
+            except (ConnectionRefusedError, FileNotFoundError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def _receive_while(self, condition: Callable[[_Pending], bool]) -> None:
+        """Receive answers as long as a condition holds for the save in progress."""
+        deadline = time.monotonic() + self._patience
+        while self._pending is not None and condition(self._pending):
+            self._receive(0.2)
+            if time.monotonic() > deadline and self._pending is not None:
+                self._lost(f"the writer process has not answered for {self._patience:.0f} s", kill=True)
+
+    def _receive(self, seconds: float) -> None:
+        """Receive the answers that are there, and wait for the first one for some time."""
+        with suppress(queue.Empty):
+            while True:
+                self._not_handed_over(self._failures.get_nowait())
+        connection = self._connection
+        if connection is None:
+            time.sleep(min(seconds, 0.01))  # the thread of the snapshot connects
+            return
+        try:
+            while connection.poll(seconds):
+                self._answered(connection.recv())
+                seconds = 0
+        except (EOFError, OSError):
+            self._lost("the writer process ended")
+
+    def _answered(self, answer: Written | Failed | Committed) -> None:
+        """Note an answer of the writer."""
+        pending = self._pending
+        if pending is None or answer.attempt != pending.attempt:
+            return
+        if isinstance(answer, Written):
+            self._previous = pending.updates, answer.digests
+            pending.data = False
+        elif isinstance(answer, Committed):
+            self._outcomes.append(Outcome(pending.step, folder=answer.folder))
+            pending.commit = False
+        else:
+            self._failed(pending, answer)
+        if not (pending.data or pending.commit):
+            self._pending = None
+
+    def _failed(self, pending: _Pending, failed: Failed) -> None:
+        """Note that the data or the commit of the save in progress has failed."""
+        if not pending.failed:
+            self._outcomes.append(Outcome(pending.step, reason=failed.reason, not_finite=failed.not_finite))
+        pending.failed = True
+        if failed.commit:
+            pending.commit = False
+        else:
+            pending.data = False
+
+    def _not_handed_over(self, failed: Failed) -> None:
+        """Note that the writer has not got the data of this rank, or not answered; rank 0 reads the reason in the partial folder."""
+        pending = self._pending
+        if pending is None or failed.attempt != pending.attempt:
+            return
+        self._failed(pending, failed)
+        self._pending = None
+        folder = commit.partial_folder(self._run_dir, pending.step, pending.attempt)
+        if self._node.count > 1 and self._rank > 0 and handover.identity_of(folder.parent) == self._identity:
+            with suppress(OSError):
+                folder.mkdir(exist_ok=True)
+                commit.write_failure(folder, self._node.number, failed.reason)
+        self._send(Abandon(pending.step, pending.attempt, failed.reason))
+
+    def _send(self, message: Abandon) -> None:
+        """Send a message, unless the writer has ended."""
+        with self._sending, suppress(OSError):
+            if self._connection is not None:
+                self._connection.send(message)
+
+    def _lost(self, what: str, *, kill: bool = False) -> None:
+        """The writer has ended or does not answer; the next save starts it again."""
+        if kill and self._process is not None:
+            self._process.kill()
+        with self._sending:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+        if self._pending is not None:
+            self._failures.put(Failed(self._pending.attempt, self._why(what)))
+
+    def _why(self, what: str) -> str:
+        """What happened to the writer, with the end of its process on the rank that has started it."""
+        return what if self._process is None else f"{what} ({self._process.reason()})"

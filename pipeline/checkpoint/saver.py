@@ -1,0 +1,87 @@
+"""The interface of saving during training, of which there are two kinds: while training waits, and beside it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.handover import Commit, LastUpdate
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checkpoint that is to be written.
+
+    Attributes:
+        step: completed steps.
+        fragments: of this rank.
+        last_update: the last update of the optimizer, called when the device has made it; None if the optimizer is another one.
+        commit: the index, and what is kept; set on rank 0, and called when the checkpoint may become complete.
+    """
+
+    step: int
+    fragments: list[Fragment]
+    last_update: Callable[[], LastUpdate | None]
+    commit: Callable[[], Commit] | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save has ended, as far as this rank knows.
+
+    Attributes:
+        step: of the checkpoint.
+        folder: of the complete checkpoint, which rank 0 alone knows.
+        reason: why the save failed, empty if it did not.
+        not_finite: a weight that is not finite, empty if that is not the reason.
+    """
+
+    step: int
+    folder: Path | None = None
+    reason: str = ""
+    not_finite: str = ""
+
+
+class Saver(ABC):
+    """Saves checkpoints. Every rank makes the same calls; none of them is collective.
+
+    Attributes:
+        waits: whether a checkpoint is complete when `begin` returns.
+    """
+
+    waits = False
+
+    @abstractmethod
+    def begin(self, request: Request) -> None:
+        """Begin to save. Waits for the save before, whose outcome is not lost."""
+
+    @abstractmethod
+    def holds_weights(self) -> bool:
+        """Whether a copy of the weights is being made, so that they must not change."""
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Wait until the weights may change. Called before every update of the optimizer."""
+
+    @abstractmethod
+    def poll(self) -> list[Outcome]:
+        """The outcomes that are known by now and were not returned yet: of rank 0 of every save, of other ranks of those that failed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the data of this rank is on the disk, or could not be written."""
+
+    @abstractmethod
+    def wait_for_commit(self) -> None:
+        """On rank 0, wait until the checkpoint is complete, or has failed."""
+
+    @abstractmethod
+    def abandon(self, reason: str) -> None:
+        """Give up the save in progress, since another rank could not write its part. Has an effect on rank 0 only."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the saver has. What was handed over to another process is still written."""

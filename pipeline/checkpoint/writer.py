@@ -1,0 +1,276 @@
+"""The writer process of a node: hashes and writes what the ranks of the node hand over, and commits checkpoints. Imports no torch.
+
+`python -m pipeline.checkpoint.writer LISTENER CONNECTION` is started by the first rank of each node (writer_process.py), before that has
+process groups and a GPU. The process is in a session of its own and ignores the signals that announce the end of a job: what was handed
+over is written, also if the ranks die in the meantime, and then it ends. It maps the memory of the ranks to read only.
+
+A thread serves each rank. When all ranks of the node have written, one record names their files; the writer of node 0 waits for the records
+of all nodes in a thread of its own, and commits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from pipeline.checkpoint import catalog, commit, committing, handover, records
+from pipeline.checkpoint.data_file import WrittenFile
+from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written, identity_of
+from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
+from pipeline.common import locks
+
+#: Seconds that the records of other nodes are waited for after the ranks of this node have ended.
+_LINGER = 60.0
+
+
+@dataclass
+class Rank:
+    """A rank that this process serves."""
+
+    member: Member
+    segments: Segments
+    connection: Connection
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, message: Written | Failed | Committed) -> None:
+        """Send an answer, unless the rank has ended."""
+        with self.sending, suppress(OSError):
+            self.connection.send(message)
+
+
+@dataclass
+class Attempt:
+    """A save in progress.
+
+    Attributes:
+        handed: what each rank of this node has handed over.
+        files: the files that have been written.
+        done: the ranks whose data has been written.
+        abandoned: why the attempt is given up, empty if it is not.
+    """
+
+    handed: dict[int, Handed] = field(default_factory=dict)
+    files: dict[str, WrittenFile] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    abandoned: str = ""
+
+
+class Node:
+    """What the threads of the process share."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, Rank] = {}
+        self.expected: tuple[int, ...] = ()
+        self._attempts: dict[str, Attempt] = {}
+        self._lock = threading.Lock()
+        self._commits: list[threading.Thread] = []
+        self._ended: float | None = None
+        self._lock_file: int | None = None
+
+    def join(self, rank: Rank, lock_file: int | None) -> None:
+        """A rank has connected."""
+        with self._lock:
+            self.ranks[rank.member.rank], self.expected = rank, rank.member.ranks
+            self._lock_file = self._lock_file if lock_file is None else lock_file
+
+    def leave(self, rank: Rank) -> None:
+        """A rank has ended, or closed its connection."""
+        with self._lock:
+            del self.ranks[rank.member.rank]
+            if not self.ranks:
+                self._ended = time.monotonic()
+                if self._lock_file is not None and any(thread.is_alive() for thread in self._commits):
+                    locks.note_last_write(self._lock_file)
+
+    def finish(self) -> None:
+        """Wait for the commits."""
+        for thread in self._commits:
+            thread.join()
+
+    def hand_over(self, rank: Rank, save: Save) -> None:
+        """Write what a rank has handed over, and the record of the node when all its ranks have written."""
+        member = rank.member
+        with self._lock:
+            for old in list(self._attempts)[:-1]:
+                del self._attempts[old]
+            attempt = self._attempts.setdefault(save.attempt, Attempt())
+            attempt.handed[member.rank] = Handed(member, rank.segments, save)
+            sharing = [attempt.handed[other] for other in member.sharing if other in attempt.handed]
+        if save.commit is not None:
+            before = [thread for thread in self._commits if thread.is_alive()]
+            thread = threading.Thread(target=self._commit, args=(rank, save, save.commit, attempt, before), name=save.attempt)
+            self._commits = [*before, thread]
+            thread.start()
+        if len(sharing) == len(member.sharing):  # otherwise the last of them writes the file
+            self._write(sharing, attempt)
+
+    def _write(self, sharing: list[Handed], attempt: Attempt) -> None:
+        """Write the file of the ranks that share it, and the record of the node after its last file."""
+        member, save = sharing[0].member, sharing[0].save
+        folder = commit.partial_folder(member.run_dir, save.step, save.attempt)
+        try:
+            check_folder(member)
+            folder.mkdir(exist_ok=True)
+            written = write_file(folder / member.file, sharing) if any(handed.member.parts for handed in sharing) else None
+            with self._lock:
+                if written is not None:
+                    attempt.files[member.file] = written
+                attempt.done |= set(member.sharing)
+                last = attempt.done == set(member.ranks)
+            if last:
+                records.write_record(folder, member.node, [attempt.files[name] for name in sorted(attempt.files)])
+        except Exception as error:
+            reason = attempt.abandoned or reason_of(error)
+            with suppress(OSError):
+                check_folder(member)
+                if folder.is_dir():
+                    commit.write_failure(folder, member.node, reason)
+                elif not attempt.abandoned:
+                    reason = f"the checkpoint was given up in the meantime ({reason})"
+            failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "")
+            if attempt.abandoned:
+                discard(member, save.step, save.attempt)
+            self._answer(sharing, [failed] * len(sharing))
+            return
+        answers: list[Written | Failed] = []
+        end = 0
+        for handed in sharing:
+            start, end = end, end + len(handed.member.parts)
+            answers.append(Written(save.attempt, weight_digests(written, start, end)))
+        self._answer(sharing, answers)
+
+    def _answer(self, ranks: list[Handed], answers: Sequence[Written | Failed]) -> None:
+        """Answer the ranks that are still there."""
+        for handed, answer in zip(ranks, answers, strict=True):
+            with self._lock:
+                rank = self.ranks.get(handed.member.rank)
+            if rank is not None:
+                rank.answer(answer)
+
+    def abandon(self, rank: Rank, message: Abandon) -> None:
+        """A rank of this node has not handed over its part, or rank 0 knows that one of another node has not."""
+        with self._lock:
+            attempt = self._attempts.setdefault(message.attempt, Attempt())
+            attempt.abandoned = message.reason
+            committing = any(thread.name == message.attempt and thread.is_alive() for thread in self._commits)
+            waiting = [handed for handed in attempt.handed.values() if rank.member.rank in handed.member.sharing]
+        self._answer(waiting, [Failed(message.attempt, message.reason)] * len(waiting))  # the file that they share is not written
+        if rank.member.nodes == 1 and not committing:  # nobody else removes it
+            discard(rank.member, message.step, message.attempt)
+
+    def _commit(self, rank: Rank, save: Save, settings: Commit, attempt: Attempt, before: list[threading.Thread]) -> None:
+        """Wait for the records of all nodes, commit, and remove what is not kept. A thread, after those of earlier saves."""
+        member = rank.member
+        for thread in before:
+            thread.join()
+        try:
+            check_folder(member)
+            commit.finish_interrupted(member.run_dir)  # a failed attempt, whose bytes this one may need
+            partial = commit.begin(member.run_dir, settings.index, save.attempt, member.nodes)
+            folder = committing.finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
+        except Exception as error:
+            reason = reason_of(error)
+            with self._lock:
+                attempt.abandoned = reason
+            discard(member, save.step, save.attempt)
+            rank.answer(Failed(save.attempt, reason, commit=True))
+            return
+        rank.answer(Committed(save.attempt, save.step, folder))
+        try:
+            committing.prune(member.run_dir, settings)
+        except OSError:
+            traceback.print_exc()  # the next save removes them
+
+    def _patience(self, member: Member) -> float:
+        """Seconds that the records of other nodes are waited for."""
+        return member.patience if self._ended is None else min(member.patience, _LINGER)
+
+
+def discard(member: Member, step: int, attempt: str) -> None:
+    """Remove what was written of an attempt, and its name in the catalog; a checkpoint that is complete already stays."""
+    with suppress(OSError):
+        check_folder(member)
+        if not (catalog.folder_of(member.run_dir, step) / catalog.INDEX).is_file():
+            shutil.rmtree(commit.partial_folder(member.run_dir, step, attempt), ignore_errors=True)
+            commit.abandon(member.run_dir)
+
+
+def check_folder(member: Member) -> None:
+    """Refuse to write into the folder of another run.
+
+    Raises:
+        FileNotFoundError: the folder of the checkpoints was removed, renamed or replaced.
+    """
+    folder = member.run_dir / "checkpoints"
+    if identity_of(folder) != member.identity:
+        raise FileNotFoundError(f"{folder} was removed or renamed while the run was writing to it")
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of a failed save, for the log."""
+    if isinstance(error, NotFiniteError):
+        return f"{error} contains values that are not finite"
+    if not isinstance(error, (OSError, ValueError)):
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return str(error)
+
+
+def serve(node: Node, connection: Connection) -> None:
+    """Serve a rank until it ends. A thread."""
+    rank = None
+    try:
+        member = connection.recv()
+        files = handover.receive_files(connection, len(member.segments) + member.has_lock) if member.segments or member.has_lock else []
+        rank = Rank(member, Segments(files[: len(member.segments)], member.segments), connection)
+        node.join(rank, files[-1] if member.has_lock else None)
+        while True:
+            message = connection.recv()
+            if isinstance(message, Abandon):
+                node.abandon(rank, message)
+            else:
+                node.hand_over(rank, message)
+    except (EOFError, OSError):
+        pass  # the rank has ended
+    finally:
+        if rank is not None:
+            node.leave(rank)
+
+
+def main(listener_file: int, connection_file: int) -> None:
+    """Serve the ranks of a node until all of them have ended, and what they handed over is written."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    node, threads = Node(), []
+
+    def start(connection: Connection) -> None:
+        threads.append(threading.Thread(target=serve, args=(node, connection)))
+        threads[-1].start()
+
+    start(Connection(connection_file))
+    with socket.socket(fileno=listener_file) as listener:
+        listener.settimeout(0.2)
+        while threads[0].is_alive() and not (node.expected and len(threads) >= len(node.expected)):
+            with suppress(TimeoutError):
+                peer, _ = listener.accept()
+                peer.setblocking(True)
+                with suppress(PermissionError):
+                    handover.check_peer(peer)
+                    start(Connection(peer.detach()))
+    for thread in threads:
+        thread.join()
+    node.finish()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

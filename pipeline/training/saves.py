@@ -1,0 +1,216 @@
+"""The checkpoints of a training run: when one begins, what becomes of it, and what its failure means.
+
+Training goes on while a checkpoint is written. One that fails is logged and counted, and the next one is another try; after
+checkpoint.max_failures in a row the run ends. Only at the end of a run do the ranks wait for each other, and for the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeline.checkpoint import handover, native
+from pipeline.checkpoint.handover import Commit, LastUpdate
+from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.common.errors import UserError
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.objective import Objective
+from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
+from pipeline.training.checkpoint_hooks import CheckpointHooks
+from pipeline.training.lr_schedule import learning_rate
+from pipeline.training.metrics import Metrics
+from pipeline.training.step_control import HostCopy
+from pipeline.training.trainer import Trainer
+from pipeline.training.watchdog import Watchdog
+
+log = logging.getLogger("pipeline")
+
+_SPACE = "free some space or quota and run again: checkpoint.resume=auto continues from the newest checkpoint"
+
+
+class Saves:
+    """Begins checkpoints and follows them to their end.
+
+    Args:
+        config: configuration of the run.
+        trainer: whose state is saved.
+        data: the training split, which has a fingerprint.
+        metrics: has all steps of a checkpoint before that becomes complete.
+        watchdog: to which waiting is reported.
+        hooks: further checkpoints, and what follows them.
+        saver: writes the checkpoints.
+        parent: Index.parent of the checkpoints.
+
+    Attributes:
+        failures: number of checkpoints that could not be written, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        data: Objective,
+        metrics: Metrics,
+        watchdog: Watchdog,
+        hooks: CheckpointHooks,
+        saver: Saver,
+        parent: dict[str, Any] | None = None,
+    ) -> None:
+        self._config, self._trainer, self._data, self._metrics = config, trainer, data, metrics
+        self._watchdog, self._hooks, self._saver, self._parent = watchdog, hooks, saver, parent
+        self._rank = trainer.mesh.rank
+        self._settings: dict[str, Any] | None = None
+        self.failures = 0
+        self._in_a_row = 0
+        self._last: Outcome | None = None
+        self._failed = False
+        self._fatal: UserError | None = None
+
+    def requests(self) -> tuple[bool, bool]:
+        """What this rank tells the others with a step: (its part of a checkpoint failed, the run must end)."""
+        failed, self._failed = self._failed, False
+        return failed, self._fatal is not None
+
+    def begin(self, state: TrainState) -> None:
+        """Begin the checkpoint of a state: the weights are copied while the next step computes its gradients."""
+        if self._rank == 0 and self._gone():
+            return
+        self._watchdog.report(f"checkpoint of step {state.step}", INPUT_OUTPUT)
+        if self._saver.waits:
+            self._metrics.flush()  # a complete checkpoint has the lines of all its steps
+        engine = self._trainer.engine
+        counters = HostCopy(engine.counters())
+        commit = partial(self._commit, state, counters) if self._rank == 0 else None
+        self._last = None
+        self._saver.begin(Request(state.step, engine.fragments(), partial(self._last_update, counters), commit))
+
+    def before_update(self) -> None:
+        """Wait until the weights may change; called before every update of the optimizer."""
+        if self._saver.holds_weights():
+            self._metrics.flush()  # as in begin
+        self._saver.before_update()
+
+    def poll(self) -> None:
+        """Learn what has become of the checkpoint that is being written."""
+        for outcome in self._saver.poll():
+            self._last = outcome
+            if outcome.not_finite:
+                self._fatal = handover.not_finite(outcome.step, outcome.not_finite)
+            if outcome.reason:
+                self._count(outcome)
+            elif outcome.folder is not None:
+                self._in_a_row = 0
+                log.info("step %d: wrote %s", outcome.step, outcome.folder)
+                if self._hooks.writes(outcome.step):
+                    self._hooks.written()
+
+    def act(self, *, failed: bool, fatal: bool) -> None:
+        """Act on the requests of all ranks.
+
+        Args:
+            failed: a rank could not write its part of the checkpoint.
+            fatal: the run must end.
+
+        Raises:
+            UserError: the run must end; the same on all ranks.
+        """
+        if failed:
+            self._saver.abandon("a rank could not write its part; the log has the reason")
+        if fatal:
+            raise UserError(self._gather_fatal())
+
+    def finish(self, state: TrainState) -> TrainState:
+        """Wait until the checkpoint of a state, which has begun, is complete; every rank calls this.
+
+        Returns:
+            The state with the counters of the engine.
+
+        Raises:
+            UserError: the weights are not finite, the run directory is gone, or the checkpoint could not be written, at two attempts.
+        """
+        self._watchdog.report(f"writing the checkpoint of step {state.step}", INPUT_OUTPUT)
+        for last in (False, True):
+            self._metrics.flush()
+            reason = self._wait(state.step)
+            if not reason:
+                return self._with_counters(state, HostCopy(self._trainer.engine.counters()))
+            if not last:
+                log.warning("step %d: trying once more to write the checkpoint", state.step)
+                self.begin(state)
+        folder = native.folder_of(Path(self._config.run_dir), state.step)
+        raise UserError.of("run_dir", folder, f"the checkpoint could not be written: {reason}", _SPACE)
+
+    def _wait(self, step: int) -> str:
+        """Wait for the checkpoint of a step; returns why it failed, on all ranks, empty if it did not. Collective."""
+        self._saver.wait()
+        self.poll()
+        if violations := self._gather_fatal():
+            raise UserError(violations)
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, self._last.reason if self._last is not None else "")
+        reasons = [answer for answer in answers if answer]
+        if self._rank == 0:
+            if reasons:
+                self._saver.abandon(reasons[0])
+            self._saver.wait_for_commit()
+            self.poll()
+        reason: str = on_rank_0(lambda: self._last.reason if self._last is not None and self._last.step == step else "it was not begun")
+        return reasons[0] if reasons else reason
+
+    def _gather_fatal(self) -> list[Any]:
+        """The violations of all ranks because of which the run must end. Collective."""
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, () if self._fatal is None else self._fatal.violations)
+        return list(dict.fromkeys(violation for answer in answers for violation in answer))
+
+    def _gone(self) -> bool:
+        """Whether the run directory was removed or replaced: the run ends, and nothing is written to what is there now."""
+        try:
+            self._metrics.check_file()
+        except UserError as error:
+            self._fatal = error
+        return self._fatal is not None
+
+    def _count(self, outcome: Outcome) -> None:
+        """Log and count a checkpoint that failed; rank 0 ends the run after too many in a row."""
+        most = self._config.checkpoint.max_failures
+        if self._rank > 0:
+            self._failed = True
+            log.warning("step %d: this rank could not write its part of the checkpoint: %s", outcome.step, outcome.reason)
+            return
+        self.failures += 1
+        self._in_a_row += 1
+        text = "step %d: the checkpoint could not be written (failure %d in a row, checkpoint.max_failures=%d): %s"
+        log.warning(text, outcome.step, self._in_a_row, most, outcome.reason)
+        if self._in_a_row >= most and self._fatal is None:
+            rule = f"{self._in_a_row} checkpoints in a row could not be written, the last one: {outcome.reason}"
+            self._fatal = UserError.of("checkpoint.max_failures", most, rule, _SPACE)
+
+    def _commit(self, state: TrainState, counters: HostCopy) -> Commit:
+        """What rank 0 adds to a save; in the thread of the snapshot."""
+        config, run_dir = self._config, Path(self._config.run_dir)
+        if self._settings is None:
+            self._settings = dataclasses.asdict(config)
+        fingerprint, world_size = self._data.fingerprint(config, state.samples), self._trainer.mesh.layout.world_size
+        index = native.new_index(self._with_counters(state, counters), self._settings, fingerprint, world_size)
+        needed = frozenset(folder.name for folder in native.complete(run_dir) if self._hooks.keeps(folder))
+        return Commit(dataclasses.replace(index, parent=self._parent), config.checkpoint.keep, config.checkpoint.keep_every, needed)
+
+    def _last_update(self, counters: HostCopy) -> LastUpdate | None:
+        """The last update of the optimizer; in the thread of the snapshot."""
+        updates = int(counters.values()[0])
+        optimizer, training = self._config.optimizer, self._config.training
+        rate = learning_rate(max(min(updates, training.steps) - 1, 0), optimizer, training)
+        return LastUpdate(rate, optimizer.beta1, optimizer.beta2, optimizer.eps, updates)
+
+    @staticmethod
+    def _with_counters(state: TrainState, counters: HostCopy) -> TrainState:
+        """Return the state with the counters of the engine."""
+        updates, factor, finite_steps = counters.values()
+        return dataclasses.replace(state, updates=int(updates), loss_scale=factor, finite_steps=int(finite_steps))

@@ -1,0 +1,429 @@
+"""Asynchronous saves in one process: what is written, what is refused, and what becomes of failures and of dead processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.checkpoint import catalog, staging
+from pipeline.checkpoint.async_save import AsyncSaver, Node
+from pipeline.checkpoint.handover import Commit, LastUpdate
+from pipeline.checkpoint.native import Index, TrainState
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.save_plan import Held, plan
+from pipeline.checkpoint.saver import Outcome, Request
+from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, word_sum
+from pipeline.checkpoint.writer_process import WriterProcess
+from pipeline.common import locks
+from pipeline.common.errors import UserError
+from tests.helpers import ROOT
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+class Run:
+    """A training run of two weights, and its saver."""
+
+    def __init__(self, run_dir: Path, lock: int | None = None) -> None:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.run_dir, self.step, self.lr = run_dir, 0, 0.01
+        self.sizes = {"blocks.0.weight": (3, 50), "norm.weight": (7,)}
+        self.state = {name: {kind: torch.rand(shape).flatten() for kind in KINDS} for name, shape in self.sizes.items()}
+        held = [
+            Held(name, shape, tuple((0, size) for size in shape), 0, int(np.prod(shape)), dict.fromkeys(KINDS, "F32"))
+            for name, shape in self.sizes.items()
+        ]
+        self.process = WriterProcess(f"test-{os.getpid()}-{id(self)}")
+        self.process.start()
+        device = torch.device("cpu")
+        node = Node(self.process.name, (0,), 0, 1)
+        self.saver = AsyncSaver(run_dir, 0, node, self.process, plan(held), "rank", device, "job", lock, 60.0)
+
+    def update(self) -> None:
+        """A step of the optimizer."""
+        self.saver.before_update()
+        for tensors in self.state.values():
+            tensors["weight"].sub_(self.lr * tensors["exp_avg"] / tensors["exp_avg_sq"].sqrt())
+        self.step += 1
+
+    def fragments(self) -> list[Any]:
+        return [SimpleNamespace(tensors=tensors) for tensors in self.state.values()]
+
+    def begin(self) -> None:
+        update = LastUpdate(self.lr, 0.0, 0.0, 1e-8, self.step)
+        index = Index(TrainState(self.step), {})
+        self.saver.begin(Request(self.step, self.fragments(), lambda: update, lambda: Commit(index, 9, 0, frozenset())))
+
+    def end(self) -> Outcome:
+        self.saver.wait()
+        self.saver.wait_for_commit()
+        (outcome,) = self.saver.poll()
+        return outcome
+
+    def save(self) -> Outcome:
+        self.begin()
+        return self.end()
+
+    def stored(self, step: int) -> np.ndarray:
+        """The bytes of the first weight in the checkpoint of a step."""
+        from safetensors import safe_open
+
+        with safe_open(catalog.folder_of(self.run_dir, step) / "rank-00000.safetensors", "np") as file:
+            return file.get_tensor("weight/blocks.0.weight[0:3,0:50]@0")
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = Run(tmp_path)
+    yield found
+    found.saver.close()
+
+
+def complete(run: Run) -> list[int]:
+    return catalog.read(run.run_dir).complete
+
+
+def test_a_save_holds_the_state_at_its_beginning(run):
+    """Also the second one, in the same buffers, while the next step goes on."""
+    for _ in range(2):
+        run.update()
+        expected = run.state["blocks.0.weight"]["weight"].clone()
+        run.begin()
+        run.update()
+        run.update()
+        outcome = run.end()
+        assert (outcome.reason, outcome.folder) == ("", catalog.folder_of(run.run_dir, outcome.step))
+        assert np.array_equal(run.stored(outcome.step), expected.numpy())
+    assert complete(run) == [1, 4]
+    assert not list(run.run_dir.glob("checkpoints/.*")), "no partial folder is left"
+
+
+def test_the_update_waits_for_the_copy(run, monkeypatch):
+    begun, may_copy = threading.Event(), threading.Event()
+
+    def slow(live, target, copy=staging.copy):
+        begun.set()
+        assert may_copy.wait(60)
+        copy(live, target)
+
+    monkeypatch.setattr(staging, "copy", slow)
+    run.update()
+    before = run.state["blocks.0.weight"]["weight"].clone()
+    run.begin()
+    assert begun.wait(60), "the copy begins without the trainer"
+    updating = threading.Thread(target=run.update)
+    updating.start()
+    updating.join(0.2)
+    assert updating.is_alive()
+    assert torch.equal(run.state["blocks.0.weight"]["weight"], before)
+    may_copy.set()
+    updating.join(60)
+    assert run.end().reason == ""
+    assert np.array_equal(run.stored(1), before.numpy())
+
+
+def planted_without_copy(_run, monkeypatch):
+    monkeypatch.setattr(staging, "copy", lambda _live, _target: None)
+
+
+def planted_copy_once(_run, monkeypatch):
+    seen = set()
+
+    def copy_once(live, target, copy=staging.copy):
+        if target.data_ptr() not in seen:
+            copy(live, target)
+        seen.add(target.data_ptr())
+
+    monkeypatch.setattr(staging, "copy", copy_once)
+
+
+def planted_first_weights(run, _monkeypatch):
+    """The saver gets clones of the first state for ever."""
+    fragments = [SimpleNamespace(tensors={kind: t.clone() for kind, t in f.tensors.items()}) for f in run.fragments()]
+    run.fragments = lambda: fragments
+
+
+def planted_change(run, monkeypatch):
+    """A weight changes in the forward pass, while it is copied."""
+
+    def changed(live, target, copy=staging.copy):
+        copy(live, target)
+        run.state["norm.weight"]["weight"][0] += 1
+
+    monkeypatch.setattr(staging, "copy", changed)
+
+
+def planted_hidden_change(run, monkeypatch):
+    """The same, through an alias that PyTorch's versions do not see."""
+
+    def changed(live, target, copy=staging.copy):
+        run.state["norm.weight"]["weight"].numpy()[0] += 1
+        copy(live, target)
+
+    monkeypatch.setattr(staging, "copy", changed)
+
+
+@pytest.mark.parametrize(
+    "plant, reason",
+    [
+        (planted_without_copy, "was not copied as it was when the save began"),
+        (planted_copy_once, "was not copied as it was when the save began"),
+        (planted_first_weights, "weight equals the previous save, although its last update changed it"),
+        (planted_change, "weight of norm.weight changed between the beginning of the save and the end of its copy"),
+        (planted_hidden_change, "of norm.weight was not copied as it was when the save began"),
+    ],
+)
+def test_a_stale_or_torn_copy_is_refused_by_name(run, monkeypatch, plant, reason):
+    run.update()
+    plant(run, monkeypatch)
+    outcomes = [run.save()]
+    run.update()
+    outcomes.append(run.save())
+    found = [outcome.reason for outcome in outcomes if outcome.reason]
+    assert found
+    assert reason in found[0]
+    assert any(name in found[0] for name in run.sizes)
+    assert complete(run) == [outcome.step for outcome in outcomes if not outcome.reason]
+    monkeypatch.undo()
+    run.fragments = Run.fragments.__get__(run)
+    run.update()
+    assert run.save().reason == "", "the next save is another try"
+
+
+@pytest.mark.parametrize("case", ["lr=0", "tiny lr", "no moments", "skipped step", "one part moves"])
+def test_a_weight_may_stay_the_same(run, case):
+    if case == "no moments":
+        for tensors in run.state.values():
+            tensors["exp_avg"].zero_()
+    run.lr = {"lr=0": 0.0, "tiny lr": 1e-12}.get(case, 0.01)
+    if case == "one part moves":  # like an expert without tokens
+        run.state["norm.weight"]["exp_avg"].zero_()
+    run.update()
+    assert run.save().reason == ""
+    if case == "skipped step":
+        run.saver.before_update()
+    else:
+        run.update()
+    assert run.save().reason == ""
+
+
+def test_weights_that_are_not_finite_are_named_and_not_saved(run):
+    run.update()
+    run.state["norm.weight"]["weight"][3] = torch.inf
+    assert run.save().not_finite == "norm.weight"
+    assert complete(run) == []
+
+
+def test_a_dead_writer_fails_a_save_and_is_started_again(run):
+    run.update()
+    os.kill(run.process.pid, signal.SIGKILL)
+    reason = run.save().reason
+    assert "the writer process ended (exit code -9)" in reason
+    run.update()
+    assert run.save().reason == ""
+    os.kill(run.process.pid, signal.SIGKILL)  # between two saves
+    run.update()
+    assert {run.save().reason == "" for _ in range(2)} >= {True}
+    assert complete(run)[-1] == run.step
+
+
+def test_signals_that_end_a_job_do_not_end_the_writer(run):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        os.kill(run.process.pid, number)
+    run.update()
+    assert run.save().reason == ""
+    assert os.getsid(run.process.pid) == run.process.pid
+
+
+def test_a_failed_save_says_why_and_leaves_nothing(run):
+    run.update()
+    (run.run_dir / "checkpoints" / ".step-00000001.job-1.partial").touch()  # a folder cannot be made there
+    assert "File exists" in run.save().reason
+    run.update()
+    assert run.save().reason == ""
+    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir() if path.is_dir()) == ["step-00000002"]
+
+
+def test_a_full_disk_fails_a_save_and_the_next_one_succeeds(run):
+    """A limit of the size of files has the same effect: for the data, the index, and what else there is."""
+    run.update()
+    folder = run.save().folder
+    for path in sorted(folder.iterdir()):
+        run.update()
+        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (path.stat().st_size - 1, resource.RLIM_INFINITY))
+        assert "File too large" in run.save().reason, path.name
+        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert [found.name for found in (run.run_dir / "checkpoints").glob("*step*")] == [folder.name], path.name
+    run.update()
+    assert run.save().reason == ""
+
+
+class Job:
+    """Ranks of several nodes, all in this process: no call of a saver waits for another rank. Each has a weight of its own."""
+
+    def __init__(self, run_dir: Path, nodes: int, local: int, files: str) -> None:
+        (run_dir / "checkpoints").mkdir()
+        self.run_dir = run_dir
+        self.processes = [WriterProcess(f"test-{os.getpid()}-{id(self)}-{node}") for node in range(nodes)]
+        self.weights = [torch.rand(600 + rank) for rank in range(nodes * local)]
+        self.savers = []
+        for rank, weight in enumerate(self.weights):
+            node, count = rank // local, weight.numel()
+            first = node * local
+            where = Node(self.processes[node].name, tuple(range(first, first + local)), node, nodes)
+            shares = plan([Held(f"w{rank}", (count,), ((0, count),), 0, count, {"weight": "F32"})])
+            process = self.processes[node] if rank == first else None
+            self.savers.append(AsyncSaver(run_dir, rank, where, process, shares, files, torch.device("cpu"), "job", None, 20.0))
+
+    def save(self, step: int, torn: tuple[int, ...] = ()) -> list[list[Outcome]]:
+        """The outcomes of the ranks; the copies of some are useless."""
+        commit = Commit(Index(TrainState(step), {}), 9, 0, frozenset())
+        for rank, saver in enumerate(self.savers):
+            fragments: list[Any] = [SimpleNamespace(tensors={"weight": self.weights[rank]})]
+            saver.begin(Request(step, fragments, lambda: None, None if rank else lambda: commit))
+            if rank in torn:
+                self.weights[rank].add_(1)
+        for saver in self.savers:
+            saver.before_update()
+        for saver in reversed(self.savers):  # a rank tells what it did not hand over when it waits
+            saver.wait()
+        found = [saver.poll() for saver in self.savers[1:]]
+        self.savers[0].wait_for_commit()
+        return [self.savers[0].poll(), *found]
+
+    def close(self) -> None:
+        for saver in reversed(self.savers):
+            saver.close()
+
+
+@pytest.fixture(params=["rank", "node"])
+def job(tmp_path, request):
+    found = Job(tmp_path, 2, 2, request.param)
+    yield found
+    found.close()
+
+
+def test_ranks_of_several_nodes_write_one_checkpoint_and_learn_of_their_failures(job):
+    for step in (1, 2):
+        ((outcome,), *others) = job.save(step)
+        assert (outcome.reason, others) == ("", [[], [], []])
+        checkpoint = Checkpoint(catalog.folder_of(job.run_dir, step))
+        for rank, weight in enumerate(job.weights):
+            assert torch.equal(checkpoint.tensor(f"w{rank}"), weight)
+            weight.add_(1)
+    files = sorted(path.name for path in checkpoint.path.glob("*.safetensors"))
+    assert files in ([f"rank-{rank:05d}.safetensors" for rank in range(4)], ["node-00000.safetensors", "node-00001.safetensors"])
+
+    job.weights[3][5] = torch.nan
+    ((outcome,), *others) = job.save(3)
+    assert "w3 contains values that are not finite" in outcome.reason
+    assert others[2][0].not_finite == "w3"
+    job.weights[3][5] = 0
+
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    ((outcome,), *others) = job.save(4)
+    assert "writer 1: " in outcome.reason
+    assert others[1][0].reason
+    assert job.save(5)[0][0].reason == "", "it was started again"
+
+    ((outcome,), *others) = job.save(6, torn=(3,))
+    assert "writer 1: weight of w3 changed" in outcome.reason
+    assert "weight of w3 changed" in others[2][0].reason
+    assert job.save(7)[0][0].reason == ""
+    assert catalog.read(job.run_dir).complete == [1, 2, 5, 7]
+
+
+def test_nothing_is_written_into_another_run(run):
+    run.update()
+    run.run_dir.rename(run.run_dir.with_name("moved"))
+    (run.run_dir / "checkpoints").mkdir(parents=True)
+    assert "was removed or renamed while the run was writing to it" in run.save().reason
+    assert not list((run.run_dir / "checkpoints").iterdir())
+
+
+def _train_and_die(run_dir: str, pipe: Any) -> None:
+    """Hand a checkpoint over, and die before it is written."""
+    with locks.claimed(Path(run_dir), "run_dir") as lock:
+        run = Run(Path(run_dir), lock)
+        run.update()
+        os.kill(run.process.pid, signal.SIGSTOP)
+        run.begin()
+        run.update()
+        while run.saver._snapshot is None and run.saver._staging._thread.is_alive():
+            time.sleep(0.01)
+        pipe.send(run.process.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_writer_finishes_what_a_killed_rank_handed_over_and_the_next_job_waits_for_it(tmp_path, caplog):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=_train_and_die, args=(str(tmp_path), theirs))
+    rank.start()
+    writer = ours.recv()
+    rank.join(60)
+    threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
+    with locks.claimed(tmp_path, "run_dir"):
+        assert catalog.read(tmp_path).complete == [1]
+    assert "waiting until its last checkpoint is written" in caplog.text
+
+
+def test_a_running_job_is_not_waited_for(tmp_path):
+    refused = pytest.raises(UserError, match="is being written by another job")
+    with locks.claimed(tmp_path, "run_dir"), refused, locks.claimed(tmp_path, "run_dir"):
+        pass
+
+
+def test_the_writer_loads_no_torch():
+    program = "import sys, pipeline.checkpoint.writer\nprint(*{'torch', 'safetensors.torch', 'deepspeed', 'hydra'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_checks_of_bytes(dtype):
+    values = torch.randn(1001).to(dtype)
+    data = memoryview(values.view(torch.uint8).numpy())
+    size, name = values.element_size(), {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    assert word_sum(data, size) == (word_sum(data[:600], size) + word_sum(data[600:], size)) % 2**32
+    assert finite_bits(data, name)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        spoiled = values.clone()
+        spoiled[77] = bad
+        spoiled_data = memoryview(spoiled.view(torch.uint8).numpy())
+        assert not finite_bits(spoiled_data, name)
+        assert word_sum(spoiled_data, size) != word_sum(data, size)
+    largest = torch.full((9,), torch.finfo(dtype).max, dtype=dtype)
+    assert finite_bits(memoryview(largest.view(torch.uint8).numpy()), name), "the sum overflows"
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_an_update_of_adamw_that_changed_a_weight_is_recognized_and_no_other(lr):
+    weight = torch.nn.Parameter(torch.randn(2000))
+    optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    for updates in range(1, 8):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(2000)
+        optimizer.step()
+        state = [optimizer.state[weight][name].numpy() for name in ("exp_avg", "exp_avg_sq")]
+        update = LastUpdate(lr, 0.9, 0.95, 1e-8, updates)
+        recognized = should_have_changed(weight.detach().numpy(), *state, update)
+        assert recognized or lr < 1e-6, "at such rates most updates are lost in rounding"
+        assert not (recognized and torch.equal(before, weight))
+        for name in range(0, 2000, 50):
+            one = [values[name : name + 1] for values in (weight.detach().numpy(), *state)]
+            if should_have_changed(*one, update):
+                assert before[name] != weight[name]

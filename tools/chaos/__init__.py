@@ -1,0 +1,1 @@
+"""Faults at exact moments of a training job, for tools/chaos_checkpoint."""

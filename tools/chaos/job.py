@@ -1,0 +1,279 @@
+"""A job of few ranks on this machine, traced, and killed at the line of its fault."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[2]
+INJECT = Path(__file__).parent / "inject"
+
+
+class Process(Protocol):
+    """A started process."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+
+
+#: (arguments of Python, environment, file of both output streams) -> the process.
+Start = Callable[[list[str], dict[str, str], Path], Process]
+
+
+class Forked:
+    """A process forked from one that has imported everything."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_be_rank, args=(arguments, environment, str(output)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+
+
+def preload() -> None:
+    """Begin to import what ranks need, in the process that they are forked from."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    from multiprocessing import forkserver
+
+    multiprocessing.set_forkserver_preload(["tools.chaos.preload"])
+    forkserver.ensure_running()
+
+
+def _be_rank(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    """Run `python ARGUMENTS` in this process."""
+    import runpy
+
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, number in ((nothing, 0), (file, 1), (file, 2)):
+        os.dup2(source, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    assert arguments[0] == "-m"
+    sys.argv = arguments[1:]
+    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is killed, and when.
+
+    Attributes:
+        moment: a key of tracing.MOMENTS, or "any time".
+        victim: "rank 0", "rank 1", ..., "writer" or "all".
+        line: (file, line, whether training has begun) that `role` executes for the `count`-th time; None: a random time.
+        role: the process that is stopped there.
+        count: see line.
+        step: for a random time, the step in which it lies.
+        delay: for a random time, seconds after the line of this step in metrics.jsonl.
+        token: of this fault.
+    """
+
+    moment: str
+    victim: str
+    line: tuple[str, int, bool] | None = None
+    role: str = ""
+    count: int = 1
+    step: int = 0
+    delay: float = 0.0
+    token: int = field(default_factory=itertools.count().__next__)
+
+    def environment(self) -> str:
+        """The fault as tracing.install reads it."""
+        if self.line is None:
+            return "null"
+        file, line, started = self.line
+        return json.dumps({"id": self.token, "role": self.role, "file": file, "line": line, "started": started, "count": self.count})
+
+
+class Listener:
+    """The socket that traced processes report to.
+
+    Attributes:
+        name: of the socket, in the abstract namespace.
+        messages: (role, process id, message, connection) in the order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"chaos-{os.getpid()}-{random.SystemRandom().getrandbits(32)}"
+        self.messages: queue.Queue[tuple[str, int, dict[str, Any], socket.socket]] = queue.Queue()
+        self._landed: set[str] = set()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        role, pid = "", 0
+        with contextlib.suppress(OSError), connection, connection.makefile("r") as lines:
+            for line in lines:
+                try:
+                    message = json.loads(line)
+                except ValueError:  # the process was killed in the middle of it
+                    return
+                if "role" in message:
+                    role, pid = message["role"], message["pid"]
+                if "landed" in message and message["fault"] in self._landed:  # the process that was started after the fault
+                    connection.sendall(b"go on\n")
+                    continue
+                self._landed.add(message.get("fault", ""))
+                self.messages.put((role, pid, message, connection))
+
+
+@dataclass
+class Traced:
+    """What processes of all jobs have reported.
+
+    Attributes:
+        lines: (role, file, line, whether training had begun) -> how often a process executed it, at least.
+        functions: (file, line) -> name of the function.
+    """
+
+    lines: dict[tuple[str, str, int, bool], int] = field(default_factory=dict)
+    functions: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def add(self, role: str, message: dict[str, Any]) -> None:
+        """Note the lines of a message."""
+        if "line" in message:
+            file, line, started = message["line"]
+            self.lines.setdefault((role, file, line, started), 1)
+            self.functions[file, line] = message["function"]
+        for file, line, started, count in message.get("counts", []):
+            self.lines[role, file, line, started] = max(count, self.lines.get((role, file, line, started), 1))
+
+
+class Job:
+    """The ranks of one start of a command, and their writer.
+
+    Args:
+        start: starts a process.
+        arguments: of `python -m pipeline`.
+        ranks: how many.
+        listener: for their reports.
+        fault: None for none.
+        output: file that both streams of all ranks are appended to.
+    """
+
+    def __init__(self, start: Start, arguments: list[str], ranks: int, listener: Listener, fault: Fault | None, output: Path) -> None:
+        self.listener, self.fault, self.output = listener, fault, output
+        self.writers: list[int] = []
+        self.first_step = False
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "none"}
+        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | {"CHAOS_SOCKET": listener.name}
+        job |= {"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        job |= {} if fault is None else {"CHAOS_FAULT": fault.environment()}
+        command = ["-m", "tools.chaos.tracing", *arguments]
+        self.ranks: dict[str, Process] = {}
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.ranks[f"rank {rank}"] = start(command, {**os.environ, **job, **own}, output)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes of the ranks, None while they run."""
+        return [process.poll() for process in self.ranks.values()]
+
+    def next(self, traced: Traced, seconds: float) -> tuple[str, dict[str, Any], socket.socket] | None:
+        """Wait for the next message of a process of this job; None after `seconds`."""
+        try:
+            role, pid, message, connection = self.listener.messages.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        traced.add(role, message)
+        if "role" in message and role == "writer":
+            self.writers.append(pid)
+        if pid == self.ranks["rank 0"].pid and message.get("line", ("", 0, False))[2]:
+            self.first_step = True
+        return role, message, connection
+
+    def strike(self, connection: socket.socket | None) -> bool:
+        """Kill the victims of the fault; then the process that waits at its line goes on. Returns whether one of them was alive."""
+        assert self.fault is not None
+        victims = [p.pid for role, p in self.ranks.items() if self.fault.victim in (role, "all") and p.poll() is None]
+        victims += [pid for pid in self.writers if self.fault.victim in ("writer", "all")]
+        alive = [_signal(pid, signal.SIGKILL) for pid in victims]
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"go on\n")
+        return any(alive)
+
+    def stop(self, grace: float) -> None:
+        """Do what a launcher does when a rank has ended: the others may end by themselves for `grace` seconds, then they are killed."""
+        deadline = time.monotonic() + grace
+        while None in self.codes() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in self.ranks.values():
+            process.kill()
+
+    def living_writers(self) -> list[int]:
+        """Process ids of the writers that still run."""
+        return [pid for pid in self.writers if _is_alive(pid)]
+
+
+def processes_of(name: str) -> list[int]:
+    """Process ids on this machine that were started for this listener, by their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"CHAOS_SOCKET={name}".encode() in (folder / "environ").read_bytes() and _is_alive(int(folder.name)):
+                    found.append(int(folder.name))
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _signal(pid: int, number: int) -> bool:
+    if not _is_alive(pid):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def _free_port() -> int:
+    """A port that is free, below those that the kernel chooses from."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
