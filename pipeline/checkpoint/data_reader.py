@@ -10,19 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
-from numpy.lib.stride_tricks import as_strided
 
+from pipeline.checkpoint import read_chunk
 from pipeline.checkpoint.data_file import FileEntry
-from pipeline.checkpoint.read_plan import FilePlan, Integers, Source
+from pipeline.checkpoint.read_chunk import Bytes, Damage, Digests
+from pipeline.checkpoint.read_plan import FilePlan, Integers
 from pipeline.common.atomic_files import digest
-
-Bytes = npt.NDArray[np.uint8]
-Digests = npt.NDArray[np.uint64]
 
 #: Files that are open at a time.
 OPEN_FILES = 64
@@ -32,23 +27,6 @@ THREADS = 4
 _DIGEST_GAP = 512
 #: The most buffers of one call of preadv (IOV_MAX of Linux).
 _VECTORS = 1024
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Bytes of a source that are not as they were written.
-
-    Attributes:
-        source: the part and kind.
-        first: first byte in the part.
-        last: end in the part.
-        reason: what is wrong, after the name of the file.
-    """
-
-    source: Source
-    first: int
-    last: int
-    reason: str
 
 
 @dataclass
@@ -77,12 +55,13 @@ class Counters:
 
 @dataclass(frozen=True)
 class _Task:
-    """A chunk of a plan, with the open file and the checksums of the blocks of each span of the plan."""
+    """A chunk of a plan, with the open file, the checksums of the blocks of all spans of the plan, and the first one of each span."""
 
     plan: FilePlan
     chunk: int
     handle: int
-    digests: list[Digests]
+    digests: Digests
+    starts: Integers
 
 
 class DataFiles:
@@ -124,12 +103,12 @@ class DataFiles:
         for plan in plans:
             try:
                 handle = self._handle(plan.file)
-                digests = self._read_digests(plan, handle)
+                digests, starts = self._read_digests(plan, handle)
             except OSError as error:
                 damaged += [Damage(source, 0, source.size, error.strerror or str(error)) for source in plan.sources]
                 continue
             for chunk in range(len(plan.chunks) - 1):
-                yield _Task(plan, chunk, handle, digests)
+                yield _Task(plan, chunk, handle, digests, starts)
 
     def _handle(self, file: int) -> int:
         """Open a file, if it is not open.
@@ -168,25 +147,29 @@ class DataFiles:
                 vectors[0] = vectors[0][size:]
         return total
 
-    def _read_digests(self, plan: FilePlan, handle: int) -> list[Digests]:
-        """The checksums of the blocks of each span; none without block digests."""
+    def _read_digests(self, plan: FilePlan, handle: int) -> tuple[Digests, Integers]:
+        """The checksums of the blocks of all spans, and the first one of each span and the end; empty without block digests.
+
+        Raises:
+            OSError: they cannot be read.
+        """
         entry = self._files[plan.file]
         if not entry.blocks:
-            return [np.zeros(0, np.uint64)] * len(plan.spans)
-        offset = entry.bytes - 8 * entry.blocks
-        ranges = np.array([_blocks_of(plan.sources[source], low, high) for low, high, source in plan.spans.tolist()])
+            return np.zeros(0, np.uint64), np.zeros(len(plan.spans) + 1, np.int64)
+        ranges = plan.digests()
+        starts = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
+        digests = np.empty(starts[-1], "<u8")
         order = np.argsort(ranges[:, 0])
         first, last = ranges[order].T
-        starts = np.flatnonzero(np.concatenate([[True], first[1:] - np.maximum.accumulate(last)[:-1] > _DIGEST_GAP]))
-        found: list[Digests] = [np.zeros(0, np.uint64)] * len(ranges)
-        for begin, end in zip(starts, [*starts[1:], len(order)], strict=True):
+        groups = np.flatnonzero(np.concatenate([[True], first[1:] - np.maximum.accumulate(last)[:-1] > _DIGEST_GAP]))
+        for begin, end in zip(groups, [*groups[1:], len(order)], strict=True):
             low, high = int(first[begin]), int(last[begin:end].max())
-            digests = np.zeros(high - low, "<u8")
-            if self._pread(handle, [digests.data.cast("B")], offset + 8 * low) != digests.nbytes:
+            near = np.empty(high - low, "<u8")
+            if self._pread(handle, [near.data.cast("B")], entry.bytes - 8 * (entry.blocks - low)) != near.nbytes:
                 raise OSError(f"ends before its block digests {low}:{high}")
             for span in order[begin:end].tolist():
-                found[span] = digests[ranges[span, 0] - low : ranges[span, 1] - low]
-        return found
+                digests[starts[span] : starts[span + 1]] = near[ranges[span, 0] - low : ranges[span, 1] - low]
+        return digests, starts
 
     def _read_chunk(self, buffers: Sequence[Bytes], task: _Task) -> list[Damage]:
         """Read the spans of a chunk, verify them, and copy the pieces that were not read into their place."""
@@ -194,13 +177,13 @@ class DataFiles:
         spans = plan.spans[first:last]
         pieces = plan.pieces[slice(*np.searchsorted(plan.pieces[:, 4], (first, last)))]
         starts = np.flatnonzero(~plan.joined[first:last])  # spans from which one call reads
-        position = _positions(spans, starts)
+        position = read_chunk.positions(spans, starts)
         scratch = self._scratch(int(position[-1] + spans[-1, 1] - spans[-1, 0]))
-        whole = _whole(spans, pieces, first)
-        places = _places(spans, position, pieces, whole, scratch, buffers)
+        whole = read_chunk.whole(spans, pieces, first)
+        places = read_chunk.places(spans, position, pieces, whole, scratch, buffers)
         damaged = []
         for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True):
-            vectors = _vectors(spans[low:high], position[low:high], places[low:high], scratch)
+            vectors = read_chunk.vectors(spans[low:high], position[low:high], places[low:high], scratch)
             begin, reason = int(spans[low, 0]), "ends before"
             try:
                 end = begin + self._pread(task.handle, vectors, begin)
@@ -212,11 +195,12 @@ class DataFiles:
                 damaged.append(Damage(source, max(end, first_lost) - source.offset, last_lost - source.offset, reason))
         if damaged:
             return damaged
-        for number, (low, high, source) in enumerate(spans.tolist()):
-            damaged += _verify(plan.sources[source], low, high, places[number], task.digests[first + number])
+        if len(task.digests):
+            expected = task.digests[task.starts[first] : task.starts[last]]
+            damaged = read_chunk.verify(plan, first, last, places, expected)
         copied = pieces[whole[pieces[:, 4] - first] < 0]
         span = copied[:, 4] - first
-        _copy(copied, scratch, position[span] + copied[:, 0] - spans[span, 0], buffers)
+        read_chunk.copy(copied, scratch, position[span] + copied[:, 0] - spans[span, 0], buffers)
         return damaged
 
     def _scratch(self, size: int) -> Bytes:
@@ -225,109 +209,3 @@ class DataFiles:
         if buffer is None or len(buffer) < size:
             buffer = self._buffers.scratch = np.empty(size, np.uint8)
         return buffer
-
-
-def _blocks_of(source: Source, low: int, high: int) -> tuple[int, int]:
-    """First and last + 1 position, in the block digests of the file, of the blocks from a byte of the file to another."""
-    begin = source.before - source.offset
-    return source.digest + (low + begin) // source.block, source.digest + (high - 1 + begin) // source.block + 1
-
-
-def _positions(spans: Integers, starts: Integers) -> Integers:
-    """Where each span is in the scratch buffer: spans and gaps that one call reads are contiguous."""
-    lengths = spans[np.append(starts[1:], len(spans)) - 1, 1] - spans[starts, 0]
-    base = np.cumsum(lengths) - lengths
-    call = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(spans))))
-    positions: Integers = base[call] + spans[:, 0] - spans[starts[call], 0]
-    return positions
-
-
-def _whole(spans: Integers, pieces: Integers, first: int) -> Integers:
-    """For each span, the piece that alone covers it, which is read into its place; -1 for none."""
-    own = pieces[:, 4] - first
-    whole = np.full(len(spans), -1)
-    covers = (pieces[:, 0] == spans[own, 0]) & (pieces[:, 1] == spans[own, 1] - spans[own, 0])
-    covers &= np.bincount(own, minlength=len(spans))[own] == 1
-    whole[own[covers]] = np.flatnonzero(covers)
-    return whole
-
-
-def _places(
-    spans: Integers, position: Integers, pieces: Integers, whole: Integers, scratch: Bytes, buffers: Sequence[Bytes]
-) -> list[memoryview]:
-    """The memory that each span is read into."""
-    places = []
-    for (low, high, _), at, piece in zip(spans.tolist(), position.tolist(), whole.tolist(), strict=True):
-        if piece < 0:
-            places.append(scratch[at : at + high - low].data)
-        else:
-            _, size, target, to, _ = pieces[piece].tolist()
-            places.append(buffers[target][to : to + size].data)
-    return places
-
-
-def _vectors(spans: Integers, position: Integers, places: list[memoryview], scratch: Bytes) -> list[memoryview]:
-    """The memory of spans that one call reads, with that of the gaps between them."""
-    vectors = places[:1]
-    for number in range(1, len(places)):
-        if gap := int(spans[number, 0] - spans[number - 1, 1]):
-            at = int(position[number])
-            vectors.append(scratch[at - gap : at].data)
-        vectors.append(places[number])
-    return vectors
-
-
-def _verify(source: Source, low: int, high: int, place: memoryview, digests: Digests) -> list[Damage]:
-    """Compare the blocks of a span with their checksums; blocks in a row that differ are one damage."""
-    if not len(digests):
-        return []
-    # The first block may be shorter, and so may the last one.
-    lead = min(-(low - source.offset + source.before) % source.block, high - low)
-    whole = (high - low - lead) // source.block * source.block
-    ends = np.concatenate([[lead] if lead else [], np.arange(lead + source.block, lead + whole + 1, source.block)]).astype(np.int64)
-    found = [xxhash.xxh3_64_intdigest(place[:lead])] if lead else []
-    blocks: Any = np.frombuffer(place[lead : lead + whole], np.uint8).reshape(-1, source.block)
-    found += map(xxhash.xxh3_64_intdigest, blocks)
-    if lead + whole < high - low:
-        found.append(xxhash.xxh3_64_intdigest(place[lead + whole :]))
-        ends = np.append(ends, high - low)
-    begins = np.append(0, ends[:-1])
-    bad = np.flatnonzero(np.array(found, np.uint64) != digests)
-    damaged = []
-    for run in np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1) if len(bad) else ():
-        first, last = (low - source.offset + int(byte) for byte in (begins[run[0]], ends[run[-1]]))
-        damaged.append(Damage(source, first, last, "differs there from its checksum"))
-    return damaged
-
-
-def _copy(pieces: Integers, scratch: Bytes, at: Integers, buffers: Sequence[Bytes]) -> None:
-    """Copy pieces from the scratch buffer into their place; pieces at regular distances, as those of a slice, with one call.
-
-    Args:
-        pieces: as in FilePlan.
-        scratch: the buffer that they were read into.
-        at: position of each piece in it.
-        buffers: what they go to.
-    """
-    if not len(pieces):
-        return
-    _, size, target, to, _ = pieces.T
-    step, step_to = np.diff(at), np.diff(to)
-    regular = (size[1:] == size[:-1]) & (target[1:] == target[:-1])
-    # A group ends before the first piece that is at another distance than the one before it.
-    changes = np.flatnonzero(~(regular[1:] & regular[:-1] & (step[1:] == step[:-1]) & (step_to[1:] == step_to[:-1]))) + 1
-    ends = np.append(changes, len(regular)).tolist()
-    first = next_change = 0
-    while first < len(pieces):
-        while next_change < len(ends) - 1 and ends[next_change] <= first:
-            next_change += 1
-        last = ends[next_change] if first < len(regular) and regular[first] else first
-        rows, length = last - first + 1, int(size[first])
-        source, place = scratch[int(at[first]) :], buffers[int(target[first])][int(to[first]) :]
-        if rows == 1:
-            place[:length] = source[:length]
-        else:
-            strides = [(int(steps[first]), 1) for steps in (step, step_to)]
-            values, places = (as_strided(array, (rows, length), stride) for array, stride in zip((source, place), strides, strict=True))
-            places[:] = values
-        first = last + 1

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 #: Bytes of each of the two pinned buffers that a tensor of a GPU passes through.
 BOUNCE = 32 << 20
+
+
+class Event(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def record(self) -> object:
+        """Mark this moment in the work of the GPU."""
+
+    def synchronize(self) -> object:
+        """Wait until the GPU has come to the mark."""
 
 
 def host_bytes(values: Tensor) -> Iterator[memoryview]:
@@ -20,17 +31,27 @@ def host_bytes(values: Tensor) -> Iterator[memoryview]:
     if flat.device.type == "cpu":
         yield flat.numpy().data
         return
-    chunks = flat.split(BOUNCE)
-    buffers = [torch.empty(min(BOUNCE, len(flat)), dtype=torch.uint8, pin_memory=True) for _ in chunks[:2]]
-    copied = [torch.cuda.Event() for _ in buffers]
+    buffers = [torch.empty(min(BOUNCE, len(flat)), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    yield from through_buffers(flat, buffers, [torch.cuda.Event(), torch.cuda.Event()])
 
-    def start(number: int) -> None:
+
+def through_buffers(flat: Tensor, buffers: Sequence[Tensor], copied: Sequence[Event]) -> Iterator[memoryview]:
+    """Copy bytes through two buffers in turn; the next copy begins before the caller gets the one before.
+
+    Args:
+        flat: the bytes.
+        buffers: two of the same size, in host memory.
+        copied: an event for each.
+    """
+    chunks = flat.split(len(buffers[0]))
+
+    def begin(number: int) -> None:
         buffers[number % 2][: len(chunks[number])].copy_(chunks[number], non_blocking=True)
         copied[number % 2].record()
 
-    start(0)
+    begin(0)
     for number, chunk in enumerate(chunks):
         copied[number % 2].synchronize()
         if number + 1 < len(chunks):
-            start(number + 1)
+            begin(number + 1)
         yield buffers[number % 2][: len(chunk)].numpy().data

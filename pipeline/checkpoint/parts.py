@@ -28,7 +28,7 @@ DIMS = 3
 #: Offset in the file of a kind that is not stored.
 NOT_STORED = 2**64 - 1
 #: The most and the least bytes of a block, and the least of a weight whose rows are sliced; a checksum has 8 bytes.
-BLOCK, SMALLEST_BLOCK, SMALLEST_ROW_BLOCK = 128 << 10, 512, 1024
+BLOCK, SMALLEST_BLOCK, SMALLEST_ROW_BLOCK = 32 << 10, 512, 1024
 #: Blocks of a weight, and of each row of a weight whose rows are sliced, at least.
 BLOCKS_PER_WEIGHT, BLOCKS_PER_ROW = 1024, 16
 #: Bytes of an element, by the name of its dtype in safetensors.

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.checkpoint.contents import REMEDY, Contents, Rows
-from pipeline.checkpoint.data_reader import Bytes, Counters, Damage, DataFiles
+from pipeline.checkpoint.data_reader import Counters, DataFiles
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box, box_of, overlap, padded
+from pipeline.checkpoint.read_chunk import Bytes, Damage
 from pipeline.checkpoint.read_plan import FilePlan, Integers, Source, plan
 from pipeline.common.errors import DamagedCheckpointError, Violation
 
@@ -147,15 +148,28 @@ def _text(name: str, box: Box, first: int, last: int) -> str:
 
 def _parts(rows: np.ndarray, box: Box, start: int, count: int) -> Iterator[_Part]:
     """The stored runs that have elements of a run of a weight."""
-    low, high = padded(box)
-    touched = ((rows["box_start"] < high) & (rows["box_stop"] > low)).all(1) & (rows["count"] > 0)
-    same = (rows["box_start"] == low).all(1) & (rows["box_stop"] == high).all(1)
+    own_start, own_stop = (np.array(corner) for corner in padded(box))
+    low, high = np.maximum(rows["box_start"], own_start), np.minimum(rows["box_stop"], own_stop)
+    touched = (low < high).all(1) & (rows["count"] > 0)
+    # The elements of both boxes are between two corners, in the order of each box.
     begin = rows["start"].astype(np.int64)
-    touched &= ~same | ((begin < start + count) & (begin + rows["count"].astype(np.int64) > start))
+    bounds = (
+        (rows["box_start"], rows["box_stop"], begin, begin + rows["count"].astype(np.int64)),
+        (own_start, own_stop, start, start + count),
+    )
+    for box_start, box_stop, first, last in bounds:
+        touched &= (_position(low, box_start, box_stop) < last) & (_position(high - 1, box_start, box_stop) >= first)
     for row in rows[touched]:
         stretches = np.stack(overlap(box_of(row, len(box)), (int(row["start"]), int(row["count"])), box, (start, count)), axis=1)
         if len(stretches):
             yield _Part(row, stretches)
+
+
+def _position(corner: Integers, start: Integers, stop: Integers) -> Integers:
+    """The positions of elements in flattened boxes of three dims."""
+    sizes, offsets = stop - start, corner - start
+    found: Integers = (offsets[..., 0] * sizes[..., 1] + offsets[..., 1]) * sizes[..., 2] + offsets[..., 2]
+    return found
 
 
 def _source(part: _Part, column: int, number: int, target: int, item: int, block: int) -> Source:

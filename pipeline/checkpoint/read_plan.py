@@ -68,6 +68,8 @@ class FilePlan:
     Attributes:
         file: its number.
         spans: (spans, 3): first byte, end, and number of the source whose blocks they are.
+        blocks: (spans, 3): byte from which the blocks are counted, bytes of a block, and position in the block digests of the file of the
+            block that begins there; the latter is negative if the file has no block digests.
         joined: for each span, whether one call reads it with the span before it, and the gap between them.
         chunks: for each chunk and the end, its first span.
         pieces: (pieces, 5): first byte, number of bytes, number of the buffer, first byte in the buffer, and span; no piece crosses a span.
@@ -76,6 +78,7 @@ class FilePlan:
 
     file: int
     spans: Integers
+    blocks: Integers
     joined: npt.NDArray[np.bool_]
     chunks: Integers
     pieces: Integers
@@ -86,6 +89,12 @@ class FilePlan:
         """Bytes that are read, gaps included."""
         length = self.spans[:, 1] - self.spans[:, 0]
         return int(length.sum() + (self.spans[1:, 0] - self.spans[:-1, 1])[self.joined[1:]].sum())
+
+    def digests(self) -> Integers:
+        """For each span, first and last + 1 position of its blocks in the block digests of the file."""
+        origin, block, position = self.blocks.T
+        first, last = (self.spans[:, 0] - origin) // block, (self.spans[:, 1] - 1 - origin) // block + 1
+        return np.stack([position + first, position + last], axis=1)
 
 
 def plan(sources: Sequence[Source]) -> list[FilePlan]:
@@ -99,7 +108,9 @@ def plan(sources: Sequence[Source]) -> list[FilePlan]:
     for (file, found), joined in zip(spans.items(), gaps, strict=True):
         chunks = _chunks(found)
         joined[chunks[:-1]] = False
-        plans.append(FilePlan(file, found, joined, chunks, _pieces(by_file[file], found), by_file[file]))
+        members = by_file[file]
+        blocks = np.array([(source.offset - source.before, source.block, source.digest) for source in members])[found[:, 2]]
+        plans.append(FilePlan(file, found, blocks, joined, chunks, _pieces(members, found), members))
     return plans
 
 

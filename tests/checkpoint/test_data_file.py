@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.checkpoint import data_file
+from pipeline.checkpoint.host_buffers import through_buffers
 from pipeline.checkpoint.parts import NOT_STORED, Part, count_blocks
 
 
@@ -88,3 +90,28 @@ def test_a_flipped_byte_and_a_short_file_name_their_blocks(tmp_path: Path) -> No
 def test_a_source_of_another_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight/a\[0:8\]@3: 16 bytes instead of 20"):
         data_file.write(tmp_path / "file", [part("a", 5, FROZEN | {"weight": "F32"})], lambda _number, _kind: [memoryview(bytes(16))])
+
+
+@pytest.mark.parametrize("size", [1, 16, 17, 100])
+def test_a_tensor_of_a_gpu_passes_through_two_buffers(size: int) -> None:
+    """Its copies end when they are waited for: a copy that begins then would overwrite what the caller has not used."""
+    waiting: list[int] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def record(self) -> None:
+            waiting.append(self.number)
+
+        def synchronize(self) -> None:
+            waiting.remove(self.number)
+
+    values = torch.randint(256, (size,), dtype=torch.uint8)
+    buffers = [torch.empty(16, dtype=torch.uint8) for _ in range(2)]
+    seen = b""
+    for view in through_buffers(values, buffers, [Event(0), Event(1)]):
+        assert len(waiting) <= 1, "one copy runs beside the caller"
+        seen += bytes(view)
+    assert seen == values.numpy().tobytes()
+    assert waiting == []

@@ -1,5 +1,6 @@
 """Engines on four ranks: exact resume, resume in another layout, and skipped steps on non-finite gradients."""
 
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -42,7 +43,12 @@ def _save_and_continue(folder, first, second):
     path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7)), unsharded(trainer, "ema")
     config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
-    resume.load(trainer, Checkpoint(path))
+    checkpoint = Checkpoint(path)
+    resume.load(trainer, checkpoint)
+    opened = checkpoint.counters.opened
+    assert len(set(opened)) == len(opened), "each file is opened once, and only files of the checkpoint"
+    if "parallel.zero_stage=0" not in second:
+        assert checkpoint.counters.bytes < sum(file.stat().st_size for file in path.glob("*.safetensors")), "a rank reads its part"
     loaded = train(config, trainer, range(4, 7)), unsharded(trainer, "ema")
     return straight, loaded
 
@@ -85,6 +91,62 @@ def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
         assert torch.allclose(torch.tensor(straight), torch.tensor(loaded), rtol=1e-4, atol=0)
         for name in (average | same).keys() - {name for name in average if name.endswith("key.bias")}:  # its gradient is rounding
             assert (average[name] - same[name]).norm() <= 1e-4 * average[name].norm(), name
+
+
+def _save_by_node(folder):
+    """Save in a file for each of two nodes, load into another layout: the names of the files, and whether the weights are the same."""
+    from unittest import mock
+
+    from pipeline.checkpoint import load_any_layout, save
+    from pipeline.checkpoint.native import Index, TrainState
+    from pipeline.checkpoint.reader import Checkpoint
+
+    config, trainer = make("precision=fp32", "parallel.zero_stage=1", "parallel.tensor=2")
+    before = unsharded(trainer)
+    with mock.patch("socket.gethostname", return_value=f"node{dist.get_rank() % 2}"):
+        index = Index(TrainState(), dataclasses.asdict(config))
+        path = save.save(Path(folder), index, trainer.engine.fragments(), keep=1, files="node")
+    _, other = make("precision=fp32", "parallel.zero_stage=0", "training.seed=99")
+    load_any_layout.load(Checkpoint(path), other.engine.fragments())
+    after = unsharded(other)
+    return sorted(file.name for file in path.iterdir()), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_file_for_each_node(world, tmp_path):
+    files = ["index.json", "node-00000.safetensors", "node-00001.safetensors", "parts.npy"]
+    for names, equal in world.run(_save_by_node, tmp_path):
+        assert names == files
+        assert equal
+
+
+def _save_on_a_full_disk(folder, rank, file):
+    """Save where one rank cannot write a file: the message on this rank, and what is left."""
+    import os
+    from unittest import mock
+
+    from pipeline.checkpoint import save
+    from pipeline.checkpoint.native import Index, TrainState
+    from pipeline.common.errors import UserError
+
+    config, trainer = make("precision=fp32", "parallel.zero_stage=0")
+    replace = os.replace
+
+    def full(source, target):
+        if file in str(target):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    patch = mock.patch("os.replace", full) if dist.get_rank() == rank else contextlib.nullcontext()
+    with pytest.raises(UserError) as raised, patch:
+        save.save(Path(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    return str(raised.value), sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("rank", "file"), [(2, "record-00002.json"), (0, "parts.npy"), (0, "index.json"), (0, "catalog.json")])
+def test_every_rank_reports_a_record_index_or_catalog_that_cannot_be_written(world, tmp_path, rank, file):
+    for message, left in world.run(_save_on_a_full_disk, tmp_path, rank, file):
+        assert "could not be written: [Errno 28] No space left on device" in message
+        assert left == ([] if file == "catalog.json" else ["catalog.json"])
 
 
 def _load_damaged(folder):

@@ -1,8 +1,9 @@
-"""The cases of tools/audit_scale: released models in a sensible layout for a number of ranks."""
+"""The cases of tools/audit_scale and tools/audit_reading: released models in a sensible layout for a number of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class Case:
             "training.sequence_length=4096",
             *self.more,
         ]
+
+    def compose(self) -> Any:
+        """Return the checked configuration."""
+        from hydra import compose as hydra_compose
+        from hydra import initialize_config_dir
+
+        from pipeline.config import compose
+        from pipeline.config.paths import CONF_DIR
+        from pipeline.config.rules import check
+
+        compose.register()
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            config = compose.to_run_config(hydra_compose("config", self.overrides()))
+        check.check(config, self.ranks)
+        return config
 
 
 GPT3 = ("training.sequence_length=2048",)
