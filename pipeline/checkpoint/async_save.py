@@ -86,7 +86,8 @@ class AsyncSaver(Saver):
         device: of the fragments.
         token: of the job, for the names of partial folders.
         lock: file descriptor of the lock of the run directory, on rank 0.
-        patience: seconds without an answer after which a writer is given up.
+        patience: seconds after which a save that is waited for is given up.
+        before_next: the same where the next save waits; other ranks may wait for this one in a collective of the next step.
 
     Raises:
         OSError: there is not enough memory, or the writer process does not answer.
@@ -104,9 +105,11 @@ class AsyncSaver(Saver):
         token: str,
         lock: int | None,
         patience: float,
+        before_next: float,
     ) -> None:
         self._run_dir, self._rank, self._node, self._process, self._shares = run_dir.absolute(), rank, node, process, shares
-        self._files, self._token, self._lock, self._patience = files, token, lock, patience
+        self._files, self._token, self._lock = files, token, lock
+        self._patience, self._before_next = patience, before_next
         self._identity = handover.identity_of(run_dir / "checkpoints")
         self._staging = Staging([share.part for share in shares], device)
         self._snapshot: Snapshot | None = None
@@ -120,8 +123,8 @@ class AsyncSaver(Saver):
 
     def begin(self, request: Request) -> None:
         """See Saver."""
-        self.wait()
-        self.wait_for_commit()
+        self.before_update()
+        self._receive_while(lambda pending: pending.data or pending.commit, self._before_next)
         self._count += 1
         attempt = f"{self._token}-{self._count}"
         self._pending = _Pending(request.step, attempt, commit=request.commit is not None)
@@ -148,11 +151,11 @@ class AsyncSaver(Saver):
     def wait(self) -> None:
         """See Saver."""
         self.before_update()
-        self._receive_while(lambda pending: pending.data)
+        self._receive_while(lambda pending: pending.data, self._patience)
 
     def wait_for_commit(self) -> None:
         """See Saver."""
-        self._receive_while(lambda pending: pending.commit)
+        self._receive_while(lambda pending: pending.commit, self._patience)
 
     def abandon(self, reason: str) -> None:
         """See Saver."""
@@ -164,6 +167,7 @@ class AsyncSaver(Saver):
         if self._snapshot is not None:
             self._snapshot.problem = "the run has ended"
             self._snapshot.released.set()
+        self._staging.close()
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -186,21 +190,26 @@ class AsyncSaver(Saver):
             save = Save(request.step, pending.attempt, snapshot.sums(), previous, update, settings)
             with self._sending:
                 if self._connection is None:
-                    self._connection = self._connect()
+                    self._connection = self._connect(lambda: self._pending is pending)
                 try:
                     self._connection.send(save)
                 except OSError:
+                    self._connection.close()
+                    self._connection = None
                     raise ValueError(self._why("the writer process ended")) from None
         except Exception as error:
             self._failures.put(Failed(pending.attempt, str(error)))
 
-    def _connect(self) -> Connection:
+    def _connect(self, wanted: Callable[[], bool] = lambda: True) -> Connection:
         """Connect to the writer of the node, which its first rank starts, and introduce this rank.
+
+        Args:
+            wanted: whether to go on trying.
 
         Raises:
             OSError: it cannot be started, or does not answer.
         """
-        connection = self._started() if self._process is None else self._process.connect()
+        connection = self._started(wanted) if self._process is None else self._process.connect()
         shares, staging, node, shared = self._shares, self._staging, self._node, self._files == "node"
         member = Member(
             rank=self._rank,
@@ -223,24 +232,28 @@ class AsyncSaver(Saver):
             handover.send_files(connection, files)
         return connection
 
-    def _started(self) -> Connection:
-        """Connect to the writer that another rank starts."""
+    def _started(self, wanted: Callable[[], bool]) -> Connection:
+        """Connect to the writer that another rank starts; arguments and errors as of _connect."""
         deadline = time.monotonic() + _CONNECT
         while True:
             try:
                 return handover.connect(self._node.writer)
             except (ConnectionRefusedError, FileNotFoundError):
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or not wanted():
                     raise
                 time.sleep(0.05)
 
-    def _receive_while(self, condition: Callable[[_Pending], bool]) -> None:
-        """Receive answers as long as a condition holds for the save in progress."""
-        deadline = time.monotonic() + self._patience
+    def _receive_while(self, condition: Callable[[_Pending], bool], patience: float) -> None:
+        """Receive answers as long as a condition holds for the save in progress, and give it up after some seconds."""
+        deadline = time.monotonic() + patience
         while self._pending is not None and condition(self._pending):
             self._receive(0.2)
             if time.monotonic() > deadline and self._pending is not None:
-                self._lost(f"the writer process has not answered for {self._patience:.0f} s", kill=True)
+                reason = f"it was not written when {patience:.0f} s had been waited for it: the file system is too slow for these intervals"
+                if self._pending.data:
+                    self._lost(reason, kill=True)
+                else:
+                    self._not_handed_over(Failed(self._pending.attempt, reason))
 
     def _receive(self, seconds: float) -> None:
         """Receive the answers that are there, and wait for the first one for some time."""
@@ -314,6 +327,8 @@ class AsyncSaver(Saver):
             self._connection = None
         if self._pending is not None:
             self._failures.put(Failed(self._pending.attempt, self._why(what)))
+        else:
+            log.warning("%s; it is started again for the next checkpoint", self._why(what))
 
     def _why(self, what: str) -> str:
         """What happened to the writer, with the end of its process on the rank that has started it."""

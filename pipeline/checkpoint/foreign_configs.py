@@ -36,7 +36,10 @@ class _Settings:
 
     def require(self, key: str, *legal: Any, default: Any = None) -> None:
         """Refuse a setting with another value than these; a missing one has the default."""
-        value = self.get(key, default=default)
+        self.check(key, self.get(key, default=default), *legal)
+
+    def check(self, key: str, value: Any, *legal: Any) -> None:
+        """Refuse another value of a setting than these."""
         if value not in legal:
             rule = f"is not supported by the families here; supported: {', '.join(map(str, legal))}"
             self.violations.append(Violation(f"{self._tool} {key}", value, rule, _FIX))
@@ -72,9 +75,9 @@ def megatron(args: Mapping[str, Any], source: Source) -> ModelConfig:
     for key in ("apply_layernorm_1p", "multi_latent_attention", "squared_relu", "rotary_interleaved", "heterogeneous_layers_config_path"):
         settings.require(key, False, default=False)
     for key in ("mtp_num_layers", "window_size", "moe_shared_expert_intermediate_size", "softmax_type"):
-        settings.require(key, None, "vanilla")
+        settings.require(key, None, 0, "vanilla")
     hidden, heads, layers = settings.number("hidden_size"), settings.number("num_attention_heads"), settings.number("num_layers")
-    swiglu, linear_bias = settings.get("swiglu", default=False), settings.get("add_bias_linear", default=True)
+    swiglu = settings.get("swiglu", default=False)
     common = {
         "hidden": hidden,
         "heads": heads,
@@ -91,7 +94,8 @@ def megatron(args: Mapping[str, Any], source: Source) -> ModelConfig:
     )
     if not swiglu:
         settings.require("normalization", "LayerNorm", default="LayerNorm")
-        settings.require("position_embedding_type", "learned_absolute", default=positions)
+        settings.check("position_embedding_type", positions, "learned_absolute")
+        settings.require("kv_channels", None, hidden // heads)
         settings.require("add_bias_linear", True, default=True)
         settings.require("num_experts", None)
         settings.require("num_query_groups", None, 1, heads)
@@ -102,8 +106,7 @@ def megatron(args: Mapping[str, Any], source: Source) -> ModelConfig:
     settings.require("normalization", "RMSNorm", default="LayerNorm")
     settings.require("add_bias_linear", False, default=True)
     settings.require("rotary_percent", 1.0, default=1.0)
-    if positions != "rope":
-        settings.require("position_embedding_type", "rope", default=positions)
+    settings.check("position_embedding_type", positions, "rope")
     grouped = settings.get("group_query_attention", default=False)
     common["kv_heads"] = settings.get("num_query_groups", default=heads) if grouped else heads
     common["rope_theta"] = float(settings.get("rotary_base", default=10000))
@@ -118,7 +121,6 @@ def megatron(args: Mapping[str, Any], source: Source) -> ModelConfig:
     elif (factor := settings.get("rotary_seq_len_interpolation_factor", default=1)) != 1:
         scaling = {"rope_scaling": "linear", "rope_factor": float(factor)}
     width = None if width == hidden / heads else width
-    assert isinstance(linear_bias, bool), linear_bias
     return settings.build("llama", **common, **scaling, head_width=width, qkv_bias=qkv_bias, query_key_norm=head_norm)
 
 
@@ -129,7 +131,7 @@ def _mixtral(settings: _Settings, common: dict[str, Any], width: int) -> ModelCo
     for key in ("moe_router_num_groups", "moe_router_topk_scaling_factor", "moe_latent_size"):
         settings.require(key, None)
     settings.require("moe_router_score_function", "softmax", default="softmax")
-    settings.require("moe_layer_freq", 1, default=1)
+    settings.require("moe_layer_freq", 1, [1] * common["layers"], default=1)
     settings.require("kv_channels", width, default=width)
     settings.require("rotary_seq_len_interpolation_factor", 1, default=1)
     common["ffn_hidden"] = settings.get("moe_ffn_hidden_size", default=common["ffn_hidden"])

@@ -31,6 +31,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
         CheckFailed: the imported model computes other logits than the source, or the checkpoint has other weights.
     """
     opened = import_formats.open_folder(source, config.model)
+    log.info("convert: %s is a checkpoint of %s", source, opened.tool)
     model, training = opened.weights.config, opened.described.training if opened.described else {}
     run_dir = Path(config.run_dir)
     settings = {"stage.input": opened.identity}

@@ -248,9 +248,18 @@ def read_index(folder: Path, name: str = INDEX) -> Index:
         tensors = {name: _tensor_entry(entry) for name, entry in content.pop("tensors").items()}
         parts = None if (entry := content.pop("parts")) is None else PartsEntry(**entry)
         return Index(state, files=files, tensors=tensors, parts=parts, **content)
+    except FileNotFoundError as error:
+        raise removed(folder, name) from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "remove the folder, or set checkpoint.skip_damaged=true, to use an older checkpoint"
         raise DamagedCheckpointError.of("checkpoint", folder / INDEX, f"is not readable: {error}", fix) from error
+
+
+def removed(folder: Path, name: str = INDEX) -> DamagedCheckpointError:
+    """The error of a checkpoint that is gone, for example since it was removed while others read it."""
+    rule = "does not exist; the job of a run removes the checkpoints that checkpoint.keep and checkpoint.keep_every do not keep"
+    fix = "use another checkpoint; `tools/checkpoint keep PATH NAME` keeps one for ever"
+    return DamagedCheckpointError.of("checkpoint", folder / name, rule, fix)
 
 
 def _tensor_entry(content: dict[str, Any]) -> TensorEntry:

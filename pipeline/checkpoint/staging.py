@@ -28,6 +28,8 @@ from pipeline.layers.nf4 import NF4Weight
 
 #: Bytes at whose multiples a part begins in its segment.
 _ALIGNMENT = 64
+#: Seconds that the thread of a snapshot is waited for at the end; it waits for a GPU, which may hang.
+_END = 10.0
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -69,15 +71,24 @@ class Segment:
 
     def __init__(self, name: str, size: int, *, pinned: bool) -> None:
         self.file = os.memfd_create(name, os.MFD_CLOEXEC)
-        self.size = max(size, mmap.PAGESIZE)
+        self.size, self._pinned = max(size, mmap.PAGESIZE), False
         try:
             os.ftruncate(self.file, self.size)
             self.tensor = torch.frombuffer(mmap.mmap(self.file, self.size), dtype=torch.uint8)
-            if pinned and (error := torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0)):
-                raise OSError(f"{self.size / 1e9:.1f} GB of memory cannot be pinned: CUDA error {int(error)}")
+            if pinned and (error := int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.size, 0))):
+                raise OSError(f"{self.size / 1e9:.1f} GB of memory cannot be pinned: CUDA error {error}")
+            self._pinned = pinned
         except OSError:
-            os.close(self.file)
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Release the memory, as far as no other process maps it; no copy is in progress."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+        if self.file >= 0:
+            os.close(self.file)
+        self.file, self._pinned = -1, False
 
 
 class Staging:
@@ -129,6 +140,14 @@ class Staging:
         self._thread = threading.Thread(target=self._run, args=(snapshot, then), name="snapshot", daemon=True)
         self._thread.start()
         return snapshot
+
+    def close(self) -> None:
+        """Wait until the snapshot, which has been released, is handed over, and release the segments."""
+        if self._thread is not None:
+            self._thread.join(_END)
+        if self._thread is None or not self._thread.is_alive():
+            for segment in self.segments:
+                segment.close()
 
     def _run(self, snapshot: Snapshot, then: Callable[[Snapshot], None]) -> None:
         """Copy, and hand over. The thread of a snapshot."""

@@ -21,7 +21,13 @@ ALL = "all"
 
 
 def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what the scores of a checkpoint depend on: its content, the adapter, and the settings of the evaluation."""
+    """Return what the scores of a checkpoint depend on: its content, the adapter, and the settings of the evaluation.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint was removed since it was chosen.
+    """
+    if not (path / native.INDEX).is_file():
+        raise native.removed(path)
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
     return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **averaged.settings_of(stage.weights), **settings}
 

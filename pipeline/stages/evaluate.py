@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint import averaged, compatibility, imported
@@ -60,9 +61,10 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             compatibility.check_same_model(open_on_all_ranks(path), config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
             step = evaluated_config.load(config, stage, trainer, path).step
+            evaluated = meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
             found = validation_scores.evaluate(config, stage, trainer, data)
             if ranks.rank == 0:
-                validation_scores.write(run_dir, path, step, found, checkpoint_selection.settings_of(path, stage, settings))
+                validation_scores.write(run_dir, path, step, found, evaluated)
         shard_verification.finish(data.objectives())
     finally:
         meshes.destroy_process_group()
@@ -92,9 +94,10 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
             if violations := layout_violations(config):
                 raise UserError(violations)
             mesh = mesh or meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
+            evaluated = meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
             scores = tasks.evaluate(stage, mesh, weights.load(checkpoint, config, mesh), model, text)
             if ranks.rank == 0:
-                record.write(run_dir, checkpoint.step, "tasks", scores, checkpoint_selection.settings_of(path, stage, settings))
+                record.write(run_dir, checkpoint.step, "tasks", scores, evaluated)
                 log.info("step %d, %s:\n%s", checkpoint.step, path, tasks.text_table(scores))
     finally:
         meshes.destroy_process_group()

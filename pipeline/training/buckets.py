@@ -5,11 +5,13 @@ A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from pipeline.checkpoint.fragments import Fragment
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
@@ -127,6 +129,26 @@ def is_primary_copy(piece: Piece, mesh: Mesh, *, sharded: bool = False) -> bool:
     """
     axes = {"tensor": mesh.coordinates.tensor, "expert": 0 if sharded else mesh.coordinates.expert}
     return not piece.copy and all(piece.is_sliced_along(axis) or coordinate == 0 for axis, coordinate in axes.items())
+
+
+def partition_fragments(bucket: Bucket, mesh: Mesh, flat: Mapping[str, Tensor]) -> list[Fragment]:
+    """Return the fragments of this rank's partition of a bucket.
+
+    Args:
+        bucket: the bucket.
+        mesh: this rank's process groups.
+        flat: kind -> the partition, flat; the fragments are views of it.
+    """
+    start = bucket.group.rank() * bucket.partition_elements
+    return [
+        Fragment(
+            bucket.pieces[parameter],
+            start + where.start - bucket.offsets[parameter],
+            {kind: values[where] for kind, values in flat.items()},
+            *replica_of(bucket.pieces[parameter], mesh, bucket),
+        )
+        for parameter, where in bucket.partition_slices().items()
+    ]
 
 
 def replica_of(piece: Piece, mesh: Mesh, bucket: Bucket | None = None) -> tuple[int, int, str]:

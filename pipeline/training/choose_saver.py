@@ -29,6 +29,8 @@ log = logging.getLogger("pipeline")
 
 #: Share of the available memory that copies may take.
 _SHARE = 0.9
+#: Share of training.timeout_minutes for which a save waits for the one before: other ranks may be in a collective of the next step.
+_BEFORE_NEXT = 0.8
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,10 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     if not reason:
         number = next(number for number, members in enumerate(nodes) if ranks.rank in members)
         node = Node(offers[nodes[number][0]].writer, nodes[number], number, len(nodes))
-        patience = config.training.timeout_minutes * 60 * INPUT_OUTPUT / 2
-        problem = ""
+        seconds, device, problem = config.training.timeout_minutes * 60, trainer.mesh.device, ""
+        waits = (seconds * INPUT_OUTPUT / 2, seconds * _BEFORE_NEXT)
         try:
-            saver = AsyncSaver(
-                run_dir, ranks.rank, node, process, shares, settings.files, trainer.mesh.device, offers[0].token, lock, patience
-            )
+            saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, settings.files, device, offers[0].token, lock, *waits)
         except OSError as error:
             problem = f"rank {ranks.rank}: {error}"
         reason = next(filter(None, _gather(problem)), "")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.native import Index
 from pipeline.common.errors import DamagedCheckpointError, UserError
 from pipeline.config import checkpoint_paths, loss_weights
 from pipeline.config.schema import CheckpointConfig, RunConfig
@@ -35,7 +37,7 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     newest = complete[-1]
     key, value, start = "checkpoint.resume", checkpoint.resume, "starts from scratch"
     if checkpoint.resume == "auto":
-        if fork is None or _is_fork(newest, fork):
+        if fork is None or _is_fork(complete, fork):
             return newest
         key, value, start = "checkpoint.fork", fork, "starts a new run"
     rule = f"{start}, but {run_dir} contains checkpoints that do not continue from it, the newest of step {native.step_of(newest)}"
@@ -43,9 +45,10 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     raise UserError.of(key, value, rule, fix)
 
 
-def _is_fork(newest: Path, fork: str) -> bool:
-    """Whether the run that wrote a checkpoint began as this fork; if the fork names a run, at any of its checkpoints."""
-    parent = native.read_index(newest).parent
+def _is_fork(complete: Sequence[Path], fork: str) -> bool:
+    """Whether the run that wrote these checkpoints began as this fork; if the fork names a run, at any of its checkpoints."""
+    index = _newest_index(complete)
+    parent = None if index is None else index.parent
     if parent is None or parent["how"] != FORK:
         return False
     began = Path(parent["path"])
@@ -70,14 +73,23 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
         begin, how = initial_checkpoint(settings.initialize_from), INITIALIZE
     if begin is None:
         return None
-    index = native.read_index(begin)
-    if is_own(run_dir, begin):
-        return index.parent
+    own = is_own(run_dir, begin)
+    index = _newest_index([*native.complete(run_dir), begin] if own else [begin])
+    if index is None or own:
+        return None if index is None else index.parent
     step = index.train_state.step
     if how == FORK and step >= config.training.steps:
         rule = f"leaves no step to train: checkpoint.fork={begin} is of step {step}, which training.steps counts from the beginning"
         raise UserError.of("training.steps", config.training.steps, rule, f"set it to more than {step}")
     return {"path": str(begin.resolve()), "step": step, "how": how}
+
+
+def _newest_index(complete: Sequence[Path]) -> Index | None:
+    """The index of the last checkpoint whose index is readable; that of a damaged one is reported when it is loaded."""
+    for path in reversed(complete):
+        with suppress(DamagedCheckpointError):
+            return native.read_index(path)
+    return None
 
 
 def is_own(run_dir: Path, checkpoint: Path) -> bool:

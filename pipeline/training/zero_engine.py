@@ -16,7 +16,7 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
-from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, replica_of
+from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
@@ -127,16 +127,7 @@ class ZeroEngine(Engine):
         """This rank's elements of a bucket: one contiguous range of each weight in the partition."""
         state = self._zero.optimizer.state[master]
         flat = {"weight": master.detach(), **{name: state[name] for name in self._kind.state}, **self._average.tensors(index)}
-        partition_start = bucket.group.rank() * bucket.partition_elements
-        return [
-            Fragment(
-                bucket.pieces[parameter],
-                partition_start + where.start - bucket.offsets[parameter],
-                {kind: values[where] for kind, values in flat.items()},
-                *replica_of(bucket.pieces[parameter], self._mesh, bucket),
-            )
-            for parameter, where in bucket.partition_slices().items()
-        ]
+        return partition_fragments(bucket, self._mesh, flat)
 
     def updates(self) -> int:
         """See Engine."""

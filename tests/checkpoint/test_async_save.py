@@ -29,6 +29,7 @@ from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, 
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common import locks
 from pipeline.common.errors import UserError
+from pipeline.training.optimizers import EagerAdamW
 from tests.helpers import ROOT
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -37,7 +38,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 class Run:
     """A training run of two weights, and its saver."""
 
-    def __init__(self, run_dir: Path, lock: int | None = None) -> None:
+    def __init__(self, run_dir: Path, lock: int | None = None, before_next: float = 60.0) -> None:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.run_dir, self.step, self.lr = run_dir, 0, 0.01
         self.sizes = {"blocks.0.weight": (3, 50), "norm.weight": (7,)}
@@ -50,7 +51,7 @@ class Run:
         self.process.start()
         device = torch.device("cpu")
         node = Node(self.process.name, (0,), 0, 1)
-        self.saver = AsyncSaver(run_dir, 0, node, self.process, plan(held), "rank", device, "job", lock, 60.0)
+        self.saver = AsyncSaver(run_dir, 0, node, self.process, plan(held), "rank", device, "job", lock, 60.0, before_next)
 
     def update(self) -> None:
         """A step of the optimizer."""
@@ -240,6 +241,19 @@ def test_a_dead_writer_fails_a_save_and_is_started_again(run):
     assert complete(run)[-1] == run.step
 
 
+def test_a_save_that_takes_too_long_is_given_up_when_the_next_one_is_due(tmp_path):
+    run = Run(tmp_path, before_next=0.3)
+    run.update()
+    os.kill(run.process.pid, signal.SIGSTOP)
+    run.begin()
+    run.update()
+    run.begin()
+    assert "was not written when 0 s had been waited for it" in run.saver.poll()[0].reason
+    assert run.end().reason == ""
+    assert complete(run) == [2]
+    run.saver.close()
+
+
 def test_signals_that_end_a_job_do_not_end_the_writer(run):
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         os.kill(run.process.pid, number)
@@ -252,9 +266,10 @@ def test_a_failed_save_says_why_and_leaves_nothing(run):
     run.update()
     (run.run_dir / "checkpoints" / ".step-00000001.job-1.partial").touch()  # a folder cannot be made there
     assert "File exists" in run.save().reason
+    (run.run_dir / "checkpoints" / ".step-00000001.job-0.partial").mkdir()  # a node wrote after the attempt was given up
     run.update()
     assert run.save().reason == ""
-    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir() if path.is_dir()) == ["step-00000002"]
+    assert [path.name for path in (run.run_dir / "checkpoints").iterdir() if path.is_dir()] == ["step-00000002"]
 
 
 def test_a_full_disk_fails_a_save_and_the_next_one_succeeds(run):
@@ -286,7 +301,7 @@ class Job:
             where = Node(self.processes[node].name, tuple(range(first, first + local)), node, nodes)
             shares = plan([Held(f"w{rank}", (count,), ((0, count),), 0, count, {"weight": "F32"})])
             process = self.processes[node] if rank == first else None
-            self.savers.append(AsyncSaver(run_dir, rank, where, process, shares, files, torch.device("cpu"), "job", None, 20.0))
+            self.savers.append(AsyncSaver(run_dir, rank, where, process, shares, files, torch.device("cpu"), "job", None, 20.0, 20.0))
 
     def save(self, step: int, torn: tuple[int, ...] = ()) -> list[list[Outcome]]:
         """The outcomes of the ranks; the copies of some are useless."""
@@ -413,7 +428,7 @@ def test_checks_of_bytes(dtype):
 @pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-6, 1e-8])
 def test_an_update_of_adamw_that_changed_a_weight_is_recognized_and_no_other(lr):
     weight = torch.nn.Parameter(torch.randn(2000))
-    optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = EagerAdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     for updates in range(1, 8):
         before = weight.detach().clone()
         weight.grad = torch.randn(2000)

@@ -13,7 +13,10 @@ import pytest
 from pipeline.checkpoint import catalog, commit, data_file, native, records, verify
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.parts import Part
+from pipeline.common.errors import UserError
 from pipeline.config.schema import CheckpointConfig
+from pipeline.config.stages import Evaluate
+from pipeline.evaluation import checkpoint_selection
 from pipeline.training import run_directory
 from tests.checkpoint import faulty_disk
 
@@ -195,3 +198,11 @@ def test_what_late_writers_of_failed_saves_write_is_removed_and_what_early_ones_
         folder.mkdir()
     save(three, 4)
     assert names(three) == {"catalog.json", "step-00000003", "step-00000004", early.name}
+
+
+def test_a_checkpoint_that_is_removed_while_others_read_it_is_no_damage(three):
+    folder = native.complete(three)[0]
+    save(three, 4)
+    for read in (native.read_index, lambda path: checkpoint_selection.settings_of(path, Evaluate(), {})):
+        with pytest.raises(UserError, match=r"step-00000002/index.json: does not exist; .*checkpoint\.keep"):
+            read(folder)

@@ -39,6 +39,12 @@ class InMemory:
     def tensor(self, name):
         return self.weights[name]
 
+    def read(self, runs):
+        for run in runs:
+            box = self.weights[run.name][tuple(slice(*side) for side in run.box)]
+            values = run.tensors["weight"]
+            values.copy_(box.flatten()[run.start : run.start + values.numel()])
+
 
 def random_model(config):
     """Return a model with random weights large enough to affect the logits, including norms and biases."""

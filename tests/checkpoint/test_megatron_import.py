@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from pipeline.checkpoint import megatron_export
+from pipeline.checkpoint import foreign_configs, megatron_export
 from pipeline.checkpoint.export_files import Writer
 from pipeline.common.errors import UserError
 from pipeline.models import config_classes
@@ -287,3 +287,52 @@ def test_an_export_is_imported_again(name, tmp_path, tokenizer):
     known = {"init_std": MODELS[name].init_std, "capacity_factor": None} if name == "mixtral" else {"init_std": MODELS[name].init_std}
     assert dataclasses.replace(config, **known) == dataclasses.replace(MODELS[name], **known)
     assert all(torch.equal(checkpoint.tensor(weight), weights.tensor(weight)) for weight in weights.names())
+
+
+class NoTensors:
+    """A source without tensors."""
+
+    path = Path()
+
+    def names(self) -> list[str]:
+        return []
+
+
+GPT_2 = {"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "position_embedding_type": "learned_absolute"}
+GPT_2 |= {"num_query_groups": None, "group_query_attention": False}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ({"add_bias_linear": True}, "add_bias_linear=True"),
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type=learned_absolute"),
+        ({"normalization": "LayerNorm"}, "normalization=LayerNorm"),
+        ({"hidden_size": None}, "hidden_size=None: is missing in the checkpoint"),
+        ({**GPT_2, "use_rotary_position_embeddings": True}, "position_embedding_type=rope"),
+        ({**GPT_2, "bias_gelu_fusion": False}, "bias_gelu_fusion=False: computes the exact GELU"),
+        ({**EXPERTS, "moe_router_score_function": "sigmoid"}, "moe_router_score_function=sigmoid"),
+        ({**EXPERTS, "moe_layer_freq": [0, 1, 1, 1]}, r"moe_layer_freq=\[0, 1, 1, 1\]"),
+        ({**EXPERTS, "moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size=8"),
+    ],
+)
+def test_arguments_that_no_family_has(arguments, refused):
+    with pytest.raises(UserError, match=refused):
+        foreign_configs.megatron({**ARGUMENTS, **arguments}, NoTensors())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling", "llama3"),
+        ({"rotary_seq_len_interpolation_factor": 4}, "rope_factor", 4.0),
+        ({"kv_channels": 16}, "head_dim", 16),
+        ({"group_query_attention": False}, "kv_heads", 4),
+        ({"add_qkv_bias": True}, "qkv_bias", True),
+        ({**EXPERTS, "moe_ffn_hidden_size": 24, "moe_layer_freq": [1, 1, 1, 1]}, "ffn_hidden", 24),
+        ({**GPT_2, "untie_embeddings_and_output_weights": False}, "tie_embeddings", True),
+    ],
+)
+def test_arguments(arguments, field, value):
+    assert getattr(foreign_configs.megatron({**ARGUMENTS, **arguments}, NoTensors()), field) == value

@@ -18,12 +18,11 @@ from pipeline.checkpoint.save_plan import Held, Share, plan
 from pipeline.config.layout import Layout
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import init_weights, partition_model
-from pipeline.training.buckets import build_buckets
-from pipeline.training.replicated_engine import ReplicatedEngine
-from pipeline.training.zero_engine import ZeroEngine, fixed_fragments
+from pipeline.training.buckets import build_buckets, partition_fragments, replica_of
+from pipeline.training.engine import fixed_fragments
 from tests.world import configured, tiny
 
-STATE = ("exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @given(
@@ -82,24 +81,16 @@ def mesh_of(layout: Layout, rank: int) -> Mesh:
 
 
 def fragments_of(config: Any, layout: Layout, rank: int) -> list[Fragment]:
-    """The fragments of a rank, by the code of its engine on weights without an optimizer."""
+    """The fragments of a rank, by the functions of the engines on weights without an optimizer."""
     mesh, model = mesh_of(layout, rank), partition_model(config, layout, rank)
     init_weights(model, config, torch.device("cpu"), lambda piece, dtype: torch.empty(piece.shape, dtype=dtype))
-    kind = SimpleNamespace(state=STATE)
+    fixed = fixed_fragments(model, mesh)
     if config.parallel.zero_stage == 0:
-        masters = list(model.pieces)
-        state = {master: dict.fromkeys(STATE, torch.empty(master.shape)) for master in masters}
-        engine = SimpleNamespace(_optimizer=SimpleNamespace(state=state), _kind=kind, _masters=masters, _parameters=masters, model=model)
-        engine._mesh = mesh
-        return ReplicatedEngine.fragments(engine)  # type: ignore[arg-type]
+        pieces = model.pieces.values()
+        return [Fragment(p, 0, dict.fromkeys(KINDS, torch.empty(p.elements)), *replica_of(p, mesh)) for p in pieces] + fixed
     buckets = build_buckets(model, mesh, sequence_parallel=False)
-    learned = []
-    for bucket in buckets:
-        master = torch.empty(bucket.partition_elements)
-        zero = SimpleNamespace(optimizer=SimpleNamespace(state={master: dict.fromkeys(STATE, torch.empty_like(master))}))
-        stub: Any = SimpleNamespace(_mesh=mesh, _kind=kind, _zero=zero)
-        learned += ZeroEngine._fragments(stub, bucket, master)
-    return learned + fixed_fragments(model, mesh)
+    flat = [dict.fromkeys(KINDS, torch.empty(bucket.partition_elements)) for bucket in buckets]
+    return [f for bucket, own in zip(buckets, flat, strict=True) for f in partition_fragments(bucket, mesh, own)] + fixed
 
 
 def check(config: Any, ranks: int, *, even: bool = True) -> None:

@@ -138,3 +138,14 @@ def test_a_fork_may_read_other_data_of_the_same_tokenizer(tokens, other_tokens, 
     (other_tokens / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"data.tokens=.*: is of another tokenizer than data.tokens="):
         run("pretrain", tmp_path / "second", *other, f"checkpoint.fork={trunk}")
+
+
+def test_a_damaged_index_is_set_aside_in_a_fork_too(tokens, trunk, tmp_path, caplog):
+    """Its parent is that of the checkpoint before."""
+    settings = (f"data.tokens={tokens}", f"checkpoint.fork={trunk}/step-2", "checkpoint.skip_damaged=true")
+    run("pretrain", tmp_path / "run", *settings, "training.steps=4")
+    parent = newest(tmp_path / "run").parent
+    (native.folder_of(tmp_path / "run", 4) / native.INDEX).write_text("{}")
+    run("pretrain", tmp_path / "run", *settings, "training.steps=5")
+    assert "step-00000004.damaged" in caplog.text
+    assert (newest(tmp_path / "run").train_state.step, newest(tmp_path / "run").parent) == (5, parent)

@@ -54,9 +54,8 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
     train(range(3))
     fragments = mine.engine.fragments()
     shares = plan([fragment.held() for fragment in fragments])
-    saver = AsyncSaver(
-        Path(folder), rank, Node(names[0], tuple(range(size)), 0, 1), process, shares, "rank", mine.mesh.device, "t", None, 60
-    )
+    where, device = Node(names[0], tuple(range(size)), 0, 1), mine.mesh.device
+    saver = AsyncSaver(Path(folder), rank, where, process, shares, "rank", device, "t", None, 60, 60)
     before = [{kind: tensor.detach().clone() for kind, tensor in fragment.tensors.items()} for fragment in fragments]
     changed = []
 
