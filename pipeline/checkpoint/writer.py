@@ -100,7 +100,7 @@ class Node:
         """Write what a rank has handed over, and the record of the node when all its ranks have written."""
         member = rank.member
         with self._lock:
-            for old in list(self._attempts)[:-1]:
+            for old in [attempt for attempt in self._attempts if attempt != save.attempt][:-1]:  # ranks may be one save apart
                 del self._attempts[old]
             attempt = self._attempts.setdefault(save.attempt, Attempt())
             attempt.handed[member.rank] = Handed(member, rank.segments, save)
