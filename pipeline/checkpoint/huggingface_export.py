@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint import safetensors_file
@@ -158,7 +157,7 @@ class _Shard:
         shard: dict[str, Tensor] = {}
         for name, entry in self._entries.items():
             shard |= self._packing.tensors(entry) or {name: entry.to_hf(read(entry)).to(self._dtype)}
-        save_file(shard, path, metadata={"format": "pt"})
+        safetensors_file.save(shard, path, {"format": "pt"})
         for name in sorted(shard):
             written(name, digest_of([shard[name]]), shard[name].nbytes)
         return list(shard)

@@ -7,6 +7,8 @@ memory of the process. The format: https://github.com/huggingface/safetensors#fo
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -14,12 +16,28 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.export_files import buffer_of
 
 #: Names of dtypes in the header.
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write tensors that are all in memory, of any dtypes, with the package safetensors.
+
+    Raises:
+        OSError: the file cannot be written; the package's error tells the reason in its text only.
+    """
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def header_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
