@@ -24,6 +24,7 @@ ORDER = (
     "quantization",
     "training",
     "generation",
+    "conversion",
     "checkpoint",
     "data",
     "parallel",
@@ -106,7 +107,7 @@ def test_no_import_cycle_of_modules() -> None:
 
 def test_only_the_zero_engine_and_the_import_of_its_checkpoints_know_deepspeed() -> None:
     known = {m for m in SOURCES if any(i.split(".")[0] == "deepspeed" for i in imports(m))}
-    reader = "pipeline.checkpoint.deepspeed_import"
+    reader = "pipeline.conversion.deepspeed_import"
     assert known == {"pipeline.training.zero_engine", "pipeline.training.deepspeed_optimizer", reader}
 
 

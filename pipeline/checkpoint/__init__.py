@@ -1,1 +1,1 @@
-"""Checkpoints: saving, loading into any layout, conversion to and from Hugging Face."""
+"""Checkpoints: saving beside training, loading into any layout, adapters, inspection."""

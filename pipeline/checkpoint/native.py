@@ -255,7 +255,7 @@ def read_index(folder: Path, name: str = INDEX) -> Index:
         raise DamagedCheckpointError.of("checkpoint", folder / INDEX, f"is not readable: {error}", fix) from error
 
 
-def removed(folder: Path, name: str = INDEX) -> DamagedCheckpointError:
+def removed(folder: Path, name: str = INDEX) -> UserError:
     """The error of a checkpoint that is gone, for example since it was removed while others read it."""
     rule = "does not exist; the job of a run removes the checkpoints that checkpoint.keep and checkpoint.keep_every do not keep"
     fix = "use another checkpoint; `tools/checkpoint keep PATH NAME` keeps one for ever"

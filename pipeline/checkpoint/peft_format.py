@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.checkpoint import peft_settings, safetensors_file
+from pipeline.checkpoint import peft_settings
 from pipeline.checkpoint.lora_adapter import Adapter, Factors
 from pipeline.common.atomic_files import apply_umask
 from pipeline.common.errors import UserError
@@ -188,7 +189,7 @@ def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: 
     if modules_to_save:
         settings["modules_to_save"] = modules_to_save
         settings["ensure_weight_tying"] = f"{_PREFIX}{_TIED_HEAD}" in tensors
-    safetensors_file.save(tensors, folder / WEIGHTS, {"format": "pt", "base": adapter.base})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", "base": adapter.base})
     apply_umask(folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return sum(tensor.numel() for tensor in tensors.values())

@@ -81,11 +81,13 @@ def _no_space(error: BaseException) -> str | None:
     """Return what the system says if an error, or one that it arose from, is that of a full disk."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError):
-            if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return cause.strerror
-            if cause.errno is None and re.search(r"\d+ requested and \d+ written", str(cause)):  # numpy.ndarray.tofile
-                return f"only a part of the data was written ({cause})"
+        number = cause.errno if isinstance(cause, OSError) else None
+        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # safetensors and other packages in Rust raise errors of their own
+            number = int(found[1])
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return os.strerror(number)
+        if number is None and re.search(r"\d+ requested and \d+ written", str(cause)):  # numpy.ndarray.tofile, for GGUF
+            return f"only a part of the data was written ({cause})"
         cause = cause.__cause__ or cause.__context__
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class UserError(Exception):
         super().__init__("\n".join([f"{head}:", *(f"  - {v}" for v in self.violations)]))
 
     @classmethod
-    def of(cls, key: str, value: object, rule: str, fix: str) -> UserError:
+    def of(cls, key: str, value: object, rule: str, fix: str) -> Self:
         """Create an error with a single violation."""
         return cls([Violation(key, value, rule, fix)])
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import averaged, native
+from pipeline.checkpoint import averaged, catalog, native
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
@@ -49,7 +49,7 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
     """
     if stage.checkpoint != ALL:
         return [native.find(run_dir, stage.checkpoint)]
-    complete = native.complete(run_dir)
+    complete = [native.folder_of(run_dir, step) for step in catalog.listed(run_dir)]  # those that a user copied there, too
     if not complete:
         raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
     complete = [path for path in complete if record.is_due(native.step_of(path), stage.every, steps)]

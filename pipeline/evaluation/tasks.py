@@ -7,9 +7,9 @@ from typing import Any
 
 import xxhash
 
-from pipeline.checkpoint.tokenizer import check_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.config.stages import Evaluate
+from pipeline.conversion.tokenizer import check_tokenizer
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness

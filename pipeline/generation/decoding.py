@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.checkpoint import imported
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
+from pipeline.conversion import imported
 from pipeline.data.load.objectives.encoder_decoder import decoder_start
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder

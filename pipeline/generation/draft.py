@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import imported, native
+from pipeline.checkpoint import native
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.stages import Generate
+from pipeline.conversion import imported
 from pipeline.data.tokenize.tokenizer import load
 from pipeline.generation.weights import model_of
 from pipeline.models.config import ModelConfig

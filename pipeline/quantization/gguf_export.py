@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint import stock_logits
-from pipeline.checkpoint.export_files import Writer
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.checkpoint.original import Original, token_ids
 from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
+from pipeline.conversion import stock_logits
+from pipeline.conversion.export_files import Writer
+from pipeline.conversion.original import Original, token_ids
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models.config import ModelConfig
 from pipeline.quantization import gguf_file, gguf_layout

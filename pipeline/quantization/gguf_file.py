@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.export_files import OutputFile, Writer, Written, buffer_of, digest_of
 from pipeline.checkpoint.weights import Weights, rounded
 from pipeline.common.errors import UserError
+from pipeline.conversion.export_files import OutputFile, Writer, Written, buffer_of, digest_of
 from pipeline.models.config import ModelConfig
 from pipeline.quantization import gguf_layout
 from pipeline.quantization.gguf_tokens import Tokens

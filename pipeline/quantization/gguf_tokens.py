@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.original import TokenIds
 from pipeline.common.errors import UserError
 from pipeline.config.run_tokenizer import end_of_document
+from pipeline.conversion.original import TokenIds
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import load
 

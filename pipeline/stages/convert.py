@@ -7,23 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import (
-    averaged,
-    consolidated_export,
-    huggingface_export,
-    huggingface_folder,
-    megatron_export,
-    megatron_layout,
-    peft_format,
-    reader,
-    stock_logits,
-)
-from pipeline.checkpoint.export_files import Writer, export_folder, write_manifest
-from pipeline.checkpoint.huggingface_folder import Source, original_of
+from pipeline.checkpoint import averaged, peft_format, reader
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import INDEX
-from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.common import artifact, mpi
 from pipeline.common.atomic_files import digest, report_disk_full
 from pipeline.common.errors import collect_errors
@@ -31,6 +18,10 @@ from pipeline.common.mpi import Comm, SingleProcessComm
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
+from pipeline.conversion import consolidated_export, huggingface_export, huggingface_folder, megatron_export, megatron_layout, stock_logits
+from pipeline.conversion.export_files import Writer, export_folder, write_manifest
+from pipeline.conversion.huggingface_folder import Source, original_of
+from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
 from pipeline.parallel.parallelize import DTYPES
@@ -63,7 +54,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     elif ranks.rank > 0:
         return  # what follows runs in a single process
     elif stage.input is not None:
-        from pipeline.checkpoint.import_model import import_model  # an export does not wait for the readers of other tools' formats
+        from pipeline.conversion.import_model import import_model  # an export does not wait for the readers of other tools' formats
 
         with report_disk_full(run_dir):
             import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))

@@ -6,16 +6,17 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoint import averaged, compatibility, imported
+from pipeline.checkpoint import averaged, compatibility
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
-from pipeline.checkpoint.tokenizer import open_tokenizer
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
+from pipeline.conversion import imported
+from pipeline.conversion.tokenizer import open_tokenizer
 from pipeline.data.tokenize import chat_template
 from pipeline.evaluation import checkpoint_selection, evaluated_config, harness, record, tasks, validation_scores
 from pipeline.generation import weights

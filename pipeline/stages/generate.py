@@ -12,7 +12,6 @@ from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
-from pipeline.checkpoint.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.common.progress import Progress
@@ -23,6 +22,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
+from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder

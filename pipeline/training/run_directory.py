@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint import imported
 from pipeline.checkpoint.commit import finish_interrupted
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact
@@ -21,6 +20,7 @@ from pipeline.common.atomic_files import atomic_file, remove_leftovers, report_d
 from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
 from pipeline.config.schema import CheckpointConfig, RunConfig
+from pipeline.conversion import imported
 from pipeline.data.tokenize import chat_template
 from pipeline.training.metrics import last_loss
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint

@@ -15,7 +15,7 @@ from pipeline.checkpoint.lora_adapter import Adapter, Factors, base_hash, check_
 from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
 from pipeline.layers.lora import LoRALinear, LoraSpec, add_adapters, merged
-from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.generation.conftest import pair  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
 

@@ -17,7 +17,7 @@ from pipeline.evaluation.likelihood import Question, Scored, completions, log_li
 from pipeline.evaluation.replicas import Replicas
 from pipeline.generation.runner import Runner
 from pipeline.stages import evaluate
-from tests.checkpoint.test_huggingface_export import InMemory, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.conversion.test_huggingface_export import InMemory, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
 from tests.models.small_decoders import CONFIGS
 from tests.world import configured

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import huggingface_export
-from tests.checkpoint.test_huggingface_export import InMemory, load, random_model
+from pipeline.conversion import huggingface_export
+from tests.conversion.test_huggingface_export import InMemory, load, random_model
 from tests.models.small_decoders import CONFIGS
 
 POSITIONS = 112

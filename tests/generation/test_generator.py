@@ -8,7 +8,7 @@ from pipeline.generation.generator import Generator, Stopping, prefill_count
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.models.gpt.config import GPTConfig
-from tests.checkpoint.test_huggingface_export import random_model
+from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
 
 #: A model of every decoder family: rings, latents, ALiBi, learned positions, layers without positions, norms of queries, experts.

@@ -11,7 +11,7 @@ from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.generation.speculative import DraftModel, SpeculativeGenerator
 from pipeline.models.t5.config import T5Config
-from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.generation import test_speculative
 from tests.generation.conftest import prompts
 from tests.models.small_decoders import CONFIGS

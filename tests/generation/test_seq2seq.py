@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from pipeline.checkpoint import huggingface_export
+from pipeline.conversion import huggingface_export
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.generator import Generator, Stopping
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
-from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.generation.conftest import POSITIONS, prompts
 from tests.models.test_encoder_decoder import CONFIGS
 

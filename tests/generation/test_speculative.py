@@ -11,7 +11,7 @@ from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution
 from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
 from pipeline.models.gpt.config import GPTConfig
-from tests.checkpoint.test_huggingface_export import random_model
+from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
 
 

@@ -17,7 +17,7 @@ from pipeline.models import registry
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
 from pipeline.planner.flops import flops_per_token
-from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 
 SIZES = {"hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 200}
 CONFIGS = {

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import huggingface_export
 from pipeline.common.errors import UserError
+from pipeline.conversion import huggingface_export
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.t5.config import T5Config
 from pipeline.quantization import compressed_tensors
 from pipeline.quantization.export import scores
 from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of
-from tests.checkpoint.test_huggingface_export import InMemory, load, random_model
+from tests.conversion.test_huggingface_export import InMemory, load, random_model
 from tests.models.small_decoders import CONFIGS
 
 CHANNEL, TENSOR, GROUP = Scheme(8), Scheme(8, per_tensor=True), Scheme(4, group=16)

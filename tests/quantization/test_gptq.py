@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeline.layers.uniform_quantization import Scheme, quantize
 from pipeline.quantization import gptq
 from pipeline.quantization.quantized_weights import QuantizedWeights, build
-from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline, same_files
 from tests.models.small_decoders import CONFIGS
 

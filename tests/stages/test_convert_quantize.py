@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config.rules import quantization
 from pipeline.config.stages import Convert
-from tests.checkpoint.test_huggingface_export import TEXT, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.conversion.test_huggingface_export import TEXT, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
 from tests.models.small_decoders import CONFIGS
 

@@ -17,7 +17,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.training import finetuning
-from tests.checkpoint.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
+from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
 from tests.world import configured
 

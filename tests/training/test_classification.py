@@ -22,7 +22,7 @@ from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.roberta.config import PADDING, RobertaConfig
-from tests.checkpoint.test_huggingface_export import export, random_model
+from tests.conversion.test_huggingface_export import export, random_model
 from tests.helpers import pipeline
 from tests.models.test_encoders import SIZES, drawn, pair
 from tests.training.expected import train_plain

@@ -14,7 +14,7 @@ from pipeline.layers.fake_quantization import FakeQuantizedLinear, fake_quantize
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.parallel.parallelize import build_model
 from pipeline.quantization.quantized_weights import QuantizedWeights, build
-from tests.checkpoint.test_huggingface_export import InMemory, random_model
+from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
 from tests.training.expected import Trained, train_plain
 from tests.training.layouts import MODELS

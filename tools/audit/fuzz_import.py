@@ -21,8 +21,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipeline.checkpoint.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.common.errors import UserError
+from pipeline.conversion.huggingface_import import ImportedWeights, StockWeights, read_config
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from tools.audit.parity_cases import VARIANTS

@@ -20,6 +20,7 @@ from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.pieces import Piece, slice_weight
+from pipeline.training.bucket_rule import padded_elements
 from pipeline.training.buckets import build_buckets, replica_of
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -33,7 +34,6 @@ class _Bucket:
     """A bucket of a pipeline rank: its pieces on tensor and expert rank 0, and whether they are of experts."""
 
     pieces: tuple[Piece, ...]
-    elements: int
     experts: bool
 
 
@@ -58,7 +58,7 @@ class Job:
             try:
                 mesh = meshes.build_mesh(self.layout, device)
                 buckets = build_buckets(parallelize(self.config, mesh), mesh, sequence_parallel=self.config.parallel.sequence_parallel)
-                found.append([_Bucket(tuple(b.pieces.values()), b.elements, b.group == mesh.data != mesh.dense) for b in buckets])
+                found.append([_Bucket(tuple(b.pieces.values()), b.group == mesh.data != mesh.dense) for b in buckets])
             finally:
                 meshes.destroy_process_group()
         return found
@@ -73,18 +73,23 @@ class Job:
             ranks, index = layout.data * layout.context, where.data * layout.context + where.context
             if not bucket.experts:
                 ranks, index = ranks * layout.expert, (where.data * layout.expert + where.expert) * layout.context + where.context
-            partition, offset = bucket.elements // ranks, 0
-            members: Any = SimpleNamespace(pieces=dict(enumerate(bucket.pieces)))
-            for piece in bucket.pieces:
-                first, last = (min(max(border * partition - offset, 0), piece.elements) for border in (index, index + 1))
-                offset += piece.elements
+            pieces = [self._piece(piece, axes) for piece in bucket.pieces]
+            partition, offset = padded_elements(sum(piece.elements for piece in pieces), ranks) // ranks, 0
+            members: Any = SimpleNamespace(pieces=dict(enumerate(pieces)))
+            for own in pieces:
+                first, last = (min(max(border * partition - offset, 0), own.elements) for border in (index, index + 1))
+                offset += own.elements
                 if first < last:
-                    own = slice_weight(piece.name, piece.full_shape, piece.role, axes)
-                    own = replace(own, shared=piece.shared, copy=piece.copy)
-                    sliced = SPLITS[piece.role].get("tensor", 0)
+                    sliced = SPLITS[own.role].get("tensor", 0)
                     replica, replicas, group = replica_of(own, mesh, members)
                     held.append(Held(own.name, own.full_shape, own.box, first, last - first, DTYPES, sliced, replicas, replica, group))
         return held
+
+    @staticmethod
+    def _piece(piece: Piece, axes: dict[str, tuple[int, int]]) -> Piece:
+        """The piece of another tensor and expert rank."""
+        own = slice_weight(piece.name, piece.full_shape, piece.role, axes)
+        return replace(own, shared=piece.shared, copy=piece.copy)
 
 
 def store(job: Job) -> Contents:

@@ -20,8 +20,8 @@ def prepare(checkpoint: Path, folder: Path) -> None:
     import torch
     from tokenizers import Tokenizer, models
 
-    from pipeline.checkpoint import huggingface_export
     from pipeline.checkpoint.reader import Checkpoint
+    from pipeline.conversion import huggingface_export
     from pipeline.models import config_classes, registry
 
     source = Checkpoint(checkpoint)

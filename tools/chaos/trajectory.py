@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import re
@@ -14,45 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.checkpoint import native
-from pipeline.checkpoint.reader import Checkpoint
+from tools.chaos.faults import Faults
 from tools.chaos.job import Fault, Job, Listener, Start, Traced, processes_of
-from tools.chaos.tracing import MOMENT_OF, MOMENTS
+from tools.chaos.runs import SETTINGS, Layout, Undisturbed, difference, exact, saves_every
 
 #: Steps of a run of tools/chaos_checkpoint.
 STEPS = 60
 #: Faults of one run directory, at most.
 PER_RUN = 12
-#: A tiny model whose step takes milliseconds; fp32 on a CPU is deterministic.
-SETTINGS = (
-    *("stage=pretrain", "model=llama-tiny", "model.layers=2", "model.hidden=16", "model.heads=2", "model.kv_heads=2"),
-    *("model.ffn_hidden=24", "model.vocab_size=320", "training.sequence_length=16", "training.global_batch_size=4"),
-    *("training.micro_batch_size=2", "training.validate_every=0", "optimizer.warmup_steps=2", "optimizer.lr=0.01"),
-    *("precision=fp32", "tracking=disabled", "training.validation_batches=1"),
-)
-#: Keys of a line of metrics.jsonl that do not depend on the time.
-EXACT = ("step", "samples", "loss", "grad_norm", "lr", "skipped")
 #: Seconds after which a job that makes no progress is a defect.
 PATIENCE = 120.0
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks and further settings of a run."""
-
-    name: str
-    ranks: int
-    settings: tuple[str, ...]
-
-
-LAYOUTS = (
-    Layout("1 rank, ZeRO 0", 1, ("parallel.zero_stage=0",)),
-    Layout("2 ranks, ZeRO 2", 2, ("parallel.zero_stage=2",)),
-    Layout("1 rank, ZeRO 1", 1, ("parallel.zero_stage=1", "checkpoint.async_save=off")),
-    Layout("2 ranks, tensor 2, ZeRO 0", 2, ("parallel.tensor=2", "parallel.zero_stage=0")),
-)
 
 
 @dataclass
@@ -80,97 +51,6 @@ class Row:
     lost: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-
-
-class Undisturbed:
-    """A run of a layout without faults, with all checkpoints, beside which others are put.
-
-    Attributes:
-        run_dir: its run directory.
-        steps: training.steps.
-    """
-
-    def __init__(self, start: Start, layout: Layout, steps: int, data: Path, folder: Path, listener: Listener, traced: Traced) -> None:
-        self.run_dir, self.steps = folder / "undisturbed", steps
-        arguments = [
-            *SETTINGS,
-            f"training.steps={steps}",
-            *layout.settings,
-            f"data.tokens={data}",
-            f"run_dir={self.run_dir}",
-            *_saves(1, 1_000_000),
-        ]
-        job = Job(start, arguments, layout.ranks, listener, None, folder / "undisturbed.log")
-        while None in job.codes() or not listener.messages.empty():
-            job.next(traced, 0.1)
-        while job.living_writers():
-            job.next(traced, 0.05)
-        if any(job.codes()):
-            raise RuntimeError(f"the undisturbed run failed:\n{job.output.read_text()}")
-
-
-def difference(checkpoint: Path, run_dir: Path) -> str:
-    """What differs in a checkpoint from that of the same step of another run; empty if all weights, moments and counters are bit-equal.
-
-    Args:
-        checkpoint: a folder.
-        run_dir: of a run with all its checkpoints. A stale tensor is one that equals that of another step.
-    """
-    try:
-        ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(run_dir, native.step_of(checkpoint)))
-        if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
-            return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
-        if ours.names() != theirs.names():
-            return f"{checkpoint.name}: other weights"
-        for name in ours.names():
-            for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                if not torch.equal(found := ours.tensor(name, kind), theirs.tensor(name, kind)):
-                    same = [f.name for f in native.complete(run_dir) if torch.equal(found, Checkpoint(f).tensor(name, kind))]
-                    return f"{checkpoint.name}: {kind} of {name} differs" + (f"; it is that of {same[-1]}" if same else "")
-    except Exception as error:  # a damaged checkpoint is a finding, not the end of the tool
-        return f"{checkpoint.name}: {error}"
-    return ""
-
-
-class Faults:
-    """Chooses faults: all moments and victims alike often, and every line of a moment's files.
-
-    Args:
-        chance: the seed decides.
-    """
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._moments: list[str] = []
-
-    def choose(self, layout: Layout, traced: Traced, steps: int, left: int, every: int) -> Fault:
-        """Return a fault for the next start of a job.
-
-        Args:
-            layout: of the run.
-            traced: the lines that jobs of this layout execute; the undisturbed one saved after every step.
-            steps: training.steps.
-            left: steps that are not trained yet.
-            every: checkpoint.every.
-        """
-        if not self._moments:
-            self._moments = [*MOMENTS, "any time"]
-            self._chance.shuffle(self._moments)
-        moment = self._moments.pop()
-        roles = [f"rank {rank}" for rank in range(layout.ranks)]
-        roles += ["writer"] * any(key[0] == "writer" for key in traced.lines)
-        if moment == "starting":
-            found = [key for key in traced.lines if not key[3]]
-        else:
-            found = [key for key in traced.lines if key[3] and MOMENT_OF[key[1]] == moment]
-        if not found:
-            victim = self._chance.choice([*roles, "all"])
-            return Fault("any time", victim, step=self._chance.randint(1, 8), delay=self._chance.random() * 0.05)
-        role = self._chance.choice(sorted({key[0] for key in found}))
-        key = self._chance.choice(sorted(key for key in found if key[0] == role))
-        victim = self._chance.choice([role, role, "all", *roles])
-        times = min(left if moment == "training" else left // every, 8) * traced.lines[key] / steps
-        return Fault(moment, victim, key[1:], role, max(1, int(max(1.0, times) ** self._chance.random())) if key[3] else 1)
 
 
 class Trajectory:
@@ -210,7 +90,7 @@ class Trajectory:
             *layout.settings,
             f"data.tokens={data}",
             f"run_dir={self._run_dir}",
-            *_saves(self._every, self._keep),
+            *saves_every(self._every, self._keep),
         ]
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
@@ -357,10 +237,6 @@ class Trajectory:
         (row or self._rows[-1]).problems.append(problem)
 
 
-def _saves(every: int, keep: int) -> tuple[str, ...]:
-    return f"checkpoint.every={every}", f"checkpoint.keep={keep}", "checkpoint.every_minutes=0"
-
-
 def _newest(run_dir: Path) -> int:
     """The step of the newest folder with an index, by listing: independent of the catalog. 0 without one."""
     steps = [int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????/index.json")]
@@ -374,12 +250,6 @@ def _lines(run_dir: Path) -> int:
         return max((json.loads(line).get("step", 0) for line in lines[-2:]), default=0)
     except (OSError, ValueError):
         return 0
-
-
-def exact(run_dir: Path) -> list[tuple[Any, ...]]:
-    """The lines of metrics.jsonl, without times."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [tuple(line.get(key) for key in EXACT) if "loss" in line else (line["step"], line["validation_loss"]) for line in lines]
 
 
 def run(faults: int, seed: int, layouts: tuple[Layout, ...], data: Path, folder: Path, start: Start, steps: int = STEPS) -> Iterator[Row]:

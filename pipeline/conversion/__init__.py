@@ -1,0 +1,1 @@
+"""Checkpoints made of others: formats of other tools, and merges."""

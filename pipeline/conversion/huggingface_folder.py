@@ -1,0 +1,106 @@
+"""A Hugging Face folder of a checkpoint: weights, configurations, and the tokenizer of the training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.config.data import DECODER_STARTS, TokenizerConfig
+from pipeline.conversion import huggingface_export, imported
+from pipeline.conversion.export_files import Writer
+from pipeline.conversion.huggingface_export import Packing
+from pipeline.conversion.original import Original
+from pipeline.data.tokenize import chat_template
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported.
+
+    Attributes:
+        weights: of the checkpoint.
+        model: its configuration.
+        tokenizer: of its training.
+        original: the imported model that the run started from, None for none.
+    """
+
+    weights: MergedWeights
+    model: ModelConfig
+    tokenizer: TextEncoder
+    original: Original | None
+
+
+def write(
+    folder: Path,
+    tokenizer: TokenizerConfig,
+    source: Source,
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    writer: Writer,
+    packing: Packing | None = None,
+    quantization: dict[str, Any] | None = None,
+) -> int:
+    """Write weights, configurations, tokenizer and license. Collective.
+
+    Args:
+        folder: existing output folder.
+        tokenizer: settings of the tokenizer.
+        source: what is exported.
+        dtype, shard_bytes, packing, writer: see huggingface_export.write_weights.
+        quantization: the entry quantization_config of config.json.
+
+    Returns:
+        Number of parameters.
+    """
+    model, weights = source.model, source.weights
+    parameters = huggingface_export.write_weights(
+        folder,
+        weights,
+        model,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        packing=packing,
+        writer=writer,
+    )
+    if not writer.is_first:
+        return parameters
+    named = weights.config.get("data", {}).get("decoder_start")
+    huggingface_export.write_configs(
+        folder,
+        model,
+        dtype=dtype,
+        end_of_document_id=source.tokenizer.end_of_document,
+        padding_id=source.tokenizer.first_of([named] if named else DECODER_STARTS),
+        original=source.original,
+        quantization=quantization,
+        training=weights.config.get("training"),
+    )
+    copy_tokenizer(folder, tokenizer, source)
+    imported.copy_terms(imported.folder_of(weights.path), folder)
+    return parameters
+
+
+def copy_tokenizer(folder: Path, tokenizer: TokenizerConfig, source: Source) -> None:
+    """Copy the tokenizer, with the chat template of the training if it had one."""
+    folder.mkdir(exist_ok=True)
+    huggingface_export.copy_tokenizer(
+        Path(tokenizer.path), folder, end_of_document=tokenizer.end_of_document, max_positions=source.model.max_positions
+    )
+    chosen = tokenizer.chat_template or source.weights.config.get("tokenizer", {}).get("chat_template")
+    if chosen is not None and (template := chat_template.of(tokenizer)) is not None:
+        huggingface_export.write_chat_template(folder, template)
+
+
+def original_of(checkpoint: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Original | None:
+    """Return the imported model that the run started from, with the end-of-document token of its training; None without one."""
+    original = imported.original_of(imported.folder_of(checkpoint.path), tokenizer.path.parent)
+    if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
+        return original.with_end(tokenizer.end_of_document)
+    return original

@@ -1,0 +1,295 @@
+"""Imports the weights of a Hugging Face folder, with one stock tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.common.errors import UserError, Violation
+from pipeline.common.mapped_memory import release
+from pipeline.conversion.full_weights import fragments
+from pipeline.models import registry
+from pipeline.models.config import ModelConfig
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
+from pipeline.models.stock_tensors import StockTensor
+
+#: Buffers that older releases of transformers saved and that are recomputed.
+UNUSED = ("*.rotary_emb.inv_freq",)
+GENERATION_CONFIG = "generation_config.json"
+#: Name of the files with the tensors that the class does not expect (HuggingFaceMapping.separate_weights).
+SEPARATE = "mtp"
+#: Advice for tensors that do not match their model.
+MATCH = "use a folder whose weights match its config.json, or fix config.json"
+FORMATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Raises:
+        UserError: it is missing or not a JSON object.
+    """
+    return _read_object(folder, "config.json", "use a folder that save_pretrained wrote, or a downloaded model repository")
+
+
+def read_generation_config(folder: Path) -> dict[str, Any] | None:
+    """Read generation_config.json; None if the folder has none.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    if not (folder / GENERATION_CONFIG).is_file():
+        return None
+    return _read_object(folder, GENERATION_CONFIG, "download it again, or remove it")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Verify that tokenizer.json, if the folder has one, was not truncated.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    if (folder / "tokenizer.json").is_file():
+        _read_object(folder, "tokenizer.json", "download it again, or remove it")
+
+
+def _read_object(folder: Path, name: str, fix: str) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError.of("stage.input", folder, f"has no readable {name}: {error}", fix) from error
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a stock model, a single file or numbered shards, and those of separate tensors.
+
+    Raises:
+        UserError: there are none, or some are missing.
+    """
+    return [*_files(folder, "model"), *_files(folder, SEPARATE, optional=True)]
+
+
+def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        if optional:
+            return []
+        fix = "save it again with transformers: AutoModel....from_pretrained(folder).save_pretrained(folder)"
+        raise UserError.of("stage.input", folder, "contains neither model.safetensors nor model.safetensors.index.json", fix)
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ValueError("weight_map must map tensors to names of files")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError.of("stage.input", index, f"is not readable: {error!r}", "download it again") from error
+    missing = [folder / name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError([Violation("stage.input", path, "is missing", "download it again") for path in missing])
+    return [folder / name for name in names]
+
+
+class NamedStock(Protocol):
+    """The tensors of a stock model, by the names of its class.
+
+    Attributes:
+        path: where they are, for messages.
+    """
+
+    path: Path
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+
+    def number_format(self, name: str) -> str:
+        """Dtype of a tensor, in the notation of safetensors."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Value of a tensor, fp32."""
+
+
+class StockWeights:
+    """The tensors of a stock model, by the names that current transformers uses."""
+
+    def __init__(self, folder: Path, mapping: HuggingFaceMapping) -> None:
+        """Read the headers of the files.
+
+        Raises:
+            UserError: a file is missing or not readable, or two tensors are the same weight under names of two releases.
+        """
+        self.path = folder
+        self._stored: dict[str, tuple[Any, str]] = {}
+        twice: list[Violation] = []
+        for file in weight_files(folder):
+            try:
+                opened = safe_open(file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise UserError.of("stage.input", file, f"is not readable: {error}", "download it again") from error
+            for name in opened.keys():  # noqa: SIM118 - the file is not a dict
+                current = name
+                for pattern, replacement in mapping.renamed:
+                    current = re.sub(pattern, replacement, current)
+                if current in self._stored:
+                    other = self._stored[current][1]
+                    rule = f"contains {current} twice: as {other} and as {name}"
+                    twice.append(Violation("stage.input", folder, rule, "remove one of them from the files"))
+                self._stored[current] = opened, name
+        if twice:
+            raise UserError(twice)
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header of its file."""
+        return tuple(self._slice(name).get_shape())
+
+    def number_format(self, name: str) -> str:
+        """Dtype of a tensor, in the notation of safetensors."""
+        return str(self._slice(name).get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        """Value of a tensor, fp32."""
+        opened, stored = self._stored[name]
+        value: Tensor = opened.get_tensor(stored)
+        copied = value.to(torch.float32, copy=True)  # a tensor without a copy shares the memory of the file with every other use of it
+        release(value)
+        return copied
+
+    def _slice(self, name: str) -> Any:
+        opened, stored = self._stored[name]
+        return opened.get_slice(stored)
+
+
+class ImportedWeights:
+    """Native weights, read from those of a stock model. Call `check` first.
+
+    Attributes:
+        config: the configuration, with the fields that only the weights tell.
+    """
+
+    def __init__(self, stock: NamedStock, config: ModelConfig, fix: str = MATCH) -> None:
+        """Find the tensors of each weight.
+
+        Args:
+            stock: the tensors.
+            config: configuration of their model.
+            fix: advice for tensors that do not match it.
+        """
+        self._stock, self._fix = stock, fix
+        self.config = config = registry.mapping_of(config).from_weights(config, stock)
+        with torch.device("meta"):
+            model = registry.build(config)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._entries, self._copies = registry.stock_tensors(config)
+        self._names = set(stock.names())
+        self._stored = {entry.hf_name: entry.hf_name for entry in self._entries if entry.hf_name in self._names}
+        for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names
+            if copy in self._names:
+                self._stored.setdefault(name, copy)
+        mapping = registry.mapping_of(config)
+        self._unused, self._zeros = (*UNUSED, *mapping.ignored_weights), mapping.zero_weights
+        self._computed = mapping.computed_weights
+        self._entries_of: dict[str, list[StockTensor]] = {name: [] for name in self._shapes}
+        for entry in self._entries:
+            for name in entry.names:
+                self._entries_of[name].append(entry)
+        uncovered = [name for name, entries in self._entries_of.items() if not entries]
+        assert not uncovered, f"the mapping of {config.family} has no entry for {uncovered}"
+
+    def names(self) -> list[str]:
+        """Names of all weights."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a weight."""
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Full value of a weight, fp32."""
+        entries = self._entries_of[name]
+        if entries[0].expert is None:
+            return self._read_entry(entries[0], name)
+        experts = torch.empty(self._shapes[name])
+        for entry in entries:
+            assert entry.expert is not None, f"{entry.hf_name} is not the weight of an expert"
+            experts[entry.expert] = self._read_entry(entry, name)
+        return experts
+
+    def _read_entry(self, entry: StockTensor, name: str) -> Tensor:
+        theirs = self._stock.tensor(self._stored[entry.hf_name])
+        return entry.from_hf(theirs, [self._shapes[ours] for ours in entry.names])[entry.names.index(name)].contiguous()
+
+    def check(self) -> list[str]:
+        """Verify the files against the stock class with this configuration.
+
+        Returns:
+            Tensors of the files that are ignored, since the class does not use them.
+
+        Raises:
+            UserError: weights are missing, unexpected, of another shape, or of an unsupported dtype; one violation each.
+        """
+        problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
+        if problems:
+            raise UserError([Violation("stage.input", self._stock.path, problem, self._fix) for problem in problems])
+        return [name for name in self._stock.names() if self._is_unused(name)]
+
+    def _missing(self) -> Iterator[str]:
+        """Weights that are missing, or have a wrong shape or dtype."""
+        for entry in self._entries:
+            expected = list(entry.shape([self._shapes[name] for name in entry.names]))
+            stored = self._stored.get(entry.hf_name)
+            if stored is None:
+                yield f"{entry.hf_name} {expected} is missing"
+            elif list(self._stock.shape(stored)) != expected:
+                yield f"{stored} is {list(self._stock.shape(stored))}, not {expected}"
+            elif self._stock.number_format(stored) not in FORMATS:
+                yield f"{stored} is {self._stock.number_format(stored)}; supported are {', '.join(FORMATS)}"
+
+    def _unexpected(self) -> Iterator[str]:
+        """Tensors that the class does not have."""
+        known = {entry.hf_name for entry in self._entries} | self._copies.keys() | set(self._zeros) | self._computed.keys()
+        for name in self._stock.names():
+            if name not in known and not self._is_unused(name):
+                yield f"{name} {list(self._stock.shape(name))} is not a weight of the model in config.json"
+
+    def _unequal(self) -> Iterator[str]:
+        """Tensors that must equal another one, zero or a constant, and do not."""
+        for copy, name in self._copies.items():
+            if {copy, name} <= self._names and not torch.equal(self._stock.tensor(copy), self._stock.tensor(name)):
+                yield f"{copy} differs from {name}; according to config.json they are tied"
+        for name in self._zeros:
+            if name in self._names and name not in self._stored and self._stock.tensor(name).any():
+                yield f"{name} is not zero, and the family has no such weight"
+        for name in self._computed.keys() & self._names:
+            expected, stored = self._computed[name](self.config), self._stock.tensor(name)
+            if expected.shape != stored.shape or not torch.allclose(expected, stored, rtol=0, atol=1e-5):
+                yield f"{name} is not what the family computes in its place"
+        for entry in (entry for entry in self._entries if entry.constant is not None):
+            value = self._stock.tensor(entry.hf_name)
+            if not torch.isclose(value, torch.tensor(entry.constant), rtol=2**-8):  # files have it in bf16
+                yield f"{entry.hf_name} is {value:g}, and the family has {entry.constant:g} there"
+
+    def _is_unused(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._unused)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Yield every weight as a fragment, loaded lazily."""
+        return fragments(self)

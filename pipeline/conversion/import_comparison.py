@@ -1,0 +1,126 @@
+"""Compares an imported model with its source: logits where a stock class computes them, and the digest of every weight that was written."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import CheckFailed
+from pipeline.conversion.full_weights import FullWeights
+from pipeline.conversion.stock_logits import FIRST_TOKEN, LENGTH, MEMORY, SEQUENCES, TOLERANCE
+from pipeline.models import registry
+
+log = logging.getLogger("pipeline")
+
+
+def compare_logits(weights: FullWeights, load_stock: Callable[[Any], nn.Module] | None) -> bool:
+    """Compare the logits of the weights with those that the stock class computes from the source, on random tokens.
+
+    Args:
+        weights: those to be written.
+        load_stock: returns the model of the source, given its class of transformers; None if the source has other names.
+
+    Returns:
+        Whether they were compared: the model is a decoder, both fit in memory, and transformers has the class.
+
+    Raises:
+        CheckFailed: the logits differ.
+    """
+    config = weights.config
+    size = 2 * 4 * sum(prod(weights.shape(name)) for name in weights.names())
+    if load_stock is None or config.objective != "causal" or size > MEMORY:
+        return False
+    architecture = registry.mapping_of(config).architecture
+    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        log.info("convert: logits are compared if transformers is installed (pip install transformers)")
+        return False
+    if (stock_class := getattr(transformers, architecture, None)) is None:
+        return False
+    ours = registry.build(config)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(weights.tensor(name))
+    generator = torch.Generator().manual_seed(0)
+    first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
+    tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
+    with torch.inference_mode(), _quiet():
+        found = ours.eval()(tokens).float()
+        expected = load_stock(stock_class).eval()(input_ids=tokens).logits.float()
+    largest = float(expected.abs().max())
+    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
+    if not difference <= TOLERANCE * largest:
+        raise CheckFailed(
+            f"convert: {architecture} computes other logits from the source than the imported weights give: they differ by "
+            f"{difference:.3g}, and the largest logit is {largest:.3g}. Nothing was written"
+        )
+    log.info("convert: the logits of %s on %d tokens differ by at most %.1e", architecture, tokens.numel(), difference)
+    return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and progress bars of transformers."""
+    from transformers.utils import logging as stock_logging
+
+    verbosity, bars = stock_logging.get_verbosity(), stock_logging.is_progress_bar_enabled()
+    stock_logging.set_verbosity_error()
+    stock_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        stock_logging.set_verbosity(verbosity)
+        if bars:
+            stock_logging.enable_progress_bar()
+
+
+class Digests:
+    """Digests of weights on their way into a checkpoint, and of what can be read from it."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, str] = {}
+        self._norms: dict[str, float] = {}
+
+    def of(self, fragments: Iterator[Fragment]) -> Iterator[Fragment]:
+        """Yield fragments of full weights, and keep their digests."""
+        for fragment in fragments:
+            weight = fragment.tensors["weight"]
+            assert isinstance(weight, Tensor), f"{fragment.piece.name} is quantized"
+            self._expected[fragment.piece.name] = _digest(weight)
+            self._norms[fragment.piece.name] = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+            yield fragment
+
+    def compare(self, checkpoint: Checkpoint, *, listed: bool) -> None:
+        """Read every weight of a checkpoint again.
+
+        Args:
+            checkpoint: what was written.
+            listed: whether norm and digest of each weight are logged.
+
+        Raises:
+            CheckFailed: a weight is another one than that of the source.
+        """
+        for name, expected in self._expected.items():
+            value = checkpoint.tensor(name)
+            if (found := _digest(value)) != expected:
+                raise CheckFailed(f"convert: {checkpoint.path} has {name} with the digest {found}, and the source has {expected}")
+            if listed:
+                log.info("convert: %s %s: norm %.9g, xxh3 %s", name, list(value.shape), self._norms[name], expected)
+        log.info("convert: the digests of all %d weights equal those of the source", len(self._expected))
+
+
+def _digest(weight: Tensor) -> str:
+    """Return the digest of a weight in fp32."""
+    return xxhash.xxh3_64_hexdigest(weight.detach().flatten().contiguous().numpy().data)

@@ -1,0 +1,249 @@
+"""Which tool wrote a folder that is imported, by its files; and its weights, with the configuration of their model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.common.atomic_files import digest
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.conversion import (
+    dcp_import,
+    deepspeed_import,
+    foreign_configs,
+    foreign_names,
+    huggingface_import,
+    megatron_import,
+    neox_import,
+)
+from pipeline.conversion.dcp_import import DcpFolder
+from pipeline.conversion.deepspeed_import import DeepSpeedFolder
+from pipeline.conversion.foreign_weights import ForeignWeights, NamedTensors, Source
+from pipeline.conversion.huggingface_import import MATCH, ImportedWeights, StockWeights
+from pipeline.conversion.megatron_import import MegatronDistributed, MegatronFolder
+from pipeline.conversion.named_source import open_weights
+from pipeline.conversion.neox_import import NeoxFolder
+from pipeline.models import config_json, registry
+from pipeline.models.config import ModelConfig
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
+
+log = logging.getLogger("pipeline")
+
+CONFIG = "config.json"
+#: Advice where the model is that of the command line, and where it is that of the settings of the training.
+_FIX = "set model= and its sizes to the model of these weights, or put its config.json beside them"
+_COMPLETE = "copy the whole folder of the checkpoint, or put the config.json of its model beside it"
+KNOWN = (
+    "Hugging Face (model*.safetensors)",
+    "DeepSpeed (latest, */*_model_states.pt)",
+    "Megatron-LM (iter_*/mp_rank_*/model_optim_rng.pt, or torch_dist: common.pt and .metadata)",
+    "GPT-NeoX (layer_*-model_*-model_states.pt)",
+    "PyTorch DCP (.metadata and *.distcp), with the names of torchtitan's Llama or of a Hugging Face class",
+)
+
+
+@dataclass(frozen=True)
+class Described:
+    """The model of a config.json.
+
+    Attributes:
+        path: of config.json.
+        content: its content.
+        model: our configuration.
+        mapping: of its class.
+        training: settings of the group training that it has.
+    """
+
+    path: Path
+    content: dict[str, Any]
+    model: ModelConfig
+    mapping: HuggingFaceMapping
+    training: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened folder.
+
+    Attributes:
+        tool: that wrote it, or its class.
+        weights: our weights; call `check`.
+        home: folder with config.json and the tokenizer, if there are some: that of the files or one above.
+        described: the model of its config.json, None without one.
+        identity: what tells whether the same files were imported before.
+        load_stock: returns the model of the source, given its class of transformers; None if the tensors have other names.
+    """
+
+    tool: str
+    weights: ImportedWeights | ForeignWeights
+    home: Path
+    described: Described | None
+    identity: dict[str, Any]
+    load_stock: Callable[[Any], nn.Module] | None = None
+
+
+def open_folder(folder: Path, model: ModelConfig) -> Opened:
+    """Open a folder of any known format.
+
+    Args:
+        folder: stage.input.
+        model: that of the command line, which is used if the folder does not tell its model.
+
+    Raises:
+        UserError: the format is unknown, a file is missing or damaged, or no family supports the model.
+    """
+    if not folder.is_dir():
+        raise UserError.of("stage.input", folder, "is not a folder", "name the folder of a checkpoint")
+    if (step := _huggingface(folder)) is not None:
+        return _open_huggingface(step)
+    if (step := megatron_import.step_folder(folder)) is not None:
+        distributed = megatron_import.is_distributed(step)
+        return _open_megatron(folder, MegatronDistributed(step) if distributed else MegatronFolder(step), model)
+    if (step := deepspeed_import.tag_folder(folder)) is not None:
+        if neox_import.is_neox(step):
+            return _open_neox(folder, NeoxFolder(step), model)
+        return _open_named("DeepSpeed", folder, DeepSpeedFolder(step), deepspeed_import.files(step), model)
+    if (step := dcp_import.step_folder(folder)) is not None:
+        source = DcpFolder(step)
+        return _open_named("PyTorch DCP", folder, source, source.files(), model)
+    found = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
+    listed = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    rule = f"has no known format; it contains {listed or 'nothing'}. Known are {'; '.join(KNOWN)}"
+    raise UserError.of(
+        "stage.input", folder, rule, "name the folder of a checkpoint, or save the model with save_pretrained of transformers"
+    )
+
+
+def _huggingface(folder: Path) -> Path | None:
+    """Return the folder if it has the weights of a Hugging Face model, or is one whose weights are missing or of an old format."""
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
+        if (folder / "latest").is_file():
+            log.info(
+                "convert: %s also has a DeepSpeed checkpoint; imported are the safetensors files, name its folder to import that", folder
+            )
+        return folder
+    others = (megatron_import.step_folder, deepspeed_import.tag_folder, dcp_import.step_folder)
+    return folder if (folder / CONFIG).is_file() and not any(other(folder) for other in others) else None
+
+
+def _open_huggingface(folder: Path) -> Opened:
+    described, files, *_ = collect_errors(
+        lambda: _described(folder),
+        lambda: huggingface_import.weight_files(folder),
+        lambda: huggingface_import.read_generation_config(folder),
+        lambda: huggingface_import.check_tokenizer(folder),
+    )
+    weights = ImportedWeights(StockWeights(folder, described.mapping), described.model)
+    identity = {file.name: digest(file) for file in (folder / CONFIG, *files)}
+    load = functools.partial(_from_pretrained, folder)
+    return Opened(described.mapping.architecture, weights, folder, described, identity, load)
+
+
+def _described(home: Path) -> Described:
+    """Read a config.json.
+
+    Raises:
+        UserError: with every key that is missing, or has a value that no family supports.
+    """
+    content = huggingface_import.read_config(home)
+    family, mapping = registry.find_mapping(content)
+    model, training = collect_errors(
+        lambda: config_json.read(mapping, family.config, content),
+        lambda: mapping.training_settings(content),
+    )
+    return Described(home / CONFIG, content, model, mapping, training)
+
+
+def _from_pretrained(folder: Path, stock_class: Any) -> nn.Module:
+    model: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+def _home(folder: Path, step: Path) -> tuple[Path, Described | None]:
+    """Return the folder with config.json, that of the files, the one named, or the one above, and its model."""
+    for home in (step, folder, *([folder.parent] if step == folder else [])):
+        if (home / CONFIG).is_file():
+            log.info("convert: the model is that of %s", home / CONFIG)
+            return home, _described(home)
+    return folder, None
+
+
+def _open_named(tool: str, folder: Path, source: Source, files: list[Path], model: ModelConfig) -> Opened:
+    """Open a state dict, whose names may be of several tools, and that does not tell its model."""
+    home, described = _home(folder, source.path)
+    config = described.model if described else model
+    origin = str(described.path) if described else f"model= of family {model.family}, since there is no {CONFIG}"
+    if not described:
+        log.info("convert: the model is that of %s", origin)
+    weights, stock = open_weights(source, config, origin, MATCH if described else _FIX)
+    load = functools.partial(_from_tensors, stock, source, config, described) if stock is not None else None
+    return Opened(tool, weights, home, described, _identity(source.path, files), load)
+
+
+def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, described: Described | None, stock_class: Any) -> nn.Module:
+    """Return the stock model with the tensors of a state dict; those of ZeRO are joined by DeepSpeed's own reader."""
+    joined = source.joined() if isinstance(source, DeepSpeedFolder) else {}
+    values = {name: joined[original] if original in joined else stock.tensor(name) for name, original in stock.originals().items()}
+    content = described.content if described else registry.mapping_of(config).config_json(config)
+    model: nn.Module = stock_class(stock_class.config_class(**content))
+    model.load_state_dict(values, strict=False)  # tied weights and buffers may be absent; the names have been checked
+    return model
+
+
+def _open_megatron(folder: Path, source: MegatronFolder | MegatronDistributed, model: ModelConfig) -> Opened:
+    home, described = _home(folder, source.path)
+    config, fix = _configured(described, source.arguments, lambda args: foreign_configs.megatron(args, source), model)
+    weights = ForeignWeights(source, foreign_names.megatron(gated=config.family != "gpt"), config, fix)
+    return Opened("Megatron-LM", weights, home, described, _identity(source.path, source.files()))
+
+
+def _open_neox(folder: Path, source: NeoxFolder, model: ModelConfig) -> Opened:
+    home, described = _home(folder, source.path)
+    settings = source.settings if "num_attention_heads" in source.settings else None
+    config, fix = _configured(described, settings, lambda values: foreign_configs.neox(values, source, source.layers), model)
+    current = any(".mlp.linear1." in name for name in source.names())  # names of the releases whose grouped queries have another order
+    part = foreign_names.concatenated if current and config.kv_heads != config.heads else foreign_names.query_heads
+    weights = ForeignWeights(source, foreign_names.neox(gated=config.family != "gpt", part=part), config, fix)
+    return Opened("GPT-NeoX", weights, home, described, _identity(source.path, source.files()))
+
+
+def _configured(
+    described: Described | None, settings: dict[str, Any] | None, read: Callable[[dict[str, Any]], ModelConfig], model: ModelConfig
+) -> tuple[ModelConfig, str]:
+    """Return the model of a config.json, else that of the settings of the training, else that of the command line; and advice."""
+    if described is not None:
+        return described.model, MATCH
+    if settings:
+        return read(settings), _COMPLETE
+    log.info("convert: the model is that of model=, since the checkpoint has no settings and there is no %s", CONFIG)
+    return model, _FIX
+
+
+def _identity(folder: Path, files: list[Path]) -> dict[str, Any]:
+    """Return sizes and times of files, which may be terabytes."""
+    stats = {str(path.relative_to(folder)): path.stat() for path in files}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def report(opened: Opened, unused: list[str]) -> None:
+    """Log what the import changes or ignores."""
+    if unused:
+        log.warning("convert: the model does not use %s; skipped", ", ".join(unused))
+    if (described := opened.described) is None:
+        return
+    for field in dataclasses.fields(described.model):
+        if getattr(opened.weights.config, field.name) != getattr(described.model, field.name):
+            log.info("convert: model.%s=%s, according to the weights", field.name, getattr(opened.weights.config, field.name))
+    content, mapping = described.content, described.mapping
+    if ignored := config_json.unread(mapping, content):
+        log.info("convert: %s does not read %s; an export keeps them", mapping.architecture, ", ".join(sorted(ignored)))
+    if dropout := [f"{key}={content[key]}" for key in sorted(content) if config_json.is_dropout(key) and content[key]]:
+        log.warning("convert: %s is ignored: dropout is not supported in training", ", ".join(dropout))

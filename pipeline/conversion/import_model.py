@@ -1,0 +1,72 @@
+"""Import by stage=convert: a folder of Hugging Face or of another tool -> native checkpoint of step 0, from which pretrain continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from pipeline.checkpoint import native, save
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common import artifact, knobs
+from pipeline.common.errors import UserError, collect_errors
+from pipeline.config import model_option, run_tokenizer
+from pipeline.config.schema import RunConfig
+from pipeline.conversion import import_comparison, import_formats
+from pipeline.conversion.foreign_weights import ForeignWeights
+from pipeline.conversion.imported import FOLDER, copy_originals
+
+log = logging.getLogger("pipeline")
+
+
+def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
+    """Write run_dir/checkpoints/step-00000000 with weights and without optimizer moments. Logs the `model=` overrides for pretrain.
+
+    Args:
+        config: configuration of the run; its model is used if the folder does not tell its own.
+        source: a folder of one of import_formats.KNOWN.
+        file_bytes: maximum size of a checkpoint file, bytes.
+
+    Raises:
+        UserError: the format is unknown, the model is not supported, its weights do not match it, or run_dir contains another run.
+        CheckFailed: the imported model computes other logits than the source, or the checkpoint has other weights.
+    """
+    opened = import_formats.open_folder(source, config.model)
+    log.info("convert: %s is a checkpoint of %s", source, opened.tool)
+    model, training = opened.weights.config, opened.described.training if opened.described else {}
+    run_dir = Path(config.run_dir)
+    settings = {"stage.input": opened.identity}
+    complete = artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings)
+    if complete:
+        log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
+        return
+    _, unused = collect_errors(lambda: _check_run(run_dir), opened.weights.check)
+    import_formats.report(opened, unused)
+    compared = import_comparison.compare_logits(opened.weights, opened.load_stock)
+
+    overrides = " ".join([*model_option.overrides(model), *(f"training.{name}={value:g}" for name, value in training.items())])
+    config = knobs.changed(config, {"model": model, **{f"training.{name}": value for name, value in training.items()}})
+    saved_config = dataclasses.asdict(config)
+    index = native.Index(native.TrainState(), saved_config)
+    digests = import_comparison.Digests()
+    path = save.save_full(run_dir, index, digests.of(opened.weights.fragments()), file_bytes)
+    digests.compare(Checkpoint(path), listed=not compared)
+    if isinstance(opened.weights, ForeignWeights):
+        opened.weights.warn()
+    copy_originals(run_dir / FOLDER, opened.home, settings, {"model": overrides})
+    log.info("convert: wrote %s (%s); %s", path, opened.tool, _continue_with(run_dir, overrides))
+
+
+def _continue_with(run_dir: Path, overrides: str) -> str:
+    """The settings of the stages that follow, for the log. Those of the tokenizer are the defaults in this run directory."""
+    settings = [f"run_dir={run_dir}", *run_tokenizer.overrides(run_dir / FOLDER)]
+    if "model.labels=" in overrides:
+        return " ".join(["continue with stage=finetune training.objective=classification", *settings])
+    return " ".join(["continue with stage=pretrain", *settings, overrides])
+
+
+def _check_run(run_dir: Path) -> None:
+    """Refuse a run_dir with checkpoints, except a checkpoint of step 0, which an interrupted import may have written."""
+    trained = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, 0)]
+    if trained:
+        raise UserError.of("run_dir", run_dir, f"already contains a run: {trained[-1].name}", "choose another run_dir")

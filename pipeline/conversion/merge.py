@@ -1,0 +1,170 @@
+"""A checkpoint whose weights are the mean of those of other ones, in a run directory of its own: tools/checkpoint merge.
+
+(Mean of the last checkpoints of a run: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407; of runs that were fine-tuned from one model:
+Wortsman et al. 2022, https://arxiv.org/abs/2203.05482.)
+
+The optimizer's moments are averaged with the same weights, so that training continues without a restart of the optimizer. Step, samples,
+updates, loss scale, configuration and data are those of the newest checkpoint: training continues at its sample.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint import native, save
+from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.lora_adapter import lora_of
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import UserError
+from pipeline.common.progress import Progress
+from pipeline.config.lora import is_adapter
+from pipeline.conversion import mergeable, merged_run
+from pipeline.models import config_classes, registry
+from pipeline.models.tensor_parallel_roles import role
+from pipeline.parallel.pieces import Piece
+
+log = logging.getLogger("pipeline")
+
+#: Elements that are averaged at a time, fp64.
+CHUNK = 1 << 24
+#: Bytes at which a file of the merged checkpoint is ended.
+FILE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and its weight in the mean; the weights of all sources add up to 1."""
+
+    checkpoint: Checkpoint
+    weight: float
+
+
+def weighted(paths: Sequence[Path], weights: Sequence[float] | None) -> list[Source]:
+    """Return checkpoints with their weights.
+
+    Args:
+        paths: of the checkpoints.
+        weights: of each of them, above 0, of any sum; None for the plain mean.
+
+    Raises:
+        UserError: there are fewer than two, the numbers differ, or a weight is not above 0.
+    """
+    weights = [1.0] * len(paths) if weights is None else weights
+    shown = ",".join(f"{weight:g}" for weight in weights)
+    if len(paths) < 2:
+        raise UserError.of("PATH", " ".join(map(str, paths)), "is one checkpoint, and a mean is of two or more", "name more, or --last N")
+    if len(weights) != len(paths):
+        raise UserError.of("--weights", shown, f"has {len(weights)} weights for {len(paths)} checkpoints", "write one for each")
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise UserError.of("--weights", shown, "must be numbers above 0", "leave out checkpoints that do not count")
+    return [Source(Checkpoint(path), weight / sum(weights)) for path, weight in zip(paths, weights, strict=True)]
+
+
+def last(run_dir: Path, count: int, decay: float) -> list[Source]:
+    """Return the newest checkpoints of a run, oldest first.
+
+    Args:
+        run_dir: the run directory.
+        count: number of checkpoints.
+        decay: weight of a checkpoint, relative to that of the next newer one; 1 for the plain mean.
+
+    Raises:
+        UserError: the run has fewer checkpoints, or a number is not legal.
+    """
+    complete = native.complete(run_dir)
+    if not 0 < decay <= 1:
+        raise UserError.of("--decay", decay, "must be above 0 and at most 1", "set it to 1 for the plain mean")
+    if count < 2 or count > len(complete):
+        steps = ", ".join(str(native.step_of(path)) for path in complete) or "none"
+        rule = "must be 2 or more" if count < 2 else f"is more than {run_dir} has (steps {steps})"
+        fix = "reduce it; checkpoint.keep and checkpoint.keep_every of a run keep more of them"
+        raise UserError.of("--last", count, rule, fix)
+    return weighted(complete[-count:], [decay**age for age in reversed(range(count))])
+
+
+def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BYTES) -> Path:
+    """Write the mean of checkpoints as the only checkpoint of a new run directory, and return its path.
+
+    Memory holds a file, or one weight with its moments if that is larger, fp32, and CHUNK elements of every source. What is complete is not
+    written again.
+
+    Args:
+        sources: two or more.
+        run_dir: the new run directory.
+        file_bytes: size at which a file of the checkpoint is ended.
+
+    Raises:
+        UserError: the checkpoints are of different models, tokenizers or adapters; or run_dir has another content.
+    """
+    checkpoints = [source.checkpoint for source in sources]
+    mergeable.check(checkpoints)
+    newest = max(reversed(checkpoints), key=lambda checkpoint: checkpoint.step)  # of equal steps, the one that is named last
+    members = [{"path": str(s.checkpoint.path.resolve()), "step": s.checkpoint.step, "weight": s.weight} for s in sources]
+    parent = {"path": str(newest.path.resolve()), "step": newest.step, "how": "merge", "members": members}
+    if (complete := merged_run.find_complete(run_dir, newest.step, parent)) is not None:
+        log.info("%s is complete, nothing to do", complete)
+        return complete
+    kinds = _kinds(checkpoints)
+    config = merged_run.write_settings(newest, run_dir)
+    index = native.Index(newest.train_state, config, newest.data, parent=parent)
+    elements = {name: torch.Size(newest.shape(name)).numel() for name in newest.names()}
+    with Progress(sum(elements.values()), "merge", "elements", every=10.0) as progress:
+        path = save.save_full(run_dir, index, _fragments(sources, kinds, elements, progress), file_bytes)
+    log.info("wrote %s, the mean of %s", path, ", ".join(f"{s.weight:.4g} x {s.checkpoint.path}" for s in sources))
+    return path
+
+
+def _kinds(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """The kinds of tensors that all checkpoints have; others are announced."""
+    found = dict.fromkeys(kind for checkpoint in checkpoints for kind in checkpoint.index.kinds)
+    for kind in found:
+        if missing := [checkpoint.path for checkpoint in checkpoints if kind not in checkpoint.index.kinds]:
+            log.warning("%s: %s has none, so the merged checkpoint has none either", kind, missing[0])
+    return [kind for kind in found if all(kind in checkpoint.index.kinds for checkpoint in checkpoints)]
+
+
+def _fragments(sources: Sequence[Source], kinds: Sequence[str], elements: dict[str, int], progress: Progress) -> Iterator[Fragment]:
+    """Yield every weight with its kinds of tensors, merged when it is used."""
+    config = sources[0].checkpoint.config
+    lora, table = lora_of(config), registry.family_of(config_classes.from_dict(config["model"])).tensor_parallel
+    for name, count in elements.items():
+        shape = sources[0].checkpoint.shape(name)
+        stored = [kind for kind in kinds if all(source.checkpoint.has(name, kind) for source in sources)]
+        is_base = bool(lora.rank) and not is_adapter(name) and not lora.saves(name)
+        tensors: dict[str, Any] = {kind: _mean(sources, name, shape, kind, same=is_base) for kind in stored}
+        yield Fragment(Piece(name, shape, role=role(table, name)), 0, tensors)
+        progress.advance(count, name)
+
+
+def _mean(sources: Sequence[Source], name: str, shape: tuple[int, ...], kind: str, *, same: bool) -> Tensor:
+    """Return the mean of a tensor of all sources, flat: summed in fp64, rounded once to the dtype in which all have it, or to fp32.
+
+    Raises:
+        UserError: the tensors must be the `same`, and are not.
+    """
+    box = tuple((0, size) for size in shape)
+    whole = torch.Size(shape).numel()
+    parts: list[Tensor] = []
+    for first in range(0, whole, CHUNK):
+        run = (first, min(CHUNK, whole - first))
+        read = partial(Checkpoint.ranges, name=name, kind=kind, box=box, run=run)
+        values = [read(source.checkpoint) for source in sources]
+        if same:
+            for source, other in zip(sources[1:], values[1:], strict=True):
+                if not torch.equal(other, values[0]):
+                    rule = f"has adapters of another base than {sources[0].checkpoint.path}: {name} differs"
+                    raise UserError.of("PATH", source.checkpoint.path, rule, "merge checkpoints of adapters with one base")
+        total = torch.zeros(run[1], dtype=torch.float64)
+        for source, value in zip(sources, values, strict=True):
+            total.add_(value.double(), alpha=source.weight)
+        dtypes = {value.dtype for value in values}
+        parts.append(total.to(dtypes.pop() if len(dtypes) == 1 else torch.float32))
+    return torch.cat(parts) if len(parts) != 1 else parts[0]

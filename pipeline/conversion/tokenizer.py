@@ -1,0 +1,39 @@
+"""The tokenizer of a checkpoint: that of tokenizer.path, which must have ids for the rows of its embedding only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.common.errors import UserError
+from pipeline.config.data import TokenizerConfig
+from pipeline.conversion import imported
+from pipeline.data.tokenize.tokenizer import TextEncoder
+
+
+def open_tokenizer(tokenizer: TokenizerConfig, run_dir: Path) -> TextEncoder:
+    """Open the tokenizer.
+
+    Raises:
+        UserError: tokenizer.path contains none; the message names that of an imported model.
+    """
+    path, folder = Path(tokenizer.path), run_dir / imported.FOLDER
+    if not (path / "tokenizer.json").is_file() and (folder / "tokenizer.json").is_file():
+        fix = f"set tokenizer.path={folder}, the tokenizer of the imported model, or the one of the training data"
+        raise UserError.of("tokenizer.path", path, "holds no tokenizer.json", fix)
+    return TextEncoder(path, tokenizer.end_of_document)
+
+
+def check_tokenizer(path: str, entries: int, vocab_size: int) -> None:
+    """Refuse a tokenizer with more ids than rows of the embedding.
+
+    Args:
+        path: tokenizer.path.
+        entries: number of ids of the tokenizer.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        UserError: it has more.
+    """
+    if entries > vocab_size:
+        rule = f"has {entries} entries, which exceeds model.vocab_size={vocab_size} of the checkpoint"
+        raise UserError.of("tokenizer.path", path, rule, "set it to the tokenizer of the training run")

@@ -1,0 +1,179 @@
+"""tools/checkpoint merge: the mean of checkpoints is a run directory that evaluates, exports and trains on."""
+
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint import native
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.conversion import merge
+from tests.helpers import ROOT
+from tests.training.one_rank import lines, newest, run
+
+
+@pytest.fixture(scope="module")
+def trained(tokens, tmp_path_factory) -> Path:
+    """Four steps, with an average of the weights."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run("pretrain", folder, f"data.tokens={tokens}", "training.steps=4", "training.ema=0.75")
+    return folder
+
+
+def tool(*arguments: object) -> int:
+    """Run tools/checkpoint in this process, and return its exit code."""
+    loader = importlib.machinery.SourceFileLoader("checkpoint_tool", str(ROOT / "tools" / "checkpoint"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module.main(["merge", *map(str, arguments)])
+
+
+def at(run_dir: Path, step: int) -> Checkpoint:
+    return Checkpoint(native.folder_of(run_dir, step))
+
+
+CASES = [
+    (("{run}/step-1", "{run}/step-2", "{run}"), {1: 1, 2: 1, 4: 1}),
+    (("{run}/step-1", "{run}/step-2", "--mean"), {1: 1, 2: 1}),
+    (("{run}/step-4", "{run}/step-2", "--weights", "1,3"), {4: 0.25, 2: 0.75}),
+    (("{run}", "--last", "3"), {2: 1, 3: 1, 4: 1}),
+    (("{run}", "--last", "3", "--decay", "0.5"), {2: 0.25, 3: 0.5, 4: 1}),
+]
+
+
+@pytest.mark.parametrize("words, shares", CASES, ids=[" ".join(words) for words, _ in CASES])
+def test_weights_and_moments_are_the_mean(trained, tmp_path, monkeypatch, words, shares):
+    monkeypatch.setattr(merge, "CHUNK", 3000)  # less than the embedding has
+    assert tool(*(word.format(run=trained) for word in words), "--output", tmp_path / "merged") == 0
+    step, total = max(shares), sum(shares.values())
+    merged, members = at(tmp_path / "merged", step), {each: at(trained, each) for each in shares}
+    last = members[step]
+    assert merged.names() == last.names()
+    for name in merged.names():
+        for kind in ("weight", "exp_avg", "exp_avg_sq", "ema"):
+            expected = sum(members[each].tensor(name, kind).double() * share / total for each, share in shares.items())
+            torch.testing.assert_close(merged.tensor(name, kind), expected.float(), rtol=2**-23, atol=0)  # one unit in the last place
+    assert (merged.train_state, merged.data) == (last.train_state, last.data)
+    parent = merged.index.parent
+    assert (parent["how"], parent["step"], parent["path"]) == ("merge", step, str(native.folder_of(trained, step)))
+    assert {member["step"]: member["weight"] for member in parent["members"]} == pytest.approx({k: v / total for k, v in shares.items()})
+
+
+def test_the_mean_of_one_checkpoint_is_that_checkpoint(trained, tmp_path):
+    assert tool(*[trained] * 3, "--output", tmp_path / "merged") == 0
+    for name in at(trained, 4).names():
+        assert torch.equal(at(tmp_path / "merged", 4).tensor(name), at(trained, 4).tensor(name))
+
+
+def test_a_merged_run_evaluates_exports_and_trains_on(tokens, tokenizer, trained, tmp_path, caplog):
+    merged, data = tmp_path / "merged", f"data.tokens={tokens}"
+    assert tool(trained, "--last", 2, "--output", merged) == 0
+    run("evaluate", merged, data)
+    evaluated = json.loads((merged / "evaluation.json").read_text())
+    assert evaluated["step"] == 4
+    run("convert", merged, f"tokenizer.path={tokenizer}")
+    assert (merged / "hf" / "model.safetensors").is_file()
+    with caplog.at_level(logging.INFO, "pipeline"):
+        run("pretrain", merged, data, "training.steps=6", "training.ema=0.75")
+    assert "continuing from" in caplog.text
+    assert "step 4, 16 samples" in caplog.text
+    assert [line["samples"] for line in lines(merged).values()] == [20, 24]
+    assert newest(merged).parent["how"] == "merge"
+    run("pretrain", tmp_path / "branch", data, f"checkpoint.fork={merged}/step-4", "training.steps=5")
+    assert lines(tmp_path / "branch")[5]["loss"] == lines(merged)[5]["loss"]
+
+
+def test_the_same_command_finds_its_work_done(trained, tmp_path, caplog, capsys):
+    words = (trained, "--last", 2, "--output", tmp_path / "merged")
+    assert tool(*words) == 0
+    before = (native.folder_of(tmp_path / "merged", 4) / native.INDEX).stat().st_mtime_ns
+    with caplog.at_level(logging.INFO, "pipeline"):
+        assert tool(*words) == 0
+    assert "nothing to do" in caplog.text
+    assert (native.folder_of(tmp_path / "merged", 4) / native.INDEX).stat().st_mtime_ns == before
+    for output in (tmp_path / "merged", trained):
+        assert tool(trained, "--last", 3, "--output", output) == 2
+        assert f"--output={output}: contains the checkpoints of another run, the newest of step 4" in capsys.readouterr().err
+
+
+REFUSED = [
+    (("{run}",), "is one checkpoint, and a mean is of two or more"),
+    (("{run}", "{run}/step-9"), "{run}/step-9: is not a complete checkpoint; {run} has those of steps 1, 2, 3, 4"),
+    (("{run}", "{run}", "--weights", "1,2,3"), "--weights=1,2,3: has 3 weights for 2 checkpoints"),
+    (("{run}", "{run}", "--weights", "1,-1"), "--weights=1,-1: must be numbers above 0"),
+    (("{run}", "{run}", "--weights", "1,nan"), "must be numbers above 0"),
+    (("{run}", "--last", "5"), "--last=5: is more than {run} has (steps 1, 2, 3, 4)"),
+    (("{run}", "--last", "1"), "--last=1: must be 2 or more"),
+    (("{run}", "--last", "2", "--decay", "1.5"), "--decay=1.5: must be above 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize("words, said", REFUSED, ids=[said for _, said in REFUSED])
+def test_what_is_refused(trained, tmp_path, capsys, words, said):
+    assert tool(*(word.format(run=trained) for word in words), "--output", tmp_path / "merged") == 2
+    assert said.format(run=trained) in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("words", [("--decay", "0.5"), ("--weights", "1;2"), ("--last", "2", "more")])
+def test_options_that_say_nothing_are_refused(trained, tmp_path, words):
+    with pytest.raises(SystemExit) as raised:
+        tool(trained, *words, "--output", tmp_path / "merged")
+    assert raised.value.code == 2
+
+
+@pytest.fixture(scope="module")
+def others(tokens, trained, tmp_path_factory) -> dict[str, Path]:
+    """Runs that are not to be merged with the first one, or with each other."""
+    folder, data = tmp_path_factory.mktemp("others"), f"data.tokens={tokens}"
+    start = ("training.steps=1", data, f"checkpoint.initialize_from={trained}")
+    run("pretrain", folder / "layers", "training.steps=1", data, "model.layers=2")
+    run("pretrain", folder / "family", "training.steps=1", data, "model=llama-tiny", "model.kv_heads=4", "model.heads=4")
+    run("pretrain", folder / "rank 2", *start, "lora.rank=2")
+    run("pretrain", folder / "rank 3", *start, "lora.rank=3")
+    run("pretrain", folder / "base", "training.steps=1", data, f"checkpoint.initialize_from={trained}/step-1", "lora.rank=2")
+    shutil.copytree(tokens, folder / "tokens")
+    manifest = json.loads((folder / "tokens" / "manifest.json").read_text())
+    manifest["totals"]["tokenizer"] = "another"
+    (folder / "tokens" / "manifest.json").write_text(json.dumps(manifest))
+    run("pretrain", folder / "tokenizer", "training.steps=1", f"data.tokens={folder}/tokens")
+    return {path.name: path for path in folder.iterdir() if path.name != "tokens"} | {"trained": trained}
+
+
+@pytest.mark.parametrize(
+    "first, second, said",
+    [
+        ("trained", "layers", "has model.layers=2; "),
+        ("trained", "family", "has model.family=llama; "),
+        ("trained", "tokenizer", "has checksum of the tokenizer=another; "),
+        ("trained", "rank 2", "has lora.rank=2; "),
+        ("rank 2", "rank 3", "has lora.rank=3; "),
+        ("rank 2", "base", "has adapters of another base than "),
+    ],
+)
+def test_different_models_tokenizers_and_adapters_are_refused(others, tmp_path, capsys, first, second, said):
+    assert tool(others[first], others[second], "--output", tmp_path / "merged") == 2
+    assert f"PATH={others[second]}/checkpoints/step-00000001: {said}" in capsys.readouterr().err
+    assert not native.complete(tmp_path / "merged")
+
+
+def test_adapters_of_one_base_are_averaged(others, tokens, tmp_path):
+    run("pretrain", tmp_path / "other", f"data.tokens={tokens}", f"checkpoint.fork={others['rank 2']}", "training.steps=2", "lora.rank=2")
+    assert tool(others["rank 2"], tmp_path / "other", "--output", tmp_path / "merged") == 0
+    a, b, merged = at(others["rank 2"], 1), at(tmp_path / "other", 2), at(tmp_path / "merged", 2)
+    for name in merged.names():
+        torch.testing.assert_close(merged.tensor(name), (a.tensor(name) + b.tensor(name)) / 2, rtol=1e-6, atol=1e-9)
+    assert any(not torch.equal(merged.tensor(name), a.tensor(name)) for name in merged.names())
+
+
+def test_moments_that_a_member_lacks_are_left_out_and_announced(trained, tokens, tmp_path, caplog):
+    run("pretrain", tmp_path / "run", f"data.tokens={tokens}", f"checkpoint.fork={trained}", "training.steps=5")
+    with caplog.at_level(logging.WARNING, "pipeline"):
+        assert tool(trained, tmp_path / "run", "--output", tmp_path / "merged") == 0
+    assert f"ema: {tmp_path}/run/checkpoints/step-00000005 has none, so the merged checkpoint has none either" in caplog.text
+    assert set(newest(tmp_path / "merged").kinds) == {"weight", "exp_avg", "exp_avg_sq"}
