@@ -342,6 +342,14 @@ def test_a_truncated_tokenizer_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_settings_that_follow_can_be_pasted(tmp_path, caplog):
+    """A run directory with a space is quoted for the shell and for Hydra, as the tokenizer's path is."""
+    caplog.set_level("INFO", "pipeline")
+    save_llama(tmp_path / "stock")
+    import_model(configured("stage=convert", f"run_dir='{tmp_path / 'my run'}'"), tmp_path / "stock", file_bytes=10**9)
+    assert f'run_dir="{tmp_path / "my run"}"' in shlex.split(caplog.messages[-1])
+
+
 def test_a_disk_that_is_full_after_the_weights(tmp_path, monkeypatch):
     """When the tokenizer is copied; the same command completes the import."""
     save_llama(tmp_path / "stock")
