@@ -102,13 +102,15 @@ def commit(run_dir: Path) -> Path:
 
     Raises:
         OSError: a file cannot be written or is missing.
-        ValueError: a record is damaged, or the records do not hold every element of every weight once.
+        ValueError: a record is damaged, a file that it names is gone, or the records do not hold every element of every weight once.
     """
     pending = catalog.read(run_dir).pending
     assert pending is not None, "no checkpoint is being written"
     folder = run_dir / "checkpoints" / pending.folder
     remove_leftovers(folder)  # of a commit that was interrupted
     merged = merge(folder, pending.writers)
+    if gone := {file.name for file in merged.files} - {entry.name for entry in os.scandir(folder)}:
+        raise ValueError(f"{min(gone)} was written, and is gone")
     with atomic_file(folder / PARTS) as handle:
         np.save(handle, merged.rows)
     content = (folder / PARTS).read_bytes()

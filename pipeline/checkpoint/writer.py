@@ -175,7 +175,6 @@ class Node:
         try:
             check_folder(member)
             commit.finish_interrupted(member.run_dir)
-            remove_others(member, save)
             partial = commit.begin(member.run_dir, settings.index, save.attempt, member.nodes)
             folder = committing.finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
         except Exception as error:
@@ -194,14 +193,6 @@ class Node:
     def _patience(self, member: Member) -> float:
         """Seconds that the records of other nodes are waited for."""
         return member.patience if self._ended is None else min(member.patience, _LINGER)
-
-
-def remove_others(member: Member, save: Save) -> None:
-    """Remove the folders of attempts that were given up: other nodes may have written to one after it was removed. Free their space."""
-    current = commit.partial_folder(member.run_dir, save.step, save.attempt)
-    for folder in current.parent.glob(".step-*.partial"):
-        if folder != current and folder.is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def discard(member: Member, step: int, attempt: str) -> None:

@@ -442,3 +442,11 @@ def test_an_update_of_adamw_that_changed_a_weight_is_recognized_and_no_other(lr)
             one = [values[name : name + 1] for values in (weight.detach().numpy(), *state)]
             if should_have_changed(*one, update):
                 assert before[name] != weight[name]
+
+
+def test_a_commit_leaves_what_a_rank_that_is_ahead_writes_of_the_next_checkpoint(run):
+    run.update()
+    early = run.run_dir / "checkpoints" / ".step-00000002.job-2.partial"
+    early.mkdir()
+    assert run.save().reason == ""
+    assert early.is_dir()

@@ -206,3 +206,17 @@ def test_a_checkpoint_that_is_removed_while_others_read_it_is_no_damage(three):
     for read in (native.read_index, lambda path: checkpoint_selection.settings_of(path, Evaluate(), {})):
         with pytest.raises(UserError, match=r"step-00000002/index.json: does not exist; .*checkpoint\.keep"):
             read(folder)
+
+
+def test_a_file_that_is_removed_before_the_commit_is_missed(three, monkeypatch):
+    """Also if its record is there."""
+    write_record = records.write_record
+
+    def remove_before(folder, writer, written):
+        write_record(folder, writer, written)
+        (folder / "rank-00000.safetensors").unlink(missing_ok=True)
+
+    monkeypatch.setattr(records, "write_record", remove_before)
+    with pytest.raises(ValueError, match=r"rank-00000\.safetensors was written, and is gone"):
+        save(three, 4)
+    assert native.complete(three)[-1].name == "step-00000003"
