@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,8 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
             os.fsync(handle.fileno())
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the error of the block tells more: a read-only file system, a file in the place of a folder
+            partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
