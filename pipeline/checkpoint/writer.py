@@ -139,6 +139,8 @@ class Node:
             failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "")
             if attempt.abandoned:
                 discard(member, save.step, save.attempt)
+            with self._lock:  # whoever waits for the record does not need the file of the failure, which a full disk has no space for
+                attempt.abandoned = attempt.abandoned or reason
             self._answer(sharing, [failed] * len(sharing))
             return
         answers: list[Written | Failed] = []

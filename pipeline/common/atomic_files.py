@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +36,8 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
             os.fsync(handle.fileno())
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the error of the block tells more: a read-only file system, a file in the place of a folder
+            partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -62,23 +64,43 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def report_disk_full(folder: Path) -> Iterator[None]:
-    """Convert an OSError of a full disk, an exceeded quota or a file-size limit into a UserError that names `folder`.
+    """Convert the error of a full disk, an exceeded quota or a file-size limit into a UserError that names `folder`.
 
     Raises:
-        UserError: in place of that OSError.
+        UserError: in place of that OSError, or of an error that a library raised because of it.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:
+        if isinstance(error, UserError) or (reason := _no_space(error)) is None:
             raise
         fix = "free disk space and run the same command again; completed parts are kept"
-        raise UserError.of("output folder", folder, f"cannot be written: {error.strerror}", fix) from error
+        raise UserError.of("output folder", folder, f"cannot be written: {reason}", fix) from error
+
+
+def _no_space(error: BaseException) -> str | None:
+    """Return what the system says if an error, or one that it arose from, is that of a full disk."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # safetensors and other packages in Rust raise errors of their own
+            number = int(found[1])
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return os.strerror(number)
+        if number is None and re.search(r"\d+ requested and \d+ written", str(cause)):  # numpy.ndarray.tofile, for GGUF
+            return f"only a part of the data was written ({cause})"
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def partial_folder(final: Path) -> Path:
-    """The hidden folder in which atomic_folder collects the content of `final`."""
+    """The hidden folder in which atomic_folder collects the content of `final`; pass what `behind_link` returns."""
     return final.with_name(f".{final.name}.partial")
+
+
+def behind_link(final: Path) -> Path:
+    """Return the folder that a symbolic link names, such as an output on another disk: a rename would replace the link itself."""
+    return final.resolve() if final.is_symlink() else final
 
 
 @contextmanager
@@ -87,6 +109,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
     Readers see either the old folder or the new one. The leftovers of an interrupted run are removed first.
     """
+    final = behind_link(final)
     partial = partial_folder(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -122,10 +122,10 @@ def overrides(folder: Path) -> list[str]:
         "tokenizer.end_of_document": end_of_document(folder),
         "data.decoder_start": decoder_start(folder),
     }
-    return [_override(key, value) for key, value in values.items() if value is not None]
+    return [override(key, value) for key, value in values.items() if value is not None]
 
 
-def _override(key: str, value: str) -> str:
+def override(key: str, value: str) -> str:
     """Return KEY=VALUE, quoted for Hydra and the shell if the value has characters with a meaning in either."""
     if re.fullmatch(r"[\w./@:-]+", value):
         return f"{key}={value}"

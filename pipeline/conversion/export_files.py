@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from pipeline.common import artifact
-from pipeline.common.atomic_files import apply_umask, digest, partial_folder, publish_folder, sync_folder
+from pipeline.common.atomic_files import apply_umask, behind_link, digest, partial_folder, publish_folder, sync_folder
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm, SingleProcessComm
@@ -183,6 +183,7 @@ def export_folder(output: Path, settings: dict[str, Any], comm: Comm) -> Iterato
     Raises:
         UserError: another job is writing the folder.
     """
+    output = behind_link(output)
     work = partial_folder(output)
     folder, records = work / "files", Unfinished(work, settings)
 

@@ -52,6 +52,16 @@ def read_generation_config(folder: Path) -> dict[str, Any] | None:
     return _read_object(folder, GENERATION_CONFIG, "download it again, or remove it")
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Verify that tokenizer.json, if the folder has one, was not truncated.
+
+    Raises:
+        UserError: it is not a JSON object.
+    """
+    if (folder / "tokenizer.json").is_file():
+        _read_object(folder, "tokenizer.json", "download it again, or remove it")
+
+
 def _read_object(folder: Path, name: str, fix: str) -> dict[str, Any]:
     try:
         content = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -135,10 +135,11 @@ def _huggingface(folder: Path) -> Path | None:
 
 
 def _open_huggingface(folder: Path) -> Opened:
-    described, files, _ = collect_errors(
+    described, files, *_ = collect_errors(
         lambda: _described(folder),
         lambda: huggingface_import.weight_files(folder),
         lambda: huggingface_import.read_generation_config(folder),
+        lambda: huggingface_import.check_tokenizer(folder),
     )
     weights = ImportedWeights(StockWeights(folder, described.mapping), described.model)
     identity = {file.name: digest(file) for file in (folder / CONFIG, *files)}

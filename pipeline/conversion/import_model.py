@@ -59,7 +59,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
 
 def _continue_with(run_dir: Path, overrides: str) -> str:
     """The settings of the stages that follow, for the log. Those of the tokenizer are the defaults in this run directory."""
-    settings = [f"run_dir={run_dir}", *run_tokenizer.overrides(run_dir / FOLDER)]
+    settings = [run_tokenizer.override("run_dir", str(run_dir)), *run_tokenizer.overrides(run_dir / FOLDER)]
     if "model.labels=" in overrides:
         return " ".join(["continue with stage=finetune training.objective=classification", *settings])
     return " ".join(["continue with stage=pretrain", *settings, overrides])

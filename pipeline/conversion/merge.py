@@ -85,7 +85,7 @@ def last(run_dir: Path, count: int, decay: float) -> list[Source]:
     if count < 2 or count > len(complete):
         steps = ", ".join(str(native.step_of(path)) for path in complete) or "none"
         rule = "must be 2 or more" if count < 2 else f"is more than {run_dir} has (steps {steps})"
-        fix = "reduce it; checkpoint.keep and checkpoint.keep_every of a run keep more of them"
+        fix = "set it to 2 or more" if count < 2 else "reduce it; checkpoint.keep and checkpoint.keep_every of a run keep more of them"
         raise UserError.of("--last", count, rule, fix)
     return weighted(complete[-count:], [decay**age for age in reversed(range(count))])
 

@@ -79,6 +79,11 @@ def open_weights(
         wanted = ", ".join(f"{names[0]} ({tool})" for tool, names in expected.items() if names)
         rule = f"has {some}, ...; the model ({model_origin}) has {wanted}"
         raise UserError.of("stage.input", source.path, rule, fix)
+    twins = sorted(other for (name, other), number in counts.items() if name == tool and number == count)
+    if len(twins) > 1:  # which of them is the model that was trained is not known
+        some = " and ".join(f"{other}*" for other in twins[:3])
+        rule = f"has {len(twins)} models with these weights: {some}"
+        raise UserError.of("stage.input", source.path, rule, "save the one to import in a folder of its own")
     chosen = Prefixed(source, prefix)
     if chosen.left:
         log.info("convert: %d tensors are not imported, which are not the model's: %s, ...", len(chosen.left), ", ".join(chosen.left[:3]))

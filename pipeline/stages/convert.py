@@ -12,7 +12,7 @@ from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.common import artifact, mpi
-from pipeline.common.atomic_files import digest
+from pipeline.common.atomic_files import digest, report_disk_full
 from pipeline.common.errors import collect_errors
 from pipeline.common.mpi import Comm, SingleProcessComm
 from pipeline.common.ranks import Ranks
@@ -56,9 +56,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     elif stage.input is not None:
         from pipeline.conversion.import_model import import_model  # an export does not wait for the readers of other tools' formats
 
-        import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
+        with report_disk_full(run_dir):
+            import_model(config, Path(stage.input), file_bytes=int(stage.shard_gigabytes * 1e9))
     else:
-        export_adapter(reader.find(run_dir, stage.checkpoint), Path(stage.output or run_dir / "adapter"), stage.weights)
+        output = Path(stage.output or run_dir / "adapter")
+        with report_disk_full(output):
+            export_adapter(reader.find(run_dir, stage.checkpoint), output, stage.weights)
 
 
 def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None:

@@ -286,6 +286,28 @@ def test_a_full_disk_fails_a_save_and_the_next_one_succeeds(run):
     assert run.save().reason == ""
 
 
+def test_a_disk_without_space_for_the_reason_fails_a_save_at_once(run):
+    """Neither the data nor the file that tells of the failure can be written: nobody waits for them."""
+    run.update()
+    data = run.save().folder / "rank-00000.safetensors"
+    run.update()
+    partial = run.run_dir / "checkpoints" / ".step-00000002.job-2.partial"
+    (partial / f".failed-00000.json.{run.process.pid}.partial").mkdir(parents=True)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (data.stat().st_size - 1, resource.RLIM_INFINITY))
+    run.begin()
+    run.saver.wait()
+    outcomes, end = run.saver.poll(), time.monotonic() + 10
+    while run.saver._pending is not None and time.monotonic() < end:
+        time.sleep(0.01)
+        outcomes += run.saver.poll()
+    assert [outcome.reason for outcome in outcomes] == ["[Errno 27] File too large"]
+    assert run.saver._pending is None, "the commit still waits for the record"
+    assert not partial.exists()
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.update()
+    assert run.save().reason == ""
+
+
 class Job:
     """Ranks of several nodes, all in this process: no call of a saver waits for another rank. Each has a weight of its own."""
 

@@ -112,6 +112,15 @@ def test_a_hugging_face_model_that_was_trained_with_dcp(tmp_path, caplog):
     assert "the logits of LlamaForCausalLM on 64 tokens differ by at most" in caplog.text
 
 
+def test_two_models_in_one_state_dict_are_refused(tmp_path):
+    """For example trained and averaged weights: the order of the names must not decide which of them is imported."""
+    weights = llama().state_dict()
+    dcp.save({"average": weights, "model": {name: value + 1 for name, value in weights.items()}}, checkpoint_id=tmp_path / "source")
+    with pytest.raises(UserError, match=r"has 2 models with these weights: average\.\* and model\.\*"):
+        imported(tmp_path / "source", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_module_with_our_names(tmp_path):
     """Which another tool trained."""
     config = configured(*OVERRIDES).model

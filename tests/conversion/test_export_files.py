@@ -1,13 +1,15 @@
 """Files of an export: one tensor in memory, read again, kept when the job is killed; the single file and the comparison of logits."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.common import artifact
+from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.mpi import SingleProcessComm
 from pipeline.conversion import consolidated_export, huggingface_export, safetensors_file, stock_logits
@@ -61,6 +63,40 @@ def test_a_killed_export_keeps_its_complete_files(tmp_path):
     assert contents(tmp_path / "hf") == contents(tmp_path / "undisturbed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "undisturbed"]
     artifact.verify_files(tmp_path / "hf", artifact.read(tmp_path / "hf", key="stage.output", stage="convert"))
+
+
+def test_an_output_behind_a_link_is_written_where_the_link_leads(tmp_path):
+    """For example to a larger disk."""
+    (tmp_path / "large" / "hf").mkdir(parents=True)
+    (tmp_path / "hf").symlink_to(tmp_path / "large" / "hf")
+    export(tmp_path / "hf", InMemory(random_model(CONFIG)), {"dtype": "fp32"})
+    assert (tmp_path / "hf").is_symlink()
+    assert (tmp_path / "large" / "hf" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "large"], "nothing is left beside the link"
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["hf"]
+
+
+def tofile(path: Path, tensor: torch.Tensor) -> None:
+    with open(path, "wb") as file:
+        tensor.numpy().tofile(file)
+
+
+WRITERS = {
+    "safetensors": lambda path, tensor: save_file({"weight": tensor}, path),
+    "gguf": tofile,
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS.keys())
+def test_a_full_disk_is_reported_whichever_library_writes(write, tmp_path):
+    """Each has an error of its own for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot be written: "), report_disk_full(tmp_path):
+            write(tmp_path / "file", torch.zeros(300_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_files_of_other_settings_are_not_kept(tmp_path):

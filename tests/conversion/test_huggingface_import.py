@@ -1,6 +1,8 @@
 """Import (stage=convert with stage.input): a run that starts from a Hugging Face folder."""
 
+import errno
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -30,11 +32,21 @@ from transformers import (
 
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
 from pipeline.conversion import huggingface_export
-from pipeline.conversion.huggingface_import import ImportedWeights, StockWeights, read_config, read_generation_config, weight_files
+from pipeline.conversion import imported as kept
+from pipeline.conversion.huggingface_import import (
+    ImportedWeights,
+    StockWeights,
+    check_tokenizer,
+    read_config,
+    read_generation_config,
+    weight_files,
+)
 from pipeline.conversion.import_model import import_model
 from pipeline.conversion.imported import copy_originals, original_of
 from pipeline.models import config_json, registry
+from pipeline.stages import convert
 from tests.helpers import pipeline
 from tests.models.real_configs import CONFIGS, shrunk
 from tests.world import configured
@@ -314,11 +326,44 @@ def test_a_broken_index(tmp_path, content):
 
 @pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000])
 def test_broken_configurations(tmp_path, content):
-    for name, read in (("config.json", read_config), ("generation_config.json", read_generation_config)):
+    readers = {"config.json": read_config, "generation_config.json": read_generation_config, "tokenizer.json": check_tokenizer}
+    for name, read in readers.items():
         (tmp_path / name).write_bytes(content.encode("latin-1"))
         with pytest.raises(UserError, match=f"has no readable {name}"):
             read(tmp_path)
     assert read_generation_config(tmp_path / "other") is None
+
+
+def test_a_truncated_tokenizer_is_refused_before_anything_is_written(tmp_path):
+    save_llama(tmp_path / "stock")
+    (tmp_path / "stock" / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+    with pytest.raises(UserError, match=r"has no readable tokenizer\.json"):
+        convert.run(configured("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path / 'run'}"), Ranks())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_settings_that_follow_can_be_pasted(tmp_path, caplog):
+    """A run directory with a space is quoted for the shell and for Hydra, as the tokenizer's path is."""
+    caplog.set_level("INFO", "pipeline")
+    save_llama(tmp_path / "stock")
+    import_model(configured("stage=convert", f"run_dir='{tmp_path / 'my run'}'"), tmp_path / "stock", file_bytes=10**9)
+    assert f'run_dir="{tmp_path / "my run"}"' in shlex.split(caplog.messages[-1])
+
+
+def test_a_disk_that_is_full_after_the_weights(tmp_path, monkeypatch):
+    """When the tokenizer is copied; the same command completes the import."""
+    save_llama(tmp_path / "stock")
+    config = configured("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path / 'run'}")
+
+    def full(*_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "copy_tokenizer_files", full)
+        with pytest.raises(UserError, match="cannot be written: No space left on device"):
+            convert.run(config, Ranks())
+    convert.run(config, Ranks())
+    assert (tmp_path / "run" / "imported" / "config.json").is_file()
 
 
 def byte_level(folder: Path) -> list[int]:
