@@ -472,3 +472,23 @@ def test_a_commit_leaves_what_a_rank_that_is_ahead_writes_of_the_next_checkpoint
     early.mkdir()
     assert run.save().reason == ""
     assert early.is_dir()
+
+
+def test_a_rank_that_is_a_save_ahead_of_another_does_not_stop_the_save(tmp_path):
+    """Nor is its file of the next checkpoint lost."""
+    job = Job(tmp_path, 1, 3, "rank")
+
+    def save(rank: int, step: int) -> None:
+        fragments: list[Any] = [SimpleNamespace(tensors={"weight": job.weights[rank]})]
+        commit = None if rank else lambda: Commit(Index(TrainState(step), {}), 9, 0, frozenset())
+        job.savers[rank].begin(Request(step, fragments, lambda: None, commit))
+        job.savers[rank].wait()
+
+    for rank, step in ((1, 1), (1, 2), (2, 1), (0, 1), (2, 2), (0, 2)):
+        save(rank, step)
+    job.savers[0].wait_for_commit()
+    assert [outcome.reason for outcome in job.savers[0].poll()] == ["", ""]
+    for step in (1, 2):
+        checkpoint = Checkpoint(catalog.folder_of(tmp_path, step))
+        assert all(torch.equal(checkpoint.tensor(f"w{rank}"), weight) for rank, weight in enumerate(job.weights))
+    job.close()
