@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,13 @@ from typing import IO, Any
 import xxhash
 
 from pipeline.common.errors import UserError
+
+#: What the system says of an output that cannot grow, or be created: a full disk, a quota, a file-size limit, a read-only file system.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+class OutputError(OSError):
+    """An output file or folder that cannot be created, which tells nothing of the inputs: no permission, or not a place for files."""
 
 
 def kind(info: os.stat_result) -> str:
@@ -27,10 +35,12 @@ def kind(info: os.stat_result) -> str:
 @contextmanager
 def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, mode, encoding=None if "b" in mode else "utf-8") as handle:
+        with _creating():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            opened = open(partial, mode, encoding=None if "b" in mode else "utf-8")  # noqa: SIM115 (closed below)
+        with opened as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
@@ -41,30 +51,47 @@ def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
     sync_folder(path.parent)
 
 
+@contextmanager
+def _creating() -> Iterator[None]:
+    """Tell the errors of creating an output from those of reading.
+
+    Raises:
+        OutputError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror, error.filename) from error
+
+
 def apply_umask(path: Path) -> None:
     """Give a file the mode that the umask leaves, which its folder has; safetensors creates files that only their owner may read."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, key: str = "output folder") -> None:
     """Create an output folder and its parents.
 
+    Args:
+        folder: the folder.
+        key: what names it, for the message.
+
     Raises:
-        UserError: the folder cannot be created or is not writable.
+        UserError: the folder cannot be created, or no file can be created in it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with tempfile.TemporaryFile(dir=folder):  # permission bits tell nothing of a read-only file system, or of /proc
+            pass
     except OSError as error:
-        raise UserError.of(
-            "output folder", folder, f"cannot be written: {error.strerror}", "choose a folder with write permission"
-        ) from error
+        raise UserError.of(key, folder, f"cannot be written: {error.strerror}", _fix_of(error)) from error
 
 
 @contextmanager
 def report_disk_full(folder: Path) -> Iterator[None]:
-    """Convert the error of a full disk, an exceeded quota or a file-size limit into a UserError that names `folder`.
+    """Convert the error of an output that cannot be written into a UserError that names `folder`.
+
+    These are a full disk, an exceeded quota, a file-size limit, a read-only file system, and files that cannot be created.
 
     Raises:
         UserError: in place of that OSError, or of an error that a library raised because of it.
@@ -72,23 +99,33 @@ def report_disk_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or (reason := _no_space(error)) is None:
+        if isinstance(error, UserError) or (found := _unwritable(error)) is None:
             raise
-        fix = "free disk space and run the same command again; completed parts are kept"
-        raise UserError.of("output folder", folder, f"cannot be written: {reason}", fix) from error
+        cause, reason = found
+        if isinstance(cause.filename, str) and not Path(cause.filename).resolve().is_relative_to(folder.resolve().parent):
+            folder = Path(cause.filename).parent
+        raise UserError.of("output folder", folder, f"cannot be written: {reason}", _fix_of(cause)) from error
 
 
-def _no_space(error: BaseException) -> str | None:
-    """Return what the system says if an error, or one that it arose from, is that of a full disk."""
+def _fix_of(error: OSError) -> str:
+    """Advice for an output that cannot be written."""
+    if error.errno in _UNWRITABLE and error.errno != errno.EROFS:
+        return "free disk space and run the same command again; completed parts are kept"
+    return "choose a folder with write permission"
+
+
+def _unwritable(error: BaseException) -> tuple[OSError, str] | None:
+    """Return the error of an output that cannot be written, if an error is or arose from such a one, and what the system says."""
     cause: BaseException | None = error
     while cause is not None:
-        number = cause.errno if isinstance(cause, OSError) else None
-        if found := re.search(r"\(os error (\d+)\)", str(cause)):  # safetensors and other packages in Rust raise errors of their own
-            number = int(found[1])
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return os.strerror(number)
-        if number is None and re.search(r"\d+ requested and \d+ written", str(cause)):  # numpy.ndarray.tofile, for GGUF
-            return f"only a part of the data was written ({cause})"
+        if isinstance(cause, OutputError) or (isinstance(cause, OSError) and cause.errno in _UNWRITABLE):
+            return cause, cause.strerror or str(cause)
+        # safetensors and other packages in Rust raise errors of their own
+        if (found := re.search(r"\(os error (\d+)\)", str(cause))) and int(found[1]) in _UNWRITABLE:
+            return OSError(int(found[1]), ""), os.strerror(int(found[1]))
+        # numpy.ndarray.tofile, for GGUF
+        if getattr(cause, "errno", None) is None and re.search(r"\d+ requested and \d+ written", str(cause)):
+            return OSError(errno.ENOSPC, ""), f"only a part of the data was written ({cause})"
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -112,7 +149,8 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     final = behind_link(final)
     partial = partial_folder(final)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with _creating():
+        partial.mkdir(parents=True)
     try:
         yield partial
         publish_folder(partial, final)

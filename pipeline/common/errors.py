@@ -49,14 +49,16 @@ class ToBeContinued(Exception):  # noqa: N818 - not an error
 
     Attributes:
         code: exit code of the process, CONTINUE or TERMINATED.
+        reason: phase if the run needs another number of nodes; empty if a signal asked it to stop.
     """
 
-    def __init__(self, code: int) -> None:
-        self.code = code
+    def __init__(self, code: int, reason: str = "") -> None:
+        self.code, self.reason = code, reason
         super().__init__(f"exit code {code}")
 
 
-#: Exit code of a run that stopped because its time ends (SIGUSR1), EX_TEMPFAIL of sysexits.h: slurm/pretrain.sbatch requeues the job.
+#: Exit code of a run that stopped because its time ends (SIGUSR1) or it needs other nodes, EX_TEMPFAIL of sysexits.h:
+#: slurm/pretrain.sbatch requeues the job.
 CONTINUE = 75
 #: Exit code of a run that stopped because it was canceled or preempted (SIGTERM), as of a process that the signal ends.
 TERMINATED = 143

@@ -63,6 +63,23 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
         _remove_if_free(path)
 
 
+def holder(folder: Path) -> str | None:
+    """Return the owner that the lock of a folder names if a process holds it, as far as this host can see; None if none does."""
+    try:
+        handle = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _owner(folder / ".lock").strip()
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(handle)
+    return None
+
+
 def _remove_if_free(path: Path) -> None:
     """Remove the file, unless another task of the job array, a process with the file descriptor or another job holds the lock."""
     with suppress(OSError):

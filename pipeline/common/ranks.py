@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from pipeline.common.errors import UserError, Violation
 
@@ -72,16 +70,25 @@ class ArrayTask:
 
 
 def array_task(environment: Mapping[str, str] = os.environ) -> ArrayTask | None:
-    """Return the array task of this process, None outside of a job array and for an array with a single task (--array=0)."""
+    """Return the array task of this process, None outside of a job array and for an array with a single task (--array=0).
+
+    Raises:
+        UserError: a variable is missing, empty or no number, or the tasks have no constant step.
+    """
     job = environment.get("SLURM_ARRAY_JOB_ID")
-    if job is None or int(environment["SLURM_ARRAY_TASK_COUNT"]) == 1:
+    if job is None:
         return None
-    first, step = int(environment["SLURM_ARRAY_TASK_MIN"]), int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
-    index = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
-    size = (int(environment["SLURM_ARRAY_TASK_MAX"]) - first) // step + 1
-    if size != int(environment["SLURM_ARRAY_TASK_COUNT"]):
-        rule = f"{environment['SLURM_ARRAY_TASK_COUNT']} tasks are not numbered with a constant step"
-        raise UserError.of("--array", environment["SLURM_ARRAY_TASK_ID"], rule, "use a range, for example --array=0-15")
+    count, last = "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MAX"
+    names = {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", count, last}
+    number = _numbers(environment, names, {"SLURM_ARRAY_TASK_STEP": 1})
+    if number[count] == 1:
+        return None
+    first, step = number["SLURM_ARRAY_TASK_MIN"], number["SLURM_ARRAY_TASK_STEP"]
+    index = (number["SLURM_ARRAY_TASK_ID"] - first) // step
+    size = (number[last] - first) // step + 1
+    if size != number[count]:
+        rule = f"{number[count]} tasks are not numbered with a constant step"
+        raise UserError.of("--array", number["SLURM_ARRAY_TASK_ID"], rule, "use a range, for example --array=0-15")
     return ArrayTask(job, index, size)
 
 
@@ -143,14 +150,6 @@ def error_report_delay() -> float | None:
     if here.rank == 0:
         return 0
     return None if here.launcher == "mpirun" else GRACE_SECONDS
-
-
-def record_exit_code(code: int) -> None:
-    """Write the exit code of rank 0 for slurm/site.sh: srun reports that of tasks which it killed after the first failure."""
-    path = os.environ.get("PIPELINE_EXIT_CODE")
-    if path and os.environ.get("SLURM_PROCID") == "0":
-        with suppress(OSError):  # the script then uses the exit code of srun
-            Path(path).write_text(f"{code}\n", encoding="utf-8")
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
