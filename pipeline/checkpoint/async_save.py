@@ -7,14 +7,13 @@ from that of the first node, which waits for the records of all nodes in the fil
 from __future__ import annotations
 
 import logging
+import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +26,13 @@ from pipeline.checkpoint.save import file_name, node_file_name
 from pipeline.checkpoint.save_plan import Share
 from pipeline.checkpoint.saver import Outcome, Request, Saver
 from pipeline.checkpoint.staging import Snapshot, Source, Staging
+from pipeline.checkpoint.writer_connection import WriterConnection, WriterEndedError
 from pipeline.checkpoint.writer_process import WriterProcess
 
 log = logging.getLogger("pipeline")
 
-#: Seconds within which a rank connects to the writer that the first rank of its node has started.
-_CONNECT = 20.0
+#: Seconds for which a rank that waits for a save goes on to look for a writer: others may wait for this rank before they start one.
+_GRACE = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class _Pending:
     Attributes:
         step: of the checkpoint.
         attempt: token of the save.
+        number: of the save.
         data: whether the data of this rank is still to be written.
         commit: whether this rank still waits for the commit.
         failed: whether its failure has been reported.
@@ -67,6 +68,7 @@ class _Pending:
 
     step: int
     attempt: str
+    number: int
     data: bool = True
     commit: bool = False
     failed: bool = False
@@ -108,26 +110,29 @@ class AsyncSaver(Saver):
         before_next: float,
     ) -> None:
         self._run_dir, self._rank, self._node, self._process, self._shares = run_dir.absolute(), rank, node, process, shares
-        self._files, self._token, self._lock = files, token, lock
-        self._patience, self._before_next = patience, before_next
+        self._token, self._patience, self._before_next = token, patience, before_next
         self._identity = handover.identity_of(run_dir / "checkpoints")
         self._staging = Staging([share.part for share in shares], device)
         self._snapshot: Snapshot | None = None
         self._pending: _Pending | None = None
+        self._written: tuple[int, str] | None = None  # step and attempt of the last data that was written
         self._count = 0
+        self._waiting = math.inf  # time from which on this rank waits for a save
         self._failures: queue.SimpleQueue[Failed] = queue.SimpleQueue()  # of the thread that hands over
         self._outcomes: list[Outcome] = []
         self._previous: tuple[int, np.ndarray] | None = None  # updates and checksums of the save before
-        self._sending = threading.Lock()  # of the thread that hands over, and the one that closes a connection to a dead writer
-        self._connection: Connection | None = self._connect()
+        descriptors = [segment.file for segment in self._staging.segments] + ([] if lock is None else [lock])
+        member = self._member(node, shares, files, lock, patience)
+        self._writer = WriterConnection(member, descriptors, node.writer, process)
 
     def begin(self, request: Request) -> None:
         """See Saver."""
         self.before_update()
         self._receive_while(lambda pending: pending.data or pending.commit, self._before_next)
+        self._receive(0)  # a writer that has ended is not one that this save is handed over to
         self._count += 1
         attempt = f"{self._token}-{self._count}"
-        self._pending = _Pending(request.step, attempt, commit=request.commit is not None)
+        self._pending = _Pending(request.step, attempt, self._count, commit=request.commit is not None)
         sources = self._sources(request.fragments)
         self._snapshot = self._staging.begin(sources, partial(self._hand_over, request, self._pending))
 
@@ -160,7 +165,7 @@ class AsyncSaver(Saver):
     def abandon(self, reason: str) -> None:
         """See Saver."""
         if self._pending is not None and self._pending.commit:
-            self._send(Abandon(self._pending.step, self._pending.attempt, reason))
+            self._writer.send(Abandon(self._pending.step, self._pending.attempt, self._pending.number, reason))
 
     def close(self) -> None:
         """See Saver."""
@@ -168,8 +173,7 @@ class AsyncSaver(Saver):
             self._snapshot.problem = "the run has ended"
             self._snapshot.released.set()
         self._staging.close()
-        if self._connection is not None:
-            self._connection.close()
+        self._writer.close()
         if self._process is not None:
             self._process.close()
 
@@ -187,31 +191,15 @@ class AsyncSaver(Saver):
             before, previous = (0, None) if self._previous is None else self._previous
             update = None if previous is None or pending.updates <= before else update
             settings = None if request.commit is None else request.commit()
-            save = Save(request.step, pending.attempt, snapshot.sums(), previous, update, settings)
-            with self._sending:
-                if self._connection is None:
-                    self._connection = self._connect(lambda: self._pending is pending)
-                try:
-                    self._connection.send(save)
-                except OSError:
-                    self._connection.close()
-                    self._connection = None
-                    raise ValueError(self._why("the writer process ended")) from None
+            save = Save(request.step, pending.attempt, pending.number, snapshot.sums(), previous, update, settings)
+            self._writer.deliver(save, lambda: self._pending is pending, lambda: time.monotonic() < self._waiting + _GRACE)
         except Exception as error:
             self._failures.put(Failed(pending.attempt, str(error)))
 
-    def _connect(self, wanted: Callable[[], bool] = lambda: True) -> Connection:
-        """Connect to the writer of the node, which its first rank starts, and introduce this rank.
-
-        Args:
-            wanted: whether to go on trying.
-
-        Raises:
-            OSError: it cannot be started, or does not answer.
-        """
-        connection = self._started(wanted) if self._process is None else self._process.connect()
-        shares, staging, node, shared = self._shares, self._staging, self._node, self._files == "node"
-        member = Member(
+    def _member(self, node: Node, shares: Sequence[Share], files: str, lock: int | None, patience: float) -> Member:
+        """How this rank introduces itself to the writer; arguments as of the class."""
+        shared = files == "node"
+        return Member(
             rank=self._rank,
             ranks=node.ranks,
             node=node.number,
@@ -221,55 +209,39 @@ class AsyncSaver(Saver):
             sharing=node.ranks if shared else (self._rank,),
             file=node_file_name(node.number) if shared else file_name(self._rank),
             parts=[share.part for share in shares],
-            places=staging.places,
-            segments=[segment.size for segment in staging.segments],
-            has_lock=self._lock is not None,
-            patience=self._patience,
+            places=self._staging.places,
+            segments=[segment.size for segment in self._staging.segments],
+            has_lock=lock is not None,
+            patience=patience,
         )
-        connection.send(member)
-        files = [segment.file for segment in staging.segments] + ([] if self._lock is None else [self._lock])
-        if files:
-            handover.send_files(connection, files)
-        return connection
-
-    def _started(self, wanted: Callable[[], bool]) -> Connection:
-        """Connect to the writer that another rank starts; arguments and errors as of _connect."""
-        deadline = time.monotonic() + _CONNECT
-        while True:
-            try:
-                return handover.connect(self._node.writer)
-            except (ConnectionRefusedError, FileNotFoundError):
-                if time.monotonic() > deadline or not wanted():
-                    raise
-                time.sleep(0.05)
 
     def _receive_while(self, condition: Callable[[_Pending], bool], patience: float) -> None:
         """Receive answers as long as a condition holds for the save in progress, and give it up after some seconds."""
-        deadline = time.monotonic() + patience
+        self._waiting = time.monotonic()
+        deadline = self._waiting + patience
         while self._pending is not None and condition(self._pending):
             self._receive(0.2)
             if time.monotonic() > deadline and self._pending is not None:
                 reason = f"it was not written when {patience:.0f} s had been waited for it: the file system is too slow for these intervals"
                 if self._pending.data:
-                    self._lost(reason, kill=True)
-                else:
-                    self._not_handed_over(Failed(self._pending.attempt, reason))
+                    reason = f"{reason} {self._writer.end()}".strip()
+                self._not_handed_over(Failed(self._pending.attempt, reason))
+        self._waiting = math.inf
 
     def _receive(self, seconds: float) -> None:
         """Receive the answers that are there, and wait for the first one for some time."""
         with suppress(queue.Empty):
             while True:
                 self._not_handed_over(self._failures.get_nowait())
-        connection = self._connection
-        if connection is None:
-            time.sleep(min(seconds, 0.01))  # the thread of the snapshot connects
-            return
         try:
-            while connection.poll(seconds):
-                self._answered(connection.recv())
-                seconds = 0
-        except (EOFError, OSError):
-            self._lost("the writer process ended")
+            for answer in self._writer.receive(seconds):
+                self._answered(answer)
+        except WriterEndedError as error:
+            if self._pending is not None:
+                self._failures.put(Failed(self._pending.attempt, str(error)))
+            else:
+                log.warning("%s; it is started again for the next checkpoint", error)
+                self._forgotten(str(error))
 
     def _answered(self, answer: Written | Failed | Committed) -> None:
         """Note an answer of the writer."""
@@ -277,7 +249,7 @@ class AsyncSaver(Saver):
         if pending is None or answer.attempt != pending.attempt:
             return
         if isinstance(answer, Written):
-            self._previous = pending.updates, answer.digests
+            self._previous, self._written = (pending.updates, answer.digests), (pending.step, pending.attempt)
             pending.data = False
         elif isinstance(answer, Committed):
             self._outcomes.append(Outcome(pending.step, folder=answer.folder))
@@ -290,7 +262,7 @@ class AsyncSaver(Saver):
     def _failed(self, pending: _Pending, failed: Failed) -> None:
         """Note that the data or the commit of the save in progress has failed."""
         if not pending.failed:
-            self._outcomes.append(Outcome(pending.step, reason=failed.reason, not_finite=failed.not_finite))
+            self._outcomes.append(Outcome(pending.step, reason=failed.reason, not_finite=failed.not_finite, told=failed.told))
         pending.failed = True
         if failed.commit:
             pending.commit = False
@@ -298,38 +270,32 @@ class AsyncSaver(Saver):
             pending.data = False
 
     def _not_handed_over(self, failed: Failed) -> None:
-        """Note that the writer has not got the data of this rank, or not answered; rank 0 reads the reason in the partial folder."""
+        """Give up the save in progress: the writer has not got the data of this rank, or has ended, or does not answer.
+
+        Who commits learns of it from the writer of the node or, if there is none or that is another one, in the partial folder.
+        """
         pending = self._pending
         if pending is None or failed.attempt != pending.attempt:
             return
-        self._failed(pending, failed)
         self._pending = None
-        folder = commit.partial_folder(self._run_dir, pending.step, pending.attempt)
-        if self._node.count > 1 and self._rank > 0 and handover.identity_of(folder.parent) == self._identity:
-            with suppress(OSError):
-                folder.mkdir(exist_ok=True)
-                commit.write_failure(folder, self._node.number, failed.reason)
-        self._send(Abandon(pending.step, pending.attempt, failed.reason))
+        sent = self._writer.send(Abandon(pending.step, pending.attempt, pending.number, failed.reason))
+        told = True
+        if self._rank > 0 and not (sent and self._node.number == 0):
+            told = self._tell(pending.step, pending.attempt, failed.reason, create=True)
+        self._failed(pending, replace(failed, told=told))
 
-    def _send(self, message: Abandon) -> None:
-        """Send a message, unless the writer has ended."""
-        with self._sending, suppress(OSError):
-            if self._connection is not None:
-                self._connection.send(message)
+    def _forgotten(self, reason: str) -> None:
+        """The writer has ended after it had written the last data of this rank, perhaps before the checkpoint was complete."""
+        if self._rank > 0 and self._written is not None:
+            self._tell(*self._written, reason, create=False)
 
-    def _lost(self, what: str, *, kill: bool = False) -> None:
-        """The writer has ended or does not answer; the next save starts it again."""
-        if kill and self._process is not None:
-            self._process.kill()
-        with self._sending:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = None
-        if self._pending is not None:
-            self._failures.put(Failed(self._pending.attempt, self._why(what)))
-        else:
-            log.warning("%s; it is started again for the next checkpoint", self._why(what))
+    def _tell(self, step: int, attempt: str, reason: str, *, create: bool) -> bool:
+        """Say in the partial folder that this node has no record, unless it has one. Returns whether it is said.
 
-    def _why(self, what: str) -> str:
-        """What happened to the writer, with the end of its process on the rank that has started it."""
-        return what if self._process is None else f"{what} ({self._process.reason()})"
+        Args:
+            create: whether the folder is made if it does not exist.
+        """
+        folder = commit.partial_folder(self._run_dir, step, attempt)
+        if handover.identity_of(folder.parent) != self._identity:
+            return False
+        return commit.write_failure(folder, self._node.number, reason, create=create)

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import uuid
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,9 +61,7 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     pending = Pending(index.train_state.step, folder.name, writers, started)
     abandon(run_dir)
-    for other in folder.parent.glob(".step-*.partial"):  # of failed attempts, to which late writers have added files
-        if other != folder and step_of_partial(other) <= pending.step:  # a writer that is ahead may write the next one already
-            shutil.rmtree(other, ignore_errors=True)
+    remove_failed(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         native.write_index(folder, replace(index, versions=index.versions or native.versions()), DRAFT)
@@ -75,26 +72,60 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     return folder
 
 
+def remove_failed(folder: Path) -> None:
+    """Remove the hidden folders of failed attempts, to which late writers have added files.
+
+    Args:
+        folder: of the attempt that is being committed. A writer that is ahead may write the next checkpoint already, which stays.
+    """
+    for other in folder.parent.glob(".step-*.partial"):
+        if other != folder and step_of_partial(other) <= step_of_partial(folder):
+            shutil.rmtree(other, ignore_errors=True)
+
+
 def step_of_partial(folder: Path) -> int:
     """The step of a hidden folder; 0 for one of another name."""
     text = folder.name.removeprefix(".step-").partition(".")[0]
     return int(text) if text.isdecimal() else 0
 
 
-def write_failure(folder: Path, writer: int, reason: str) -> None:
-    """Say in the hidden folder why a writer has no record; without effect if not even that can be written."""
-    with suppress(OSError):
-        checked_json.write(folder / failure_name(writer), {"writer": writer, "reason": reason})
+def write_failure(folder: Path, writer: int, reason: str, *, create: bool = False) -> bool:
+    """Say in the hidden folder why a writer has no record, unless it has one.
+
+    Args:
+        folder: the hidden folder.
+        writer: number of the writer.
+        reason: a sentence.
+        create: whether the folder is made if it does not exist.
+
+    Returns:
+        Whether there is a record or a reason now. On a full disk the reason is an empty file, which often can still be created.
+    """
+    try:
+        if create:
+            folder.mkdir(exist_ok=True)
+        if not (folder / record_name(writer)).exists():
+            checked_json.write(folder / failure_name(writer), {"writer": writer, "reason": reason})
+    except OSError:
+        try:
+            (folder / failure_name(writer)).touch()
+        except OSError:
+            return False
+    return True
 
 
 def missing(folder: Path, writers: int) -> tuple[list[int], dict[int, str]]:
     """Return the writers without a record yet, and those of them that have failed, with their reason. Lists the folder once."""
     names = {entry.name for entry in os.scandir(folder)}
     without = [writer for writer in range(writers) if record_name(writer) not in names]
-    failed = {
-        writer: str(checked_json.read(folder / failure_name(writer))["reason"]) for writer in without if failure_name(writer) in names
-    }
-    return without, failed
+    return without, {writer: _reason(folder / failure_name(writer)) for writer in without if failure_name(writer) in names}
+
+
+def _reason(path: Path) -> str:
+    """Why a writer has no record, as write_failure says it."""
+    if not path.stat().st_size:
+        return "it has failed, and could not write why: the disk is full"
+    return str(checked_json.read(path)["reason"])
 
 
 def commit(run_dir: Path) -> Path:

@@ -31,7 +31,9 @@ def finish(run_dir: Path, partial: Path, writers: int, stopped: Callable[[], str
     while True:
         missing, failed = commit.missing(partial, writers)
         if not missing:
-            return commit.commit(run_dir)
+            folder = commit.commit(run_dir)
+            commit.remove_failed(partial)  # every writer has gone on to this checkpoint
+            return folder
         if failed:
             writer, reason = next(iter(failed.items()))
             raise OSError(reason if writers == 1 else f"writer {writer}: {reason}")

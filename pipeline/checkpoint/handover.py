@@ -104,6 +104,7 @@ class Save:
     Attributes:
         step: of the checkpoint.
         attempt: token that is part of the name of its partial folder; another one for every attempt.
+        number: of the save: the same on all ranks, and larger for every later one.
         sums: word_sum of the live tensors, kind -> sum, for each part.
         previous: checksum of the weight of each part in the previous save, 0 if there was none.
         update: the last update, if there was one since the previous save.
@@ -112,6 +113,7 @@ class Save:
 
     step: int
     attempt: str
+    number: int
     sums: list[dict[str, int]]
     previous: npt.NDArray[np.uint64] | None = None
     update: LastUpdate | None = None
@@ -120,10 +122,11 @@ class Save:
 
 @dataclass(frozen=True)
 class Abandon:
-    """An attempt cannot be completed, since a rank has not handed over its part."""
+    """An attempt cannot be completed, since a rank has not handed over its part. Attributes as of Save."""
 
     step: int
     attempt: str
+    number: int
     reason: str
 
 
@@ -144,12 +147,14 @@ class Failed:
         reason: a sentence.
         commit: whether the checkpoint failed, and not only the data of this rank.
         not_finite: the weight that is not finite, empty if that is not the reason.
+        told: whether the process that commits knows of it, or finds it in the partial folder.
     """
 
     attempt: str
     reason: str
     commit: bool = False
     not_finite: str = ""
+    told: bool = True
 
 
 @dataclass(frozen=True)

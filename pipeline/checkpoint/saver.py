@@ -37,12 +37,14 @@ class Outcome:
         folder: of the complete checkpoint, which rank 0 alone knows.
         reason: why the save failed, empty if it did not.
         not_finite: a weight that is not finite, empty if that is not the reason.
+        told: whether rank 0 learns of a failure without this rank.
     """
 
     step: int
     folder: Path | None = None
     reason: str = ""
     not_finite: str = ""
+    told: bool = True
 
 
 class Saver(ABC):

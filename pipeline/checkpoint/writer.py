@@ -5,12 +5,12 @@ process groups and a GPU. The process is in a session of its own and ignores the
 over is written, also if the ranks die in the meantime, and then it ends. It maps the memory of the ranks to read only.
 
 A thread serves each rank. When all ranks of the node have written, one record names their files; the writer of node 0 waits for the records
-of all nodes in a thread of its own, and commits.
+of all nodes in a thread of its own, and commits. A save whose part a rank cannot hand over any more is given up at once: the rank has ended
+or has gone on to a later save, perhaps since it had handed over to a writer process before this one, which has died.
 """
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import sys
@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from pipeline.checkpoint import catalog, commit, committing, handover, records
-from pipeline.checkpoint.data_file import WrittenFile
-from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written, identity_of
+from pipeline.checkpoint import commit, committing, handover, records
+from pipeline.checkpoint.attempt import Attempt, check_folder, discard, reason_of, tell
+from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
 from pipeline.common import locks
 
@@ -47,29 +47,13 @@ class Rank:
             self.connection.send(message)
 
 
-@dataclass
-class Attempt:
-    """A save in progress.
-
-    Attributes:
-        handed: what each rank of this node has handed over.
-        files: the files that have been written.
-        done: the ranks whose data has been written.
-        abandoned: why the attempt is given up, empty if it is not.
-    """
-
-    handed: dict[int, Handed] = field(default_factory=dict)
-    files: dict[str, WrittenFile] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    abandoned: str = ""
-
-
 class Node:
     """What the threads of the process share."""
 
     def __init__(self) -> None:
-        self.ranks: dict[int, Rank] = {}
-        self.expected: tuple[int, ...] = ()
+        self._ranks: dict[int, Rank] = {}
+        self._gone: set[int] = set()
+        self._latest: dict[int, int] = {}  # rank -> number of the last save that it has handed over
         self._attempts: dict[str, Attempt] = {}
         self._lock = threading.Lock()
         self._commits: list[threading.Thread] = []
@@ -79,17 +63,22 @@ class Node:
     def join(self, rank: Rank, lock_file: int | None) -> None:
         """A rank has connected."""
         with self._lock:
-            self.ranks[rank.member.rank], self.expected = rank, rank.member.ranks
+            self._ranks[rank.member.rank] = rank
+            self._gone.discard(rank.member.rank)
             self._lock_file = self._lock_file if lock_file is None else lock_file
 
     def leave(self, rank: Rank) -> None:
         """A rank has ended, or closed its connection."""
         with self._lock:
-            del self.ranks[rank.member.rank]
-            if not self.ranks:
+            if self._ranks.get(rank.member.rank) is rank:  # it has not connected again
+                del self._ranks[rank.member.rank]
+                self._gone.add(rank.member.rank)
+            if not self._ranks:
+                self._gone.update(rank.member.ranks)
                 self._ended = time.monotonic()
                 if self._lock_file is not None and any(thread.is_alive() for thread in self._commits):
                     locks.note_last_write(self._lock_file)
+        self._give_up_impossible(rank.member)
 
     def finish(self) -> None:
         """Wait for the commits."""
@@ -100,24 +89,60 @@ class Node:
         """Write what a rank has handed over, and the record of the node when all its ranks have written."""
         member = rank.member
         with self._lock:
-            for old in [attempt for attempt in self._attempts if attempt != save.attempt][:-1]:  # ranks may be one save apart
-                del self._attempts[old]
-            attempt = self._attempts.setdefault(save.attempt, Attempt())
+            attempt = self._attempt(save)
             attempt.handed[member.rank] = Handed(member, rank.segments, save)
+            self._latest[member.rank] = save.number
             sharing = [attempt.handed[other] for other in member.sharing if other in attempt.handed]
         if save.commit is not None:
             before = [thread for thread in self._commits if thread.is_alive()]
             thread = threading.Thread(target=self._commit, args=(rank, save, save.commit, attempt, before), name=save.attempt)
             self._commits = [*before, thread]
             thread.start()
+        self._give_up_impossible(member)
         if len(sharing) == len(member.sharing):  # otherwise the last of them writes the file
             self._write(sharing, attempt)
+        elif attempt.abandoned:
+            rank.answer(Failed(save.attempt, attempt.abandoned))
+
+    def _attempt(self, message: Save | Abandon) -> Attempt:
+        """The attempt of a message; those are forgotten that no rank hands over to any more. Under the lock."""
+        for old in [attempt.name for attempt in self._attempts.values() if attempt.number < message.number - 1]:
+            del self._attempts[old]  # ranks may be one save apart
+        return self._attempts.setdefault(message.attempt, Attempt(message.attempt, message.number, message.step))
+
+    def _give_up_impossible(self, member: Member) -> None:
+        """Give up the attempts of which a part will not come: its rank has ended, or gone on."""
+        impossible = []
+        with self._lock:
+            for attempt in self._attempts.values():
+                for other in [] if attempt.abandoned else [rank for rank in member.ranks if rank not in attempt.handed]:
+                    if other in self._gone:
+                        impossible.append((attempt, f"rank {other} ended before it had handed over its part"))
+                    elif self._latest.get(other, 0) > attempt.number:
+                        impossible.append((attempt, f"rank {other} has not handed over its part, as the writer process had ended"))
+        for attempt, reason in impossible:
+            self._give_up(member, attempt, reason)
+
+    def _give_up(self, member: Member, attempt: Attempt, reason: str) -> None:
+        """Give up an attempt, tell those who wait for it, and remove what nobody else removes."""
+        with self._lock:
+            if not attempt.abandoned:
+                attempt.abandoned = reason
+            committing = any(thread.name == attempt.name and thread.is_alive() for thread in self._commits)
+            waiting = [handed for handed in attempt.handed.values() if not attempt.handed.keys() >= set(handed.member.sharing)]
+        self._answer(waiting, [Failed(attempt.name, reason)] * len(waiting))  # the file that they share is not written
+        if member.node > 0:
+            tell(member, attempt, reason)
+        elif member.nodes == 1 and not committing:
+            discard(member, attempt.step, attempt.name)
 
     def _write(self, sharing: list[Handed], attempt: Attempt) -> None:
         """Write the file of the ranks that share it, and the record of the node after its last file."""
         member, save = sharing[0].member, sharing[0].save
         folder = commit.partial_folder(member.run_dir, save.step, save.attempt)
         try:
+            if attempt.abandoned:
+                raise ValueError(attempt.abandoned)
             check_folder(member)
             folder.mkdir(exist_ok=True)
             written = write_file(folder / member.file, sharing) if any(handed.member.parts for handed in sharing) else None
@@ -129,15 +154,16 @@ class Node:
             if last:
                 records.write_record(folder, member.node, [attempt.files[name] for name in sorted(attempt.files)])
         except Exception as error:
-            reason = attempt.abandoned or reason_of(error)
+            reason, told = attempt.abandoned or reason_of(error), member.node == 0
             with suppress(OSError):
                 check_folder(member)
                 if folder.is_dir():
-                    commit.write_failure(folder, member.node, reason)
+                    (folder / member.file).unlink(missing_ok=True)  # a full disk then has space for the failure, which other nodes read
+                    told = commit.write_failure(folder, member.node, reason) or told
                 elif not attempt.abandoned:
                     reason = f"the checkpoint was given up in the meantime ({reason})"
-            failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "")
-            if attempt.abandoned:
+            failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "", told=told)
+            if attempt.abandoned and member.node == 0:
                 discard(member, save.step, save.attempt)
             with self._lock:  # whoever waits for the record does not need the file of the failure, which a full disk has no space for
                 attempt.abandoned = attempt.abandoned or reason
@@ -154,20 +180,15 @@ class Node:
         """Answer the ranks that are still there."""
         for handed, answer in zip(ranks, answers, strict=True):
             with self._lock:
-                rank = self.ranks.get(handed.member.rank)
+                rank = self._ranks.get(handed.member.rank)
             if rank is not None:
                 rank.answer(answer)
 
     def abandon(self, rank: Rank, message: Abandon) -> None:
         """A rank of this node has not handed over its part, or rank 0 knows that one of another node has not."""
         with self._lock:
-            attempt = self._attempts.setdefault(message.attempt, Attempt())
-            attempt.abandoned = message.reason
-            committing = any(thread.name == message.attempt and thread.is_alive() for thread in self._commits)
-            waiting = [handed for handed in attempt.handed.values() if rank.member.rank in handed.member.sharing]
-        self._answer(waiting, [Failed(message.attempt, message.reason)] * len(waiting))  # the file that they share is not written
-        if rank.member.nodes == 1 and not committing:  # nobody else removes it
-            discard(rank.member, message.step, message.attempt)
+            attempt = self._attempt(message)
+        self._give_up(rank.member, attempt, message.reason)
 
     def _commit(self, rank: Rank, save: Save, settings: Commit, attempt: Attempt, before: list[threading.Thread]) -> None:
         """Wait for the records of all nodes, commit, and remove what is not kept. A thread, after those of earlier saves."""
@@ -181,9 +202,10 @@ class Node:
             folder = committing.finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
         except Exception as error:
             reason = reason_of(error)
-            with self._lock:
-                attempt.abandoned = reason
-            discard(member, save.step, save.attempt)
+            self._give_up(member, attempt, reason)
+            if discard(member, save.step, save.attempt):
+                with suppress(OSError):
+                    commit.abandon(member.run_dir)
             rank.answer(Failed(save.attempt, reason, commit=True))
             return
         rank.answer(Committed(save.attempt, save.step, folder))
@@ -195,36 +217,6 @@ class Node:
     def _patience(self, member: Member) -> float:
         """Seconds that the records of other nodes are waited for."""
         return member.patience if self._ended is None else min(member.patience, _LINGER)
-
-
-def discard(member: Member, step: int, attempt: str) -> None:
-    """Remove what was written of an attempt, and its name in the catalog; a checkpoint that is complete already stays."""
-    with suppress(OSError):
-        check_folder(member)
-        if not (catalog.folder_of(member.run_dir, step) / catalog.INDEX).is_file():
-            shutil.rmtree(commit.partial_folder(member.run_dir, step, attempt), ignore_errors=True)
-            commit.abandon(member.run_dir)
-
-
-def check_folder(member: Member) -> None:
-    """Refuse to write into the folder of another run.
-
-    Raises:
-        FileNotFoundError: the folder of the checkpoints was removed, renamed or replaced.
-    """
-    folder = member.run_dir / "checkpoints"
-    if identity_of(folder) != member.identity:
-        raise FileNotFoundError(f"{folder} was removed or renamed while the run was writing to it")
-
-
-def reason_of(error: Exception) -> str:
-    """The reason of a failed save, for the log."""
-    if isinstance(error, NotFiniteError):
-        return f"{error} contains values that are not finite"
-    if not isinstance(error, (OSError, ValueError)):
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}"
-    return str(error)
 
 
 def serve(node: Node, connection: Connection) -> None:
@@ -262,15 +254,13 @@ def main(listener_file: int, connection_file: int) -> None:
     start(Connection(connection_file))
     with socket.socket(fileno=listener_file) as listener:
         listener.settimeout(0.2)
-        while threads[0].is_alive() and not (node.expected and len(threads) >= len(node.expected)):
+        while any(thread.is_alive() for thread in threads):  # a rank may connect again
             with suppress(TimeoutError):
                 peer, _ = listener.accept()
                 peer.setblocking(True)
                 with suppress(PermissionError):
                     handover.check_peer(peer)
                     start(Connection(peer.detach()))
-    for thread in threads:
-        thread.join()
     node.finish()
 
 

@@ -49,11 +49,15 @@ class WriterProcess:
         return connection
 
     def start(self) -> None:
-        """Start the process.
+        """Start the process; an earlier one, which has ended or cannot be reached any more, is killed.
 
         Raises:
             OSError: it cannot be started.
         """
+        self.kill()
+        self._wait()
+        if self._errors is not None:
+            self._errors.close()
         ours, theirs = socket.socketpair()
         listener = handover.listen(self.name)
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()

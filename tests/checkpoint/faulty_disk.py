@@ -8,14 +8,13 @@ import errno
 import io
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 #: Functions of `os` that change files.
-CHANGES = ("write", "rename", "replace", "mkdir", "unlink", "remove", "rmdir", "truncate", "ftruncate", "link", "symlink")
+CHANGES = ("write", "pwrite", "rename", "replace", "mkdir", "unlink", "remove", "rmdir", "truncate", "ftruncate", "link", "symlink")
 #: Those of them that need space on the disk.
-NEEDS_SPACE = ("write", "fsync", "rename", "replace", "mkdir", "truncate", "ftruncate", "link", "symlink", "open")
+NEEDS_SPACE = ("write", "pwrite", "fsync", "rename", "replace", "mkdir", "truncate", "ftruncate", "link", "symlink", "open")
 
 
 @contextlib.contextmanager
@@ -61,27 +60,34 @@ def count(monkeypatch: Any, function: Callable[[], object]) -> list[str]:
     return made
 
 
+class Killed(BaseException):
+    """The process would not have lived beyond this call."""
+
+
 def kill_at(monkeypatch: Any, number: int, function: Callable[[], object]) -> bool:
-    """Call a function in a child process that is killed before its `number`-th change of a file, in the middle of it if it writes.
+    """Call a function that is killed before its `number`-th change of a file, in the middle of it if it writes.
+
+    No later call changes a file, so that what handlers of exceptions do has no effect either.
 
     Returns:
         Whether it was killed; else it made fewer changes.
     """
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] == signal.SIGKILL
-    made, write = itertools.count(1), os.write
+    made, writes = itertools.count(1), {"write": os.write, "pwrite": os.pwrite}
 
     def on_call(name: str, *arguments: Any) -> None:
-        if next(made) == number:
-            if name == "write":
-                write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
+        call = next(made)
+        if call == number and name in writes:
+            handle, data, *offset = arguments
+            writes[name](handle, bytes(data)[: len(data) // 2], *offset)
+        if call >= number:
+            raise Killed
 
     try:
         with calls(monkeypatch, on_call):
             function()
-    finally:
-        os._exit(0)
+    except Killed:
+        return True
+    return False
 
 
 @contextlib.contextmanager

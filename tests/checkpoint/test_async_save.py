@@ -228,17 +228,41 @@ def test_weights_that_are_not_finite_are_named_and_not_saved(run):
     assert complete(run) == []
 
 
+def kill(process: WriterProcess) -> None:
+    """Kill a writer process, and wait for its end, which a rank learns of later."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def hand_over(saver: AsyncSaver) -> None:
+    """Hand over the save that was begun."""
+    saver.before_update()
+    saver._staging._thread.join(60)
+
+
 def test_a_dead_writer_fails_a_save_and_is_started_again(run):
     run.update()
-    os.kill(run.process.pid, signal.SIGKILL)
-    reason = run.save().reason
-    assert "the writer process ended (exit code -9)" in reason
+    os.kill(run.process.pid, signal.SIGSTOP)
+    run.begin()
+    hand_over(run.saver)
+    kill(run.process)
+    assert "the writer process ended (exit code -9)" in run.end().reason
     run.update()
     assert run.save().reason == ""
-    os.kill(run.process.pid, signal.SIGKILL)  # between two saves
+    assert complete(run) == [2]
+
+
+def test_a_writer_that_dies_between_two_saves_or_before_the_hand_over_costs_no_checkpoint(run):
+    kill(run.process)
     run.update()
-    assert {run.save().reason == "" for _ in range(2)} >= {True}
-    assert complete(run)[-1] == run.step
+    assert run.save().reason == ""
+    run.update()
+    run.begin()
+    kill(run.process)
+    hand_over(run.saver)
+    assert run.end().reason == ""
+    assert complete(run) == [1, 2]
 
 
 def test_a_save_that_takes_too_long_is_given_up_when_the_next_one_is_due(tmp_path):
@@ -325,16 +349,24 @@ class Job:
             process = self.processes[node] if rank == first else None
             self.savers.append(AsyncSaver(run_dir, rank, where, process, shares, files, torch.device("cpu"), "job", None, 20.0, 20.0))
 
-    def save(self, step: int, torn: tuple[int, ...] = ()) -> list[list[Outcome]]:
-        """The outcomes of the ranks; the copies of some are useless."""
-        commit = Commit(Index(TrainState(step), {}), 9, 0, frozenset())
-        for rank, saver in enumerate(self.savers):
-            fragments: list[Any] = [SimpleNamespace(tensors={"weight": self.weights[rank]})]
-            saver.begin(Request(step, fragments, lambda: None, None if rank else lambda: commit))
+    def begin(self, rank: int, step: int) -> None:
+        """One rank begins a save."""
+        fragments: list[Any] = [SimpleNamespace(tensors={"weight": self.weights[rank]})]
+        commit = None if rank else lambda: Commit(Index(TrainState(step), {}), 9, 0, frozenset())
+        self.savers[rank].begin(Request(step, fragments, lambda: None, commit))
+
+    def save(self, step: int, torn: tuple[int, ...] = (), dying: int | None = None) -> list[list[Outcome]]:
+        """The outcomes of the ranks; the copies of some are useless, and a writer dies when it has got those of its node."""
+        if dying is not None:
+            os.kill(self.processes[dying].pid, signal.SIGSTOP)
+        for rank in range(len(self.savers)):
+            self.begin(rank, step)
             if rank in torn:
                 self.weights[rank].add_(1)
         for saver in self.savers:
-            saver.before_update()
+            hand_over(saver)
+        if dying is not None:
+            kill(self.processes[dying])
         for saver in reversed(self.savers):  # a rank tells what it did not hand over when it waits
             saver.wait()
         found = [saver.poll() for saver in self.savers[1:]]
@@ -370,8 +402,7 @@ def test_ranks_of_several_nodes_write_one_checkpoint_and_learn_of_their_failures
     assert others[2][0].not_finite == "w3"
     job.weights[3][5] = 0
 
-    os.kill(job.processes[1].pid, signal.SIGKILL)
-    ((outcome,), *others) = job.save(4)
+    ((outcome,), *others) = job.save(4, dying=1)
     assert "writer 1: " in outcome.reason
     assert others[1][0].reason
     assert job.save(5)[0][0].reason == "", "it was started again"
@@ -381,6 +412,146 @@ def test_ranks_of_several_nodes_write_one_checkpoint_and_learn_of_their_failures
     assert "weight of w3 changed" in others[2][0].reason
     assert job.save(7)[0][0].reason == ""
     assert catalog.read(job.run_dir).complete == [1, 2, 5, 7]
+
+
+@pytest.fixture(params=["rank", "node"])
+def node(tmp_path, request):
+    """One node of two ranks, which has saved step 1. They wait for 20 s at most, and no test below waits as long."""
+    found = Job(tmp_path, 1, 2, request.param)
+    assert found.save(1)[0][0].reason == ""
+    yield found
+    found.close()
+
+
+def assert_saves(node: Job, step: int) -> None:
+    """The next save succeeds, and no partial folder is left."""
+    ((outcome,), others) = node.save(step)
+    assert (outcome.reason, others) == ("", [])
+    assert catalog.read(node.run_dir).complete == [1, step]
+    assert not list(node.run_dir.glob("checkpoints/.*"))
+
+
+def test_a_rank_that_lost_its_writer_is_not_waited_for_by_the_next_one(node):
+    """The first rank learns of the end between two saves, the other one when it hands over."""
+    first, second = node.savers
+    node.begin(1, 2)
+    kill(node.processes[0])
+    assert first.poll() == []
+    node.begin(0, 2)
+    hand_over(first)
+    hand_over(second)
+    (lost,) = second.poll()
+    first.wait_for_commit()
+    (outcome,) = first.poll()
+    assert (lost.reason, outcome.reason) == ("the writer process ended",) * 2
+    assert lost.told
+    first.wait()
+    assert_saves(node, 3)
+
+
+def test_what_a_rank_gave_to_a_dead_writer_is_not_waited_for_by_the_next_one(tmp_path):
+    """It was even told that its data is on the disk."""
+    node = Job(tmp_path, 1, 2, "rank")
+    assert node.save(1)[0][0].reason == ""
+    first, second = node.savers
+    node.begin(1, 2)
+    second.wait()
+    kill(node.processes[0])
+    assert first.poll() == []
+    node.begin(0, 2)
+    hand_over(first)
+    assert second.poll() == []
+    first.wait_for_commit()
+    assert [outcome.reason for outcome in first.poll()] == ["the writer process ended"]
+    first.wait()
+    assert_saves(node, 3)
+    node.close()
+
+
+def test_a_save_that_was_given_up_is_not_handed_over_to_the_next_writer(node):
+    first, second = node.savers
+    node.begin(1, 2)
+    node.begin(0, 2)
+    kill(node.processes[0])
+    found = []
+    while not found:
+        found = first.poll()
+    assert "the writer process ended (exit code -9)" in found[0].reason
+    hand_over(first)
+    hand_over(second)
+    second.poll()
+    assert_saves(node, 3)
+
+
+def test_a_rank_that_hands_over_what_the_others_have_given_up_does_not_wait_for_them(node):
+    first, second = node.savers
+    node.begin(0, 2)
+    kill(node.processes[0])
+    while not first.poll():
+        pass
+    assert second.poll() == []
+    node.begin(1, 2)
+    second.before_update()  # tries to connect
+    hand_over(first)
+    node.begin(0, 3)
+    hand_over(first)
+    second.wait()
+    node.begin(1, 3)
+    hand_over(second)
+    for saver in reversed(node.savers):
+        saver.wait()
+    first.wait_for_commit()
+    assert [outcome.reason for outcome in first.poll()] == [""]
+    assert not list(node.run_dir.glob("checkpoints/.*"))
+
+
+def test_a_rank_does_not_wait_for_a_writer_that_others_start_for_the_next_save(node):
+    """The one that was started for this save has died, too."""
+    second = node.savers[1]
+    kill(node.processes[0])
+    assert second.poll() == []
+    node.begin(1, 2)
+    second.before_update()
+    node.begin(1, 3)
+    assert [outcome.reason for outcome in second.poll()] == ["the writer process is not there"]
+
+
+def test_a_rank_that_ended_before_it_handed_over_is_not_waited_for(node):
+    first, second = node.savers
+    node.begin(0, 2)
+    node.begin(1, 2)
+    hand_over(first)
+    second.close()
+    first.wait_for_commit()
+    assert [outcome.reason for outcome in first.poll()] == ["rank 1 ended before it had handed over its part"]
+    first.wait()
+    assert not list(node.run_dir.glob("checkpoints/.*"))
+
+
+def test_a_rank_that_did_not_wait_any_longer_connects_again(tmp_path):
+    """The writer goes on, since the first rank still uses it."""
+    node = Job(tmp_path, 1, 2, "rank")
+    first, second = node.savers
+    second._before_next = 0.3
+    os.kill(node.processes[0].pid, signal.SIGSTOP)
+    node.begin(1, 1)
+    node.begin(0, 1)
+    hand_over(first)
+    hand_over(second)
+    node.begin(1, 2)
+    assert "was not written when 0 s had been waited for it" in second.poll()[0].reason
+    os.kill(node.processes[0].pid, signal.SIGCONT)
+    first.wait()
+    first.wait_for_commit()
+    node.begin(0, 2)
+    for saver in node.savers:
+        hand_over(saver)
+        saver.wait()
+    first.wait_for_commit()
+    for saver in node.savers:
+        saver.poll()
+    assert node.save(3)[0][0].reason == ""
+    node.close()
 
 
 def test_nothing_is_written_into_another_run(run):
@@ -479,9 +650,7 @@ def test_a_rank_that_is_a_save_ahead_of_another_does_not_stop_the_save(tmp_path)
     job = Job(tmp_path, 1, 3, "rank")
 
     def save(rank: int, step: int) -> None:
-        fragments: list[Any] = [SimpleNamespace(tensors={"weight": job.weights[rank]})]
-        commit = None if rank else lambda: Commit(Index(TrainState(step), {}), 9, 0, frozenset())
-        job.savers[rank].begin(Request(step, fragments, lambda: None, commit))
+        job.begin(rank, step)
         job.savers[rank].wait()
 
     for rank, step in ((1, 1), (1, 2), (2, 1), (0, 1), (2, 2), (0, 2)):

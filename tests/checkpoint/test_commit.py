@@ -1,31 +1,41 @@
-"""A checkpoint is complete or not there: killed at any call, on a full disk, with damaged files; and which checkpoints are kept."""
+"""A checkpoint is complete or not there: killed at any change of a file, on a full disk, with damaged files; and which are kept."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import logging
 import os
+import re
+import resource
 import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoint import catalog, checked_json, commit, native, save
+from pipeline.checkpoint import catalog, checked_json, commit, native, save, verify
 from pipeline.checkpoint.data_file import write
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import Index, TrainState
-from pipeline.checkpoint.parts import Part, read_rows
+from pipeline.checkpoint.parts import Part
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.records import write_record
-from pipeline.checkpoint.stored_runs import runs_of_rows
-from pipeline.checkpoint.verify import damages
-from pipeline.common.atomic_files import remove_leftovers
 from pipeline.common.errors import UserError
+from pipeline.config.schema import CheckpointConfig
+from pipeline.config.stages import Evaluate
+from pipeline.evaluation import checkpoint_selection
 from pipeline.parallel.pieces import Piece
-from tests.checkpoint.killed import Calls, Killed, failing
+from pipeline.training import run_directory
+from tests.checkpoint import faulty_disk
 
 KINDS = {"weight": "F32", "exp_avg": "F32"}
+WRITERS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +51,8 @@ def values(step: int) -> dict[str, torch.Tensor]:
 
 def write_parts(run_dir: Path, step: int) -> Path:
     """Begin a checkpoint and write the files and records of two writers, each with about half of the elements."""
-    folder = commit.begin(run_dir, Index(TrainState(step), {}), "attempt", 2)
-    for writer in range(2):
+    folder = commit.begin(run_dir, Index(TrainState(step), {}), commit.new_attempt(), WRITERS)
+    for writer in range(WRITERS):
         own = {"a": (6 * writer, 6), "b": (3 * writer, 3 - writer)}
         parts = [Part(n, tuple(v.shape), tuple((0, s) for s in v.shape), *own[n], 512, KINDS) for n, v in values(step).items()]
         contents = [values(step)[part.name].flatten()[part.start : part.start + part.count].numpy() for part in parts]
@@ -51,129 +61,11 @@ def write_parts(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def begun(run_dir: Path) -> None:
-    """A run with a checkpoint of step 1."""
-    write_parts(run_dir, 1)
+def save_step(run_dir: Path, step: int, keep: int = 2) -> None:
+    """Save a step as the processes of a job do, one after the other."""
+    write_parts(run_dir, step)
     commit.commit(run_dir)
-
-
-def start(run_dir: Path) -> list[int]:
-    """What a start does; returns the steps of the complete checkpoints, of which it verifies every byte and value."""
-    commit.finish_interrupted(run_dir)
-    remove_leftovers(run_dir / "checkpoints")
-    steps = [native.step_of(path) for path in native.complete(run_dir)]
-    for path in native.complete(run_dir)[-1:]:
-        index = native.read_index(path)
-        runs = list(runs_of_rows(read_rows(path / native.PARTS), index.kinds, index.tensors))
-        assert not list(damages(path, index.files, index.tensors, runs))
-        for name, expected in values(index.train_state.step).items():
-            assert torch.equal(Checkpoint(path).tensor(name), expected)
-        assert sorted(p.name for p in path.iterdir()) == ["index.json", "parts.npy", "rank-00000.safetensors", "rank-00001.safetensors"]
-    found = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert found == ["catalog.json", *(native.folder_of(run_dir, step).name for step in steps)], "nothing else is left"
-    return steps
-
-
-def attempt(run_dir: Path) -> None:
-    """Save step 2, and remove step 1."""
-    write_parts(run_dir, 2)
-    commit.commit(run_dir)
-    catalog.prune(run_dir, keep=1)
-
-
-def run_killed(run_dir: Path, after: int, function: object) -> bool:
-    """Call a function that is killed after so many calls; returns whether it was."""
-    try:
-        with failing(Calls(after)):
-            function(run_dir)  # type: ignore[operator]
-    except Killed:
-        return True
-    return False
-
-
-def test_a_kill_at_any_call_leaves_a_complete_checkpoint_or_none(tmp_path: Path) -> None:
-    begun(tmp_path / "run")
-    with failing(Calls(10**6)) as calls:
-        shutil.copytree(tmp_path / "run", tmp_path / "count")
-        before = calls.made
-        write_parts(tmp_path / "count", 2)
-        with_all_records = calls.made - before
-        commit.commit(tmp_path / "count")
-        catalog.prune(tmp_path / "count", keep=1)
-        every = calls.made - before
-    assert every > with_all_records > 20
-    for after in range(every + 1):
-        run_dir = tmp_path / str(after)
-        shutil.copytree(tmp_path / "run", run_dir)
-        assert run_killed(run_dir, after, attempt) == (after < every)
-        steps = start(run_dir)
-        assert steps in ([1], [1, 2], [2]), f"killed after call {after}"
-        assert 2 in steps or after < with_all_records, "all parts were there"
-
-
-@pytest.mark.parametrize("at", ["records", "index", "renamed"])
-def test_a_kill_while_an_interrupted_commit_is_finished(tmp_path: Path, at: str) -> None:
-    run_dir = tmp_path / "run"
-    begun(run_dir)
-    folder = write_parts(run_dir, 2)
-    if at != "records":
-        pending = catalog.read(run_dir)
-        commit.commit(run_dir)
-        (final := native.folder_of(run_dir, 2)).rename(folder)
-        for writer, record in enumerate(write_records(tmp_path / "other")):
-            shutil.copy(record, folder / f"record-{writer:05d}.json")
-        shutil.copy(tmp_path / "other" / "draft.json", folder / "draft.json")
-        if at == "renamed":
-            folder.rename(final)
-        catalog.write(run_dir, pending)
-    after, killed = 0, True
-    while killed:
-        copy = tmp_path / str(after)
-        shutil.copytree(run_dir, copy)
-        killed = run_killed(copy, after, commit.finish_interrupted)
-        assert start(copy) == [1, 2]
-        after += 1
-    assert after > 5
-
-
-def write_records(run_dir: Path) -> list[Path]:
-    """The records and the draft of step 2, in a folder of their own."""
-    folder = write_parts(run_dir, 2)
-    shutil.copy(folder / "draft.json", run_dir / "draft.json")
-    return [folder / "record-00000.json", folder / "record-00001.json"]
-
-
-@pytest.mark.parametrize("damage", ["record", "torn record", "flipped byte", "truncated", "file", "draft"])
-def test_an_incomplete_attempt_is_removed_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    begun(tmp_path)
-    folder = write_parts(tmp_path, 2)
-    record, file = folder / "record-00001.json", folder / "rank-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    if damage == "record":
-        record.unlink()
-    elif damage == "torn record":
-        record.write_bytes(record.read_bytes()[:-9])
-    elif damage == "flipped byte":
-        content[content.index(values(2)["a"].numpy().tobytes()[24:36])] ^= 1
-        file.write_bytes(content)
-    elif damage == "truncated":
-        file.write_bytes(content[:-8])
-    elif damage == "file":
-        file.unlink()
-    elif damage == "draft":
-        (folder / "draft.json").unlink()
-    with caplog.at_level(logging.WARNING):
-        assert start(tmp_path) == [1]
-    said = {
-        "record": "1 of 2 records are missing, the first is that of writer 1",
-        "torn record": "record-00001.json",
-        "flipped byte": "rank-00001.safetensors: weight of a, elements 6 to 11 of 12: other bytes than were saved",
-        "truncated": f"rank-00001.safetensors: has {len(content) - 8} bytes, expected {len(content)}",
-        "file": "elements 6 to 11 of 12: cannot be read: No such file",
-        "draft": "draft.json",
-    }
-    assert said[damage] in caplog.text
-    assert "checkpoint of step 2 of an earlier job" in caplog.text
+    catalog.prune(run_dir, keep)
 
 
 def full(run_dir: Path, step: int) -> Path:
@@ -182,25 +74,157 @@ def full(run_dir: Path, step: int) -> Path:
     return save.save_full(run_dir, Index(TrainState(step), {}), iter(weights), 10)
 
 
-def test_a_disk_that_is_full_at_any_call(tmp_path: Path) -> None:
+def start(run_dir: Path) -> int:
+    """The step from which the next job continues."""
+    with ExitStack() as claims:
+        path = run_directory.claim(run_dir, CheckpointConfig(), claims)[0]
+    assert path is not None
+    return native.step_of(path)
+
+
+def steps(run_dir: Path) -> list[int]:
+    """The complete checkpoints, the newest of which has all bytes and values; nothing else is in the folder."""
+    complete = native.complete(run_dir)
+    newest = complete[-1]
+    index = native.read_index(newest)
+    assert verify.verify(newest) == []
+    assert all(torch.equal(Checkpoint(newest).tensor(name), value) for name, value in values(index.train_state.step).items())
+    assert {path.name for path in newest.iterdir()} == {native.INDEX, native.PARTS, *(entry.name for entry in index.files)}
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {catalog.CATALOG, *(folder.name for folder in complete)}
+    return [native.step_of(folder) for folder in complete]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A run directory with the checkpoints of steps 2 and 3; the first one was removed."""
+    for step in (1, 2, 3):
+        save_step(tmp_path / "two", step)
+    assert steps(tmp_path / "two") == [2, 3]
+    return tmp_path / "two"
+
+
+def changes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The changes of files by which step 4 is saved."""
+    return faulty_disk.count(monkeypatch, lambda: save_step(run_dir, 4))
+
+
+def last_record(made: list[str]) -> int:
+    """The number of the call by which the last record appears: before are those of the draft, the catalog and the other record."""
+    return [number for number, name in enumerate(made, 1) if name == "replace"][1 + WRITERS]
+
+
+def test_a_kill_at_any_change_of_a_file_loses_nothing(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start finds the last checkpoint, finishes the new one once its records are there, and leaves nothing else."""
+    made = changes(Path(shutil.copytree(two, tmp_path / "counted")), monkeypatch)
+    assert len(made) > last_record(made) > 20
+    for number in range(1, len(made) + 1):
+        run_dir = Path(shutil.copytree(two, tmp_path / f"{number}"))
+        assert faulty_disk.kill_at(monkeypatch, number, lambda run_dir=run_dir: save_step(run_dir, 4))
+        newest = start(run_dir)
+        found = steps(run_dir)
+        assert found[-1] == newest == (4 if number > last_record(made) else 3), (number, made[number - 1])
+        assert found in ([2, 3], [2, 3, 4], [3, 4]), (number, made[number - 1])
+        save_step(run_dir, 5)
+        assert catalog.listed(run_dir) == catalog.read(run_dir).complete == [newest, 5], (number, made[number - 1])
+
+
+@pytest.mark.parametrize("at", ["records", "index", "renamed"])
+def test_a_kill_while_an_interrupted_commit_is_finished(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """The save is killed when the records, the index or the folder are there, and then the next start at any change of a file."""
+    made = changes(Path(shutil.copytree(two, tmp_path / "counted")), monkeypatch)
+    renamed = made.index("rename") + 1  # the first folder that is renamed is the new one
+    number = {"records": last_record(made) + 1, "index": renamed, "renamed": renamed + 1}[at]
+    assert faulty_disk.kill_at(monkeypatch, number, lambda: save_step(two, 4))
+    for after in itertools.count(1):
+        run_dir = Path(shutil.copytree(two, tmp_path / f"{after}"))
+        killed = faulty_disk.kill_at(monkeypatch, after, lambda run_dir=run_dir: start(run_dir))
+        assert start(run_dir) == 4, after
+        assert steps(run_dir) == [2, 3, 4], after
+        if not killed:
+            break
+    assert after > 10
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "record": (lambda folder: (folder / "record-00001.json").unlink(), r"1 of 2 records are missing, the first is that of writer 1"),
+    "torn record": (lambda folder: _cut(folder / "record-00001.json", 9), r"record-00001\.json"),
+    "flipped byte": (
+        lambda folder: _flip(folder / "rank-00001.safetensors"),
+        r"weight of a, elements 6 to 11 of 12: other bytes than were",
+    ),
+    "truncated": (lambda folder: _cut(folder / "rank-00001.safetensors", 8), r"rank-00001\.safetensors: has \d+ bytes, expected \d+"),
+    "file": (lambda folder: (folder / "rank-00001.safetensors").unlink(), r"elements 6 to 11 of 12: cannot be read: No such file"),
+    "draft": (lambda folder: (folder / "draft.json").unlink(), r"draft\.json"),
+}
+
+
+def _cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def _flip(path: Path) -> None:
+    """Change a bit of the second writer's part of weight a."""
+    content = bytearray(path.read_bytes())
+    content[content.index(values(4)["a"].numpy().tobytes()[24:36])] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_incomplete_attempt_is_removed_with_its_reason(two: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    spoil, said = DAMAGES[damage]
+    spoil(write_parts(two, 4))
+    with caplog.at_level(logging.WARNING):
+        assert start(two) == 3
+    assert re.search(said, caplog.text)
+    assert "removed the incomplete checkpoint of step 4 of an earlier job" in caplog.text
+    assert steps(two) == [2, 3]
+
+
+@pytest.mark.parametrize("calls", [1, 10**9], ids=["one call", "until the end"])
+def test_a_full_disk_at_any_call_fails_the_save_alone(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """The checkpoints before are found, the next save succeeds without a new start, and nothing else is left."""
+    for number in itertools.count(1):
+        run_dir = Path(shutil.copytree(two, tmp_path / f"{number}"))
+        with faulty_disk.full_disk(monkeypatch, number, number + calls - 1) as made:
+            try:
+                save_step(run_dir, 4)
+                failed = False
+            except OSError:
+                failed = True
+                with contextlib.suppress(OSError):
+                    commit.abandon(run_dir)
+        if len(made) < number:
+            break
+        newest = native.step_of(native.complete(run_dir)[-1])
+        assert newest in ((3, 4) if failed else (4,)), (number, made[number - 1])
+        save_step(run_dir, 5)  # which finds step 4 if its folder has its name and the catalog does not have it
+        assert steps(run_dir) in ([newest, 5], [4, 5]), (number, made[number - 1])
+    assert number > 20
+
+
+def test_a_full_disk_while_one_process_writes_full_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data, record, rows, index and catalog: the message names the run directory, and the next attempt succeeds."""
     full(tmp_path / "run", 1)
-    shutil.copytree(tmp_path / "run", tmp_path / "count")
-    with failing(Calls(10**6, full=True)) as calls:
-        full(tmp_path / "count", 2)
-    assert calls.made > 15
-    for after in range(calls.made):
-        run_dir = tmp_path / str(after)
-        shutil.copytree(tmp_path / "run", run_dir)
-        message = f"run_dir={run_dir}: the checkpoint could not be written: .Errno 28. No space left"
-        with pytest.raises(UserError, match=message), failing(Calls(after, full=True)):
+    counted = Path(shutil.copytree(tmp_path / "run", tmp_path / "counted"))
+    with faulty_disk.full_disk(monkeypatch, 10**9, 10**9) as made:
+        full(counted, 2)
+    complete: list[int] = []
+    for number in range(1, len(made) + 1):
+        run_dir = Path(shutil.copytree(tmp_path / "run", tmp_path / f"{number}"))
+        code = errno.EDQUOT if number % 2 else errno.ENOSPC
+        with contextlib.suppress(UserError), faulty_disk.full_disk(monkeypatch, number, 10**9, code):
             full(run_dir, 2)
+            complete.append(number)
         assert native.step_of(native.complete(run_dir)[0]) == 1
         full(run_dir, 2)
-        assert [native.step_of(path) for path in native.complete(run_dir)] == [1, 2]
-        assert torch.equal(Checkpoint(native.folder_of(run_dir, 2)).tensor("a"), values(2)["a"])
-        remove_leftovers(run_dir / "checkpoints")
-        assert len(list((run_dir / "checkpoints").iterdir())) == 3
+        start(run_dir)
+        assert steps(run_dir) == [1, 2], (number, made[number - 1])
+    assert len(complete) < 3 < 15 < len(made), "all but the last calls are needed"
+    with (
+        pytest.raises(UserError, match=f"run_dir={re.escape(str(run_dir))}: the checkpoint could not be written: .Errno 122. Disk quota"),
+        faulty_disk.full_disk(monkeypatch, len(made) // 2, 10**9, errno.EDQUOT),
+    ):
+        full(run_dir, 3)
 
 
 def test_records_that_do_not_hold_every_element_are_refused(tmp_path: Path) -> None:
@@ -210,6 +234,25 @@ def test_records_that_do_not_hold_every_element_are_refused(tmp_path: Path) -> N
     checked_json.write(folder / "record-00001.json", content)
     with pytest.raises(ValueError, match="a: its parts have 11 of 12 elements"):
         commit.commit(tmp_path)
+
+
+def test_a_file_that_is_removed_before_the_commit_is_missed(two: Path) -> None:
+    """Also if its record is there."""
+    (write_parts(two, 4) / "rank-00000.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"rank-00000\.safetensors was written, and is gone"):
+        commit.commit(two)
+    assert native.complete(two)[-1].name == "step-00000003"
+
+
+def test_what_late_writers_of_failed_saves_write_is_removed_and_what_early_ones_write_is_not(two: Path) -> None:
+    """A rank does not wait for the commit: it may write its part of the next checkpoint before this one begins to be committed."""
+    late, early = (commit.partial_folder(two, step, commit.new_attempt()) for step in (3, 5))
+    for folder in (late, early):
+        folder.mkdir()
+    save_step(two, 4)
+    assert not late.exists()
+    early.rmdir()
+    assert steps(two) == [3, 4]
 
 
 def test_digests_of_weights_change_with_their_values_only(tmp_path: Path) -> None:
@@ -233,24 +276,47 @@ def test_the_newest_checkpoint_is_found_without_a_listing(tmp_path: Path, monkey
     assert native.complete(tmp_path) == [native.folder_of(tmp_path, step) for step in (1, 3)], "one that was removed by hand is left out"
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2, "complete": [1], "pending": null, "xxh3": "0"}'])
-def test_a_run_directory_without_a_readable_catalog_is_listed(tmp_path: Path, content: str | None) -> None:
-    for step in (1, 2):
-        full(tmp_path, step)
-    path = tmp_path / "checkpoints" / "catalog.json"
-    path.unlink() if content is None else path.write_text(content)
-    (tmp_path / "checkpoints" / "step-00000009").mkdir()
-    assert [native.step_of(folder) for folder in native.complete(tmp_path)] == [1, 2]
-    full(tmp_path, 3)
-    assert checked_json.read(path)["complete"] == [1, 2, 3]
+TORN = ["", "{}", '{"format": 2', "\xff", '{"format": 2, "complete": [1], "pending": null, "xxh3": "0"}', "[]", '{"complete": 3}']
 
 
-def test_a_start_finds_a_checkpoint_that_was_copied_into_the_run_directory(tmp_path: Path) -> None:
-    full(tmp_path / "other", 7)
-    full(tmp_path / "run", 1)
-    shutil.copytree(native.folder_of(tmp_path / "other", 7), native.folder_of(tmp_path / "run", 7))
-    commit.finish_interrupted(tmp_path / "run")
-    assert [native.step_of(folder) for folder in native.complete(tmp_path / "run")] == [1, 7]
+@pytest.mark.parametrize("content", [None, *TORN])
+def test_a_run_directory_without_a_readable_catalog_is_listed(two: Path, caplog: pytest.LogCaptureFixture, content: str | None) -> None:
+    path = two / "checkpoints" / catalog.CATALOG
+    path.unlink() if content is None else path.write_text(content, encoding="latin-1")
+    (two / "checkpoints" / "step-00000009").mkdir()
+    assert [native.step_of(folder) for folder in native.complete(two)] == [2, 3]
+    assert ("catalog.json is not readable" in caplog.text) == (content is not None)
+    assert start(two) == 3
+    save_step(two, 4)
+    assert catalog.read(two) == catalog.Catalog([3, 4])
+
+
+def test_a_checkpoint_copied_by_hand_is_found(two: Path, tmp_path: Path) -> None:
+    """Beside others, and in a new run directory; one without an index is not complete."""
+    save_step(tmp_path / "other", 7)
+    source = native.folder_of(tmp_path / "other", 7)
+    shutil.copytree(source, native.folder_of(two, 7))
+    shutil.copytree(source, native.folder_of(two, 9), ignore=lambda *_: ["index.json"])
+    assert start(two) == 7
+    assert [native.step_of(folder) for folder in native.complete(two)] == [2, 3, 7]
+    shutil.copytree(source, native.folder_of(tmp_path / "new", 7))
+    assert start(tmp_path / "new") == 7
+
+
+def test_a_checkpoint_removed_by_hand_is_not_found(two: Path) -> None:
+    shutil.rmtree(native.folder_of(two, 3))
+    assert start(two) == 2
+    save_step(two, 3)
+    save_step(two, 4)
+    assert catalog.read(two).complete == steps(two) == [3, 4]
+
+
+def test_a_checkpoint_that_is_removed_while_others_read_it_is_no_damage(two: Path) -> None:
+    folder = native.complete(two)[0]
+    save_step(two, 4)
+    for read in (native.read_index, lambda path: checkpoint_selection.settings_of(path, Evaluate(), {})):
+        with pytest.raises(UserError, match=r"step-00000002/index.json: does not exist; .*checkpoint\.keep"):
+            read(folder)
 
 
 def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -279,3 +345,16 @@ def test_rows_and_bytes_of_a_large_checkpoint() -> None:
     header = 3 * parts * 220  # the entry of a tensor
     entries = len(shapes) * 600 + 16 * 120 + 5000  # of index.json
     assert (8 * blocks + header + parts * row_dtype(3).itemsize + entries) / state < 0.02
+
+
+def test_a_failure_is_known_without_space_for_its_reason(tmp_path: Path) -> None:
+    """The process that commits must not wait for a writer of another node that has failed on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert commit.write_failure(tmp_path, 1, "No space left on device")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert commit.missing(tmp_path, 2) == ([0, 1], {1: "it has failed, and could not write why: the disk is full"})
+    commit.write_failure(tmp_path, 1, "Disk quota exceeded")
+    assert commit.missing(tmp_path, 2) == ([0, 1], {1: "Disk quota exceeded"})

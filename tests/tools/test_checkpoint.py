@@ -199,3 +199,22 @@ def test_damage_is_told_by_the_other_commands(tool, tmp_path):
     code, text = tool("inspect", folder, "--norms")
     assert code == 2
     assert f"tools/checkpoint verify {folder}" in text
+
+
+def test_a_step_of_a_run_is_one_checkpoint(tool, tmp_path):
+    """RUN/step-N stands for a checkpoint in every command, and not for a run directory."""
+    for step in (1, 2):
+        folder = small_checkpoints.write(tmp_path, small_checkpoints.state(step), step)
+    code, text = tool("inspect", tmp_path / "step-2", "--top", 1)
+    assert code == 0
+    assert text.startswith(str(folder))
+    assert "steps of run" not in text
+    assert "run" not in json.loads(tool("inspect", tmp_path / "step-2", "--json")[1])
+    assert tool("verify", tmp_path / "step-1") == (0, f"{catalog.folder_of(tmp_path, 1)}: whole\n")
+    assert tool("keep", tmp_path / "step-1", "first")[0] == 0
+    assert tool("keep", tmp_path / "step-2", "--list") == (0, f"{catalog.folder_of(tmp_path, 1)}  first\n")
+    for command in ("inspect", "verify"):
+        code, text = tool(command, tmp_path / "step-3")
+        assert code == 2
+        assert "step-3: is not a complete checkpoint; " in text
+        assert "has those of steps 1, 2" in text
