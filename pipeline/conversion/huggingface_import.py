@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from pipeline.checkpoint.fragments import Fragment
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.mapped_memory import release
 from pipeline.conversion.full_weights import fragments
+from pipeline.conversion.named_stock import NamedStock, with_single_experts
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
@@ -102,28 +103,6 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
     return [folder / name for name in names]
 
 
-class NamedStock(Protocol):
-    """The tensors of a stock model, by the names of its class.
-
-    Attributes:
-        path: where they are, for messages.
-    """
-
-    path: Path
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-
-    def number_format(self, name: str) -> str:
-        """Dtype of a tensor, in the notation of safetensors."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Value of a tensor, fp32."""
-
-
 class StockWeights:
     """The tensors of a stock model, by the names that current transformers uses."""
 
@@ -193,12 +172,12 @@ class ImportedWeights:
             config: configuration of their model.
             fix: advice for tensors that do not match it.
         """
-        self._stock, self._fix = stock, fix
         self.config = config = registry.mapping_of(config).from_weights(config, stock)
         with torch.device("meta"):
             model = registry.build(config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._entries, self._copies = registry.stock_tensors(config)
+        self._stock, self._fix = (stock := with_single_experts(stock, self._entries)), fix
         self._names = set(stock.names())
         self._stored = {entry.hf_name: entry.hf_name for entry in self._entries if entry.hf_name in self._names}
         for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names

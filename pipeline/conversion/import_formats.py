@@ -28,6 +28,7 @@ from pipeline.conversion.dcp_import import DcpFolder
 from pipeline.conversion.deepspeed_import import DeepSpeedFolder
 from pipeline.conversion.foreign_weights import ForeignWeights, NamedTensors, Source
 from pipeline.conversion.huggingface_import import MATCH, ImportedWeights, StockWeights
+from pipeline.conversion.imported import tokenizer_folder
 from pipeline.conversion.megatron_import import MegatronDistributed, MegatronFolder
 from pipeline.conversion.named_source import open_weights
 from pipeline.conversion.neox_import import NeoxFolder
@@ -76,7 +77,8 @@ class Opened:
     Attributes:
         tool: that wrote it, or its class.
         weights: our weights; call `check`.
-        home: folder with config.json and the tokenizer, if there are some: that of the files or one above.
+        home: folder with config.json, if there is one: that of the files or one above.
+        tokenizer: folder with the tokenizer, if there is one.
         described: the model of its config.json, None without one.
         identity: what tells whether the same files were imported before.
         load_stock: returns the model of the source, given its class of transformers; None if the tensors have other names.
@@ -85,6 +87,7 @@ class Opened:
     tool: str
     weights: ImportedWeights | ForeignWeights
     home: Path
+    tokenizer: Path
     described: Described | None
     identity: dict[str, Any]
     load_stock: Callable[[Any], nn.Module] | None = None
@@ -144,7 +147,7 @@ def _open_huggingface(folder: Path) -> Opened:
     weights = ImportedWeights(StockWeights(folder, described.mapping), described.model)
     identity = {file.name: digest(file) for file in (folder / CONFIG, *files)}
     load = functools.partial(_from_pretrained, folder)
-    return Opened(described.mapping.architecture, weights, folder, described, identity, load)
+    return Opened(described.mapping.architecture, weights, folder, tokenizer_folder(folder), described, identity, load)
 
 
 def _described(home: Path) -> Described:
@@ -185,7 +188,7 @@ def _open_named(tool: str, folder: Path, source: Source, files: list[Path], mode
         log.info("convert: the model is that of %s", origin)
     weights, stock = open_weights(source, config, origin, MATCH if described else _FIX)
     load = functools.partial(_from_tensors, stock, source, config, described) if stock is not None else None
-    return Opened(tool, weights, home, described, _identity(source.path, files), load)
+    return Opened(tool, weights, home, tokenizer_folder(home), described, _identity(source.path, files), load)
 
 
 def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, described: Described | None, stock_class: Any) -> nn.Module:
@@ -193,8 +196,8 @@ def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, desc
     joined = source.joined() if isinstance(source, DeepSpeedFolder) else {}
     values = {name: joined[original] if original in joined else stock.tensor(name) for name, original in stock.originals().items()}
     content = described.content if described else registry.mapping_of(config).config_json(config)
-    model: nn.Module = stock_class(stock_class.config_class(**content))
-    model.load_state_dict(values, strict=False)  # tied weights and buffers may be absent; the names have been checked
+    # Which renames weights and fuses experts as the installed release does; tied weights may be absent; the names have been checked.
+    model: nn.Module = stock_class.from_pretrained(None, config=stock_class.config_class(**content), state_dict=values, dtype=torch.float32)
     return model
 
 
@@ -202,7 +205,9 @@ def _open_megatron(folder: Path, source: MegatronFolder | MegatronDistributed, m
     home, described = _home(folder, source.path)
     config, fix = _configured(described, source.arguments, lambda args: foreign_configs.megatron(args, source), model)
     weights = ForeignWeights(source, foreign_names.megatron(gated=config.family != "gpt"), config, fix)
-    return Opened("Megatron-LM", weights, home, described, _identity(source.path, source.files()))
+    above = [source.path.parent] if (source.path.parent / megatron_import.TRACKER).is_file() else []
+    tokenizer = tokenizer_folder(home, *above)  # stage.format=megatron writes it beside the folder of the step
+    return Opened("Megatron-LM", weights, home, tokenizer, described, _identity(source.path, source.files()))
 
 
 def _open_neox(folder: Path, source: NeoxFolder, model: ModelConfig) -> Opened:
@@ -212,7 +217,7 @@ def _open_neox(folder: Path, source: NeoxFolder, model: ModelConfig) -> Opened:
     current = any(".mlp.linear1." in name for name in source.names())  # names of the releases whose grouped queries have another order
     part = foreign_names.concatenated if current and config.kv_heads != config.heads else foreign_names.query_heads
     weights = ForeignWeights(source, foreign_names.neox(gated=config.family != "gpt", part=part), config, fix)
-    return Opened("GPT-NeoX", weights, home, described, _identity(source.path, source.files()))
+    return Opened("GPT-NeoX", weights, home, tokenizer_folder(home), described, _identity(source.path, source.files()))
 
 
 def _configured(

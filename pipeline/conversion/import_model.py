@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint import native, save
 from pipeline.checkpoint.reader import Checkpoint
@@ -36,8 +37,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     model, training = opened.weights.config, opened.described.training if opened.described else {}
     run_dir = Path(config.run_dir)
     settings = {"stage.input": opened.identity}
-    complete = artifact.find_complete(run_dir / FOLDER, key="run_dir", stage="convert", settings=settings)
-    if complete:
+    if (complete := _find_complete(run_dir, source, opened.identity)) is not None:
         log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
         return
     _, unused = collect_errors(lambda: _check_run(run_dir), opened.weights.check)
@@ -53,8 +53,30 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     digests.compare(Checkpoint(path), listed=not compared)
     if isinstance(opened.weights, ForeignWeights):
         opened.weights.warn()
-    copy_originals(run_dir / FOLDER, opened.home, settings, {"model": overrides})
+    totals = {"model": overrides, "input": str(source.absolute())}
+    copy_originals(run_dir / FOLDER, opened.home, opened.tokenizer, settings, totals)
     log.info("convert: wrote %s (%s); %s", path, opened.tool, _continue_with(run_dir, overrides))
+
+
+def _find_complete(run_dir: Path, source: Path, identity: dict[str, Any]) -> artifact.Manifest | None:
+    """Return the manifest of a complete import of the same files, None without one.
+
+    Raises:
+        UserError: the import is of other files.
+    """
+    if not (run_dir / FOLDER / artifact.MANIFEST).is_file():
+        return None
+    manifest = artifact.read(run_dir / FOLDER, key="run_dir", stage="convert")
+    before = manifest.settings.get("stage.input", {})
+    if before == identity:
+        return manifest
+    origin = manifest.totals.get("input")
+    if origin == str(source.absolute()):
+        changed = ", ".join(sorted(name for name in before | identity if before.get(name) != identity.get(name)))
+        rule = f"contains the import of {source} as it was before these files were written: {changed}"
+    else:
+        rule = f"already contains an imported model, that of {origin or 'other files'} ({manifest.totals['model']})"
+    raise UserError.of("run_dir", run_dir, rule, "choose another run_dir, or remove this one")
 
 
 def _continue_with(run_dir: Path, overrides: str) -> str:

@@ -11,7 +11,7 @@ from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import UserError
 from pipeline.config.run_tokenizer import IMPORTED
-from pipeline.conversion.huggingface_export import VOCABULARIES, copy_tokenizer_files
+from pipeline.conversion.huggingface_export import TOKENIZER_FILES, VOCABULARIES, copy_tokenizer_files
 from pipeline.conversion.huggingface_import import GENERATION_CONFIG
 from pipeline.conversion.original import Original, read_original
 from pipeline.data.tokenize import tokenizer_import
@@ -58,13 +58,28 @@ def _have_same_vocabulary(*folders: Path) -> bool:
     return bool(first == second)
 
 
-def copy_originals(folder: Path, source: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
-    """Copy what training, generation and a later export need of the imported model."""
+def copy_originals(folder: Path, source: Path, tokenizer: Path, settings: dict[str, Any], totals: dict[str, Any]) -> None:
+    """Copy what training, generation and a later export need of the imported model.
+
+    Args:
+        folder: as folder_of returns it.
+        source: folder with its config.json and license, if it has some.
+        tokenizer: folder with its tokenizer, if it has one.
+        settings: of the manifest.
+        totals: of the manifest.
+    """
     with atomic_folder(folder) as new:
         _copy(source, new)
+        copy_tokenizer_files(tokenizer, new)
         if not (new / "tokenizer.json").is_file():
-            _convert_tokenizer(source, new)
+            _convert_tokenizer(tokenizer, new)
         artifact.write(new, artifact.Manifest("convert", settings, artifact.entries(new), totals))
+
+
+def tokenizer_folder(*folders: Path) -> Path:
+    """Return the first folder that has a tokenizer, in itself or in `tokenizer` below it; the first of all if none has."""
+    places = [place for folder in folders for place in (folder, folder / "tokenizer")]
+    return next((place for place in places if any((place / name).is_file() for name in TOKENIZER_FILES)), folders[0])
 
 
 def carry(checkpoint: Path, run_dir: Path) -> None:

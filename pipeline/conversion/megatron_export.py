@@ -63,7 +63,7 @@ def write(
         content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
         (folder / FOLDER / "metadata.json").write_text(json.dumps(content), encoding="utf-8")
         common = {"args": arguments(config, dtype, tokenizer), "checkpoint_version": 3.0, "iteration": 0}
-        torch.save(common, folder / FOLDER / "common.pt")
+        (folder / FOLDER / "common.pt").write_bytes(_saved(common))
         (folder / TRACKER).write_text(FOLDER, encoding="utf-8")
     return sum(prod(weights.shape(name)) for name in weights.names())
 
@@ -146,12 +146,17 @@ def _write_index(folder: Path, stored: dict[str, tuple[_Shard, list[tuple[int, i
             entry = tensors.setdefault(chunk.key, dcp.TensorStorageMetadata(properties, torch.Size(full), []))
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(first), torch.Size(size)))
             storage[dcp.MetadataIndex(chunk.key, first)] = _StorageInfo(file, start, length)
-    states = f"__{len(stored)}_0.distcp"
-    empty = io.BytesIO()
-    torch.save([None], empty)
-    (folder / states).write_bytes(empty.getvalue())
+    states, empty = f"__{len(stored)}_0.distcp", _saved([None])
+    (folder / states).write_bytes(empty)
     for key in layer_states(config):
         tensors[key] = dcp.BytesStorageMetadata()
-        storage[dcp.MetadataIndex(key)] = _StorageInfo(states, 0, len(empty.getvalue()))
+        storage[dcp.MetadataIndex(key)] = _StorageInfo(states, 0, len(empty))
     with atomic_file(folder / ".metadata") as handle:
         pickle.dump(dcp.Metadata(tensors, storage_data=storage), handle)
+
+
+def _saved(content: Any) -> bytes:
+    """Return what torch.save writes; given a path, it reports a full disk by an error that does not name it."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()

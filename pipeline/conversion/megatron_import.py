@@ -14,7 +14,8 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.conversion import safe_pickle
 from pipeline.conversion.dcp_import import INDEX, DcpFolder
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+#: File beside the folders of the steps, which names the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _COMMON = "common.pt"
 _FIX = "copy the whole folder of the checkpoint"
@@ -31,15 +32,15 @@ def step_folder(folder: Path) -> Path | None:
     if _is_step(folder):
         return folder
     steps = sorted(path.name for path in folder.iterdir() if re.fullmatch(r"iter_\d+|release", path.name) and _is_step(path))
-    if (folder / _TRACKER).is_file():
-        text = (folder / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    if (folder / TRACKER).is_file():
+        text = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() else text
         if name in steps:
             return folder / name
         rule = f"names {text!r}, and there is no {name}; there are {', '.join(steps) or 'none'}"
-        raise UserError.of("stage.input", folder / _TRACKER, rule, f"name one: stage.input={folder / (steps or ['iter_...'])[-1]}")
+        raise UserError.of("stage.input", folder / TRACKER, rule, f"name one: stage.input={folder / (steps or ['iter_...'])[-1]}")
     if len(steps) > 1:
-        rule = f"has no {_TRACKER}, and the checkpoints {', '.join(steps)}"
+        rule = f"has no {TRACKER}, and the checkpoints {', '.join(steps)}"
         raise UserError.of("stage.input", folder, rule, f"name one: stage.input={folder / steps[-1]}")
     return folder / steps[0] if steps else None
 

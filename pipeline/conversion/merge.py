@@ -23,7 +23,8 @@ from pipeline.checkpoint import native, save
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.common.errors import UserError
+from pipeline.common.atomic_files import digest
+from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
 from pipeline.config.lora import is_adapter
 from pipeline.conversion import mergeable, merged_run
@@ -55,17 +56,35 @@ def weighted(paths: Sequence[Path], weights: Sequence[float] | None) -> list[Sou
         weights: of each of them, above 0, of any sum; None for the plain mean.
 
     Raises:
-        UserError: there are fewer than two, the numbers differ, or a weight is not above 0.
+        UserError: there are fewer than two, one is named twice, the numbers differ, or a weight is not above 0.
     """
     weights = [1.0] * len(paths) if weights is None else weights
     shown = ",".join(f"{weight:g}" for weight in weights)
     if len(paths) < 2:
         raise UserError.of("PATH", " ".join(map(str, paths)), "is one checkpoint, and a mean is of two or more", "name more, or --last N")
     if len(weights) != len(paths):
-        raise UserError.of("--weights", shown, f"has {len(weights)} weights for {len(paths)} checkpoints", "write one for each")
+        rule = f"must have one weight for each of the {len(paths)} checkpoints, and has {len(weights)}"
+        raise UserError.of("--weights", shown, rule, "write one for each PATH, in the same order")
     if not all(0 < weight < float("inf") for weight in weights):
         raise UserError.of("--weights", shown, "must be numbers above 0", "leave out checkpoints that do not count")
+    _check_distinct(paths)
     return [Source(Checkpoint(path), weight / sum(weights)) for path, weight in zip(paths, weights, strict=True)]
+
+
+def _check_distinct(paths: Sequence[Path]) -> None:
+    """Refuse a checkpoint that is named twice, or beside a copy of it: the mean would not be what the weights say.
+
+    Raises:
+        UserError: with one violation for each.
+    """
+    known: dict[str, Path] = {}
+    violations = []
+    for path in paths:
+        if (same := known.setdefault(digest(path / native.INDEX), path)) is not path:
+            rule = "is named twice" if same.resolve() == path.resolve() else f"is a copy of {same}"
+            violations.append(Violation("PATH", path, rule, "name every checkpoint once; --weights gives one of them more weight"))
+    if violations:
+        raise UserError(violations)
 
 
 def last(run_dir: Path, count: int, decay: float) -> list[Source]:

@@ -142,7 +142,8 @@ def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, quan
         huggingface_folder.copy_tokenizer(folder / "tokenizer", config.tokenizer, source)
     if stage.format == "consolidated":
         return consolidated_export.write(folder, source.weights, dtype=dtype, writer=writer)
-    tokenizer = str(Path(stage.output or Path(config.run_dir) / OUTPUTS["megatron"]) / "tokenizer")
+    # Megatron-LM takes a relative path as one below its working directory, or as the name of a model on the Hub.
+    tokenizer = str(Path(stage.output or Path(config.run_dir) / OUTPUTS["megatron"]).absolute() / "tokenizer")
     return megatron_export.write(
         folder, source.weights, source.model, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer, writer=writer
     )

@@ -172,7 +172,9 @@ def test_a_second_import(run, tmp_path):
     source, run_dir, _, overrides = run
     assert "nothing to do" in pipeline("stage=convert", f"stage.input={source}", f"run_dir={run_dir}")
     save_gpt(tmp_path / "gpt")
-    assert "was created with stage.input=" in pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
+    message = pipeline("stage=convert", f"stage.input={tmp_path / 'gpt'}", f"run_dir={run_dir}", expect=2)
+    assert f"run_dir={run_dir}: already contains an imported model, that of {source} (model=" in message
+    assert "xxh3" not in message
     assert overrides[0] == f"tokenizer.path={run_dir / 'imported'}"
     assert overrides[1].startswith("model=llama")
 
@@ -403,7 +405,7 @@ def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path, write):
     source, folder = tmp_path / "source", tmp_path / "imported"
     source.mkdir()
     ids = write(source)
-    copy_originals(folder, source, {}, {})
+    copy_originals(folder, source, source, {}, {})
     assert {path.name for path in source.iterdir()} < {path.name for path in folder.iterdir()}
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids == ids
 
@@ -418,7 +420,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_kept(tmp_path, broken, monkeypa
         monkeypatch.setitem(sys.modules, "transformers", None)
     else:
         (source / "config.json").write_text(json.dumps({"model_type": "marian"}))
-    copy_originals(folder, source, {}, {})
+    copy_originals(folder, source, source, {}, {})
     assert {path.name for path in folder.iterdir()} >= {path.name for path in source.iterdir()}
     assert not (folder / "tokenizer.json").exists()
     assert "copied vocab.json, source.spm, target.spm, but not as tokenizer.json" in caplog.text

@@ -282,7 +282,10 @@ def test_an_export_is_imported_again(name, tmp_path, tokenizer):
     weights = InMemory(ours)
     export = {"dtype": torch.float32, "shard_bytes": 60_000, "tokenizer": str(tokenizer), "writer": Writer()}
     megatron_export.write(tmp_path, weights, MODELS[name], **export)
-    checkpoint = imported(tmp_path, tmp_path / "run", "model=t5-small")
+    shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    source = tmp_path / "release" if name == "mixtral" else tmp_path  # the folder of the step, or that above
+    checkpoint = imported(source, tmp_path / "run", "model=t5-small")
+    assert (tmp_path / "run" / "imported" / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
     config = config_classes.from_dict(checkpoint.config["model"])
     known = {"init_std": MODELS[name].init_std, "capacity_factor": None} if name == "mixtral" else {"init_std": MODELS[name].init_std}
     assert dataclasses.replace(config, **known) == dataclasses.replace(MODELS[name], **known)

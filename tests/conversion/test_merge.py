@@ -65,7 +65,7 @@ def test_weights_and_moments_are_the_mean(trained, tmp_path, monkeypatch, words,
 
 
 def test_the_mean_of_one_checkpoint_is_that_checkpoint(trained, tmp_path):
-    assert tool(*[trained] * 3, "--output", tmp_path / "merged") == 0
+    merge.merge([merge.Source(at(trained, 4), 1 / 3)] * 3, tmp_path / "merged")
     for name in at(trained, 4).names():
         assert torch.equal(at(tmp_path / "merged", 4).tensor(name), at(trained, 4).tensor(name))
 
@@ -104,7 +104,9 @@ def test_the_same_command_finds_its_work_done(trained, tmp_path, caplog, capsys)
 REFUSED = [
     (("{run}",), "is one checkpoint, and a mean is of two or more"),
     (("{run}", "{run}/step-9"), "{run}/step-9: is not a complete checkpoint; {run} has those of steps 1, 2, 3, 4"),
-    (("{run}", "{run}", "--weights", "1,2,3"), "--weights=1,2,3: has 3 weights for 2 checkpoints"),
+    (("{run}", "{run}/step-2", "--weights", "1,2,3"), "--weights=1,2,3: must have one weight for each of the 2 checkpoints, and has 3"),
+    (("{run}", "{run}/step-2", "--weights", "1"), "--weights=1: must have one weight for each of the 2 checkpoints, and has 1"),
+    (("{run}", "{run}/step-2", "{run}/step-4"), "{run}/checkpoints/step-00000004: is named twice"),
     (("{run}", "{run}", "--weights", "1,-1"), "--weights=1,-1: must be numbers above 0"),
     (("{run}", "{run}", "--weights", "1,nan"), "must be numbers above 0"),
     (("{run}", "--last", "5"), "--last=5: is more than {run} has (steps 1, 2, 3, 4)"),

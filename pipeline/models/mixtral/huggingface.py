@@ -45,6 +45,7 @@ MAPPING = HuggingFaceMapping(
     nested=(replace(UNSCALED, read=lambda content: UNSCALED.read({"rope_theta": 1e6, **content})), window(default=None)),
     # The class averages over the tokens of all layers together, and does not divide by top_k (layers/router.py).
     training_keys={"router_aux_loss_coef": "balance_loss"},
+    renamed=((r"^(model\.layers\.\d+)\.mlp\.", r"\1.block_sparse_moe."),),  # the parameters of the class, which other tools save
     ignored_keys=("router_jitter_noise", "output_router_logits"),  # training settings
     table=(
         *tensors("model.embed_tokens", "embed.tokens"),

@@ -1,0 +1,76 @@
+"""Experts in one parameter, as classes of transformers 5 have them, and in a tensor each, as its files do: stage=convert imports both."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from pipeline.common.errors import UserError
+from tests.conversion.foreign_folders import LLAMA, samples
+from tests.conversion.test_deepspeed_import import imported, logits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SIZES = {**LLAMA, "num_hidden_layers": 2}
+HEADS = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS |= {"moe_intermediate_size": 16, "num_nextn_predict_layers": 0}
+MODELS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **HEADS, **EXPERTS})),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def stock(request, tmp_path_factory) -> tuple[nn.Module, Path]:
+    """A model, and its folder, whose files have a tensor for each expert."""
+    torch.manual_seed(0)
+    model, folder = MODELS[request.param]().eval(), tmp_path_factory.mktemp("stock")
+    model.save_pretrained(folder)
+    assert any(name.endswith("experts.gate_up_proj") for name in model.state_dict())
+    assert not any(name.endswith("experts.gate_up_proj") for name in load_file(folder / "model.safetensors"))
+    return model, folder
+
+
+def in_dcp(folder: Path, state: dict[str, Tensor]) -> None:
+    dcp.save({"model": state}, checkpoint_id=folder)
+
+
+def in_deepspeed(folder: Path, state: dict[str, Tensor]) -> None:
+    (folder / "global_step1").mkdir(parents=True)
+    torch.save({"module": state, "global_steps": 1}, folder / "global_step1" / "mp_rank_00_model_states.pt")
+
+
+def in_huggingface(folder: Path, state: dict[str, Tensor]) -> None:
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("of", ["parameters", "files"])
+@pytest.mark.parametrize("save", [in_dcp, in_deepspeed, in_huggingface])
+def test_experts_are_imported(stock, save, of, tmp_path, caplog):
+    """With the logits of the class, which also the import compares."""
+    caplog.set_level("INFO", "pipeline")
+    model, folder = stock
+    save(tmp_path / "source", dict(model.state_dict()) if of == "parameters" else load_file(folder / "model.safetensors"))
+    shutil.copy(folder / "config.json", tmp_path / "source" / "config.json")
+    found = logits(imported(tmp_path / "source", tmp_path / "run", "model=gpt-tiny"))
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(samples()).logits, rtol=1e-5, atol=1e-5)
+    assert f"the logits of {type(model).__name__} on 64 tokens differ by at most" in caplog.text
+
+
+def test_another_number_of_experts_is_refused_by_name(stock, tmp_path):
+    model, folder = stock
+    state = {name: value[:3] if name.endswith("experts.down_proj") else value for name, value in model.state_dict().items()}
+    in_dcp(tmp_path / "source", state)
+    shutil.copy(folder / "config.json", tmp_path / "source" / "config.json")
+    with pytest.raises(UserError, match=r"experts\.3\.(w2|down_proj)\.weight \[32, (16|48)\] is missing"):
+        imported(tmp_path / "source", tmp_path / "run", "model=gpt-tiny")
