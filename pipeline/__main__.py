@@ -38,6 +38,9 @@ def main() -> None:
 
 def main_and_leave() -> None:
     """Run the command line and end the process; once PyTorch is loaded, without finalizing the interpreter (see process_exit.leave)."""
+    from pipeline.common import ends
+    from pipeline.common.errors import CONTINUE, TERMINATED
+
     code = 0
     try:
         main()
@@ -45,9 +48,11 @@ def main_and_leave() -> None:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        ends.report(error)
         code = 1
+    if code in (0, CONTINUE, TERMINATED):
+        ends.record(code, "")
     if "torch" in sys.modules and "mpi4py.MPI" not in sys.modules:  # MPI_Finalize is part of the interpreter's finalization
         process_exit.leave(code)
     sys.exit(code)
@@ -131,7 +136,7 @@ def run_hydra(arguments: list[str]) -> None:
     HydraConfig.instance().set_config(composed)  # the dry run reads the command line from it
     with open_dict(composed):
         del composed["hydra"]
-    run_one(composed)
+    run_one(composed, command)
 
 
 def report_overrides(command: Command) -> None:
@@ -141,6 +146,8 @@ def report_overrides(command: Command) -> None:
     from pipeline.config import compose, layout
     from pipeline.config.rules import check
 
+    if command.submits:
+        report_chain(command)
     violations, valid = compose.diagnose(command)
     if not violations:
         return
@@ -152,11 +159,20 @@ def report_overrides(command: Command) -> None:
     report(UserError(violations))
 
 
-def run_one(composed: object) -> None:
-    """Validate a composed configuration and run its stage."""
+def report_chain(command: Command) -> None:
+    """Print what is wrong with the jobs of stage=submit, whose own command line does not compose, and exit with code 2."""
+    from pipeline.common.errors import UserError
+    from pipeline.launch import stage_chain
+
+    if found := stage_chain.problems(command):
+        report(UserError(found))
+
+
+def run_one(composed: object, command: Command | None = None) -> None:
+    """Validate a composed configuration, of a command line or of a run of a sweep, and run its stage."""
     from omegaconf import DictConfig
 
-    from pipeline.common import git_commit, ranks
+    from pipeline.common import ends, git_commit, ranks
     from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
@@ -164,10 +180,15 @@ def run_one(composed: object) -> None:
     from pipeline.launch import job
 
     assert isinstance(composed, DictConfig)
+    config = None
     try:
         here = ranks.detect(host_suffix=composed.cluster.host_suffix)
         set_up_logging(here.rank, here.world_size)
         config = compose.to_run_config(composed)
+        if config.dry_run.enabled:
+            from pipeline.launch import moldable
+
+            config = moldable.simulated(config, compose.task_arguments())
         check.check(config, layout.job_size(config, here.world_size))
         if here.rank == 0:  # stages load PyTorch, which takes seconds on a busy file system
             kind = "dry run of " * config.dry_run.enabled
@@ -179,22 +200,23 @@ def run_one(composed: object) -> None:
         gc.enable()
         stages.run(config, here)
     except UserError as error:
+        if command and command.submits and not config:
+            report_chain(command)
         report(error)
     except CheckFailed as failed:
-        ranks.record_exit_code(1)
+        ends.record(1, str(failed).partition("\n")[0], final=True)
         print(failed, file=sys.stderr, flush=True)
         sys.exit(1)
     except ToBeContinued as stopped:
-        ranks.record_exit_code(stopped.code)
         sys.exit(stopped.code)
 
 
 def report(error: UserError) -> None:
     """Print an error of the user, on one rank, and exit with code 2."""
-    from pipeline.common import ranks
+    from pipeline.common import ends, ranks
     from pipeline.config import compose
 
-    ranks.record_exit_code(2)
+    ends.record(2, str(error.violations[0]).partition("\n")[0], final=True)
     compose.exit_with_error(error, after=ranks.error_report_delay())
 
 

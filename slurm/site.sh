@@ -3,6 +3,7 @@
 # PIPELINE_SLURM is the folder of this file, slurm/ in the working directory by default; PIPELINE_PYTHON is the interpreter, python by default.
 # Commands outside of a checkout set them in the jobs that they render and print.
 
+export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}" # sbatch --export=NONE can leave none
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # since Slurm 22.05 srun no longer inherits it from sbatch
 export PYTHONUNBUFFERED=1                             # unbuffered log output
@@ -15,19 +16,14 @@ else
   source "$PIPELINE_SLURM/sites/local.sh"
 fi
 
-# Runs a stage on all tasks of the job. A run that stopped because its time ends (exit code 75) is requeued under the same job id.
-# srun reports the tasks that it killed after the first failure; the exit code of the job is that of rank 0, which runs on this node.
+if ! "${PIPELINE_PYTHON:-python}" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("hydra"))' 2>/dev/null; then
+  echo "site.sh: ${PIPELINE_PYTHON:-python} is not a Python with the packages of tools/install: activate its environment in slurm/sites/NAME.sh" >&2
+  exit 2
+fi
+
+# Runs a stage on all tasks of the job. The supervisor starts the ranks with srun; after a failure, or when the time ends, it starts them again or puts
+# the job back into the queue. Its exit code, that of the ranks, is the exit code of the job.
 run_stage() {
-  local code=0
-  PIPELINE_EXIT_CODE=$(mktemp)
-  export PIPELINE_EXIT_CODE
-  srun --kill-on-bad-exit=1 "${PIPELINE_PYTHON:-python}" -m pipeline "$@" || code=$?
-  [ "$code" = 0 ] || code=$(grep . "$PIPELINE_EXIT_CODE" || echo "$code")
-  rm -f "$PIPELINE_EXIT_CODE"
-  if [ "$code" = 75 ]; then
-    echo "requeueing job $SLURM_JOB_ID" >&2
-    scontrol requeue "$SLURM_JOB_ID"
-    sleep 60 # Slurm ends this script
-  fi
-  return "$code"
+  export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE would also keep the environment from the ranks
+  exec "${PIPELINE_PYTHON:-python}" -m pipeline.launch.supervisor "$@"
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,19 @@ def pipeline(*arguments: object, expect: int = 0, **options: Any) -> str:
     """Run `python -m pipeline ARGUMENTS` with the options of `python`; returns what it printed, both streams.
 
     Args:
+        arguments: of stage=pretrain, if they name no stage.
         expect: the exit code it must have.
     """
-    code, printed = python("-m", "pipeline", *arguments, **options)
+    code, printed = python("-m", "pipeline", *with_stage(arguments), **options)
     assert code == expect, f"exit code {code}, expected {expect}:\n{' '.join(map(str, arguments))}\n{printed}"
     return printed
+
+
+def with_stage(arguments: Iterable[object]) -> list[object]:
+    """Add stage=pretrain to the arguments of a run that name no stage."""
+    words = list(map(str, arguments))
+    named = any(re.match(r"[+~]*-*stage=|-h$|--(help|version|hydra-help|cfg|info)", word) for word in words)
+    return [*arguments] if named else [*arguments, "stage=pretrain"]
 
 
 def free_port() -> int:
@@ -96,6 +105,7 @@ def start_ranks(
     """
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
     job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    arguments = tuple(with_stage(arguments))
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [
         warm.start("-m", "pipeline", *arguments, *(own or {}).get(rank, ()), environment=environment(**job, **place), output=output)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.common import knobs
 from pipeline.config import loss_weights
-from pipeline.config.data import ScheduledWeight, WarmupConfig
+from pipeline.config.data import RampupConfig, ScheduledWeight, WarmupConfig
 from pipeline.config.layout import Layout, stages_per_rank
 from pipeline.config.schema import RunConfig, StageConfig
 
@@ -106,10 +106,10 @@ def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:
     for name in ("decay_steps", "warmup_steps"):
         planned = getattr(optimizer, name)
         values[f"optimizer.{name}"] = min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0
-    for name in ("sequence_warmup", "batch_rampup"):
+    for name, kind in (("sequence_warmup", WarmupConfig), ("batch_rampup", RampupConfig)):
         entries: list[WarmupConfig] = getattr(training, name)
         ends = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
-        values[f"training.{name}"] = [WarmupConfig(number, entry.value) for number, entry in enumerate(ends, 1)]
+        values[f"training.{name}"] = [kind(number, entry.value) for number, entry in enumerate(ends, 1)]
     for name in loss_weights.NAMES:
         weights: list[ScheduledWeight] = getattr(training, f"{name}_schedule")
         chosen = weights if len(weights) <= LARGEST_WARMUP else [weights[0], weights[-1]]
@@ -242,7 +242,7 @@ def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: in
         return min(micro_batches, most) * data * parallel.expert * micro_batch
 
     rampup = [
-        WarmupConfig(entry.until_step, size(entry.value, fewest if entry.value < full else 2 * fewest)) for entry in training.batch_rampup
+        RampupConfig(entry.until_step, size(entry.value, fewest if entry.value < full else 2 * fewest)) for entry in training.batch_rampup
     ]
     batch = {"training.micro_batch_size": micro_batch, "training.global_batch_size": size(full, 2 * fewest)}
     return knobs.changed(small, {**batch, "training.batch_rampup": rampup})

@@ -19,6 +19,7 @@ from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES
 
 #: What precedes a folder in Hydra's search path.
 FILE = "file://"
@@ -44,10 +45,11 @@ class Command:
 
     Attributes:
         overrides: in Hydra's grammar, without illegal ones. That of --config-dir is `hydra.searchpath`.
-        violations: of the illegal ones.
+        violations: of the illegal ones, and of a stage that is not named.
         options: of Hydra, such as --multirun or --cfg job.
         is_sweep: whether the overrides may have several values.
         shows: whether Hydra prints something and no stage runs.
+        arguments: the overrides with the illegal ones, and --config-dir, as compose.task_arguments returns them.
     """
 
     overrides: list[str]
@@ -55,6 +57,12 @@ class Command:
     options: list[str]
     is_sweep: bool
     shows: bool
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def submits(self) -> bool:
+        """Whether the command is stage=submit, whose settings are those of other stages."""
+        return "stage=submit" in self.overrides and not self.is_sweep
 
     @property
     def needs_hydra(self) -> bool:
@@ -79,15 +87,18 @@ def parse(arguments: Sequence[str]) -> Command:
     if options.shell_completion:  # Hydra reads the words, which are no overrides
         return Command(overrides, [], ["--shell-completion"], is_sweep=False, shows=True)
     violations = {override: list(_violations(override, [CONF_DIR, *folders], is_sweep=is_sweep)) for override in overrides}
+    shows = bool(options.cfg or options.info or options.hydra_help)
+    missing = [] if shows else list(_missing_stage(overrides, [CONF_DIR, *folders]))
     search = [f"hydra.searchpath=[{quoted(FILE + str(folder))}]" for folder in folders]
     words = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
     words += [f"--{name}={value}" for name in ("cfg", "package", "info") if (value := getattr(options, name)) is not None]
     return Command(
         [*search, *(override for override in overrides if not violations[override])],
-        [violation for found in violations.values() for violation in found],
+        [*(violation for found in violations.values() for violation in found), *missing],
         words,
         is_sweep,
-        bool(options.cfg or options.info or options.hydra_help),
+        shows,
+        (*(f"--config-dir={folder}" for folder in folders), *overrides),
     )
 
 
@@ -106,6 +117,18 @@ def _parse_options(arguments: Sequence[str]) -> Namespace:
     return options
 
 
+def _missing_stage(overrides: Sequence[str], folders: Sequence[Path]) -> Iterator[Violation]:
+    """Yield a violation if neither the command line nor its experiment names a stage: the default is there for what Hydra prints."""
+    if any(key_of(override) == "stage" for override in overrides):
+        return
+    names = [
+        name for override in overrides if key_of(override) == "experiment" for name in re.findall(r"[\w.-]+", override.partition("=")[2])
+    ]
+    files = [folder / "experiment" / f"{name}.yaml" for name in names for folder in folders]
+    if not any(re.search(r"/stage\b", file.read_text(encoding="utf-8", errors="replace")) for file in files if file.is_file()):
+        yield Violation("stage", "?", "is required: it names what runs", f"write stage=NAME, NAME being one of {', '.join(STAGES)}")
+
+
 def _own_folders(options: Namespace) -> list[Path]:
     """The folder of --config-dir."""
     if options.config_dir is None:
@@ -117,9 +140,39 @@ def _own_folders(options: Namespace) -> list[Path]:
 
 
 def _normalized(override: str) -> str:
-    """Convert an override to Hydra's grammar: dry_run=true to its full key, and keys of user-defined names to ++key."""
-    override = re.sub("^dry_run=", "dry_run.enabled=", override)
+    """Convert an override to Hydra's grammar: dry_run=true to its full key, and keys of user-defined names to ++key.
+
+    A number in a key is a text to Hydra: cluster.layouts.4=LIST becomes cluster.layouts={4:LIST}.
+    """
+    override = _with_quoted_items(re.sub("^dry_run=", "dry_run.enabled=", override))
+    override = re.sub(r"^([+]{0,2}cluster[.]layouts)[.](\d+)=(.*)$", r"\1={\2:\3}", override, flags=re.DOTALL)
     return f"++{override}" if override.startswith(tuple(f"{key}{mark}" for key in NAMED for mark in "=.")) else override
+
+
+def _with_quoted_items(override: str) -> str:
+    """Quote the items of a list of overrides or of options, [parallel.tensor=1], as Hydra's grammar requires because of the sign "="."""
+    key, _, value = override.partition("=")
+    if not re.fullmatch(
+        r"[+]*((evaluation|cluster)\.sbatch|evaluation\.overrides|submit\.overrides\.\w+|cluster\.layouts\.\d+)", key
+    ) or not re.fullmatch(r"\[.*\]", value, re.DOTALL):
+        return override
+    items, depth, quote = [""], 0, ""
+    for char in value[1:-1]:
+        if char == quote:
+            quote = ""
+        elif not quote and char in "'\"":
+            quote = char
+        depth += 0 if quote else (char in "[{(") - (char in "]})")
+        if depth < 0:
+            return override
+        if char == "," and not depth and not quote:
+            items.append("")
+        else:
+            items[-1] += char
+    if depth or quote:
+        return override
+    words = [item.strip() for item in items]
+    return f"{key}=[{','.join(quoted(word) if '=' in word and word[0] not in chr(34) + chr(39) else word for word in words)}]"
 
 
 def _entries(overrides: Sequence[str]) -> Iterator[str]:

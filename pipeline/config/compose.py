@@ -131,7 +131,11 @@ def own_folders(hydra: DictConfig) -> list[Path]:
 
 def task_arguments() -> list[str]:
     """Return the command line of this run without the overrides of Hydra, for a job that composes the same files."""
-    hydra = HydraConfig.get()
+    return arguments_of(HydraConfig.get())
+
+
+def arguments_of(hydra: DictConfig) -> list[str]:
+    """Return the command line without the overrides of Hydra, from Hydra's own node of a composed configuration."""
     return [*(f"--config-dir={folder}" for folder in own_folders(hydra)), *hydra.overrides.task]
 
 

@@ -107,6 +107,13 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True)
+class RampupConfig(WarmupConfig):
+    """A global batch size that applies before a given step, and the nodes of a job in these steps."""
+
+    nodes: int | None = knob(None, "nodes of a job in the steps before it; default: cluster.nodes", unit="nodes", at_least=1)
+
+
+@dataclass(frozen=True)
 class ScheduledWeight:
     """A weight that applies before a given step."""
 

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
-from pipeline.config.data import DataConfig, DedupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
+from pipeline.config.data import DataConfig, DedupConfig, RampupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
 from pipeline.config.lora import LoraConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ class TrainingConfig:
         "shorter sequences (tokens) in the first steps; each sample is split, so that the number of tokens per step is unchanged",
         item=WarmupConfig,
     )
-    batch_rampup: list[WarmupConfig] = knob([], "smaller global batches (sequences) in the first steps", item=WarmupConfig)
+    batch_rampup: list[RampupConfig] = knob(
+        [], "smaller global batches (sequences) in the first steps, which may have fewer nodes", item=RampupConfig
+    )
     balance_loss: float | None = knob(
         None,
         "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
@@ -280,6 +282,24 @@ class ClusterConfig:
     partition: str | None = knob(None, "Slurm partition")
     qos: str | None = knob(None, "Slurm quality of service")
     nodes: int = knob(1, "nodes per job", unit="nodes", at_least=1)
+    min_nodes: int | None = knob(
+        None,
+        "training: fewest nodes that a job starts with, cluster.nodes being the most; it continues on as many after the loss of others. "
+        "The layout is chosen for the nodes that there are; default: cluster.nodes",
+        unit="nodes",
+        at_least=1,
+    )
+    layouts: dict[int, list[str]] = knob(
+        {},
+        "training: layouts by the number of nodes. From that number on, up to the next one, these settings replace those of the "
+        'configuration, such as {4: ["parallel.tensor=2"]}',
+    )
+    choose_layout: str = knob(
+        "configured",
+        "training: layout for the nodes that there are: that of the configuration with cluster.layouts, or the planner's fastest one "
+        "(stage=plan stage.search=true) for cluster.hardware",
+        choices=("configured", "planner"),
+    )
     tasks_per_node: int = knob(1, "ranks per node, one per GPU", unit="ranks", at_least=1)
     cpus_per_task: int = knob(1, "CPU cores per rank", unit="cores", at_least=1)
     gpus_per_node: int = knob(0, "GPUs per node; 0 requests none", unit="GPUs", at_least=0)
@@ -292,9 +312,45 @@ class ClusterConfig:
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format")
+    spares: int = knob(
+        0, "nodes of a job beyond those that its ranks need; one of them replaces a node that fails", unit="nodes", at_least=0
+    )
+    continuation: str = knob(
+        "requeue",
+        "how a run that is longer than its job continues: the job is put back into the queue, or each job submits the next one",
+        choices=("requeue", "chain"),
+    )
+    max_retries: int = knob(
+        3, "failures in a row without a further checkpoint after which a job is not started again", unit="failures", at_least=1
+    )
     host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")
     sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
     required: list[str] = knob([], "options of this group without which the cluster refuses jobs, such as account")
+    preflight: str = knob(
+        "auto",
+        "test the nodes of a training job before its ranks start, and leave out bad ones; auto: jobs with GPUs and several nodes",
+        choices=("auto", "on", "off"),
+    )
+    preflight_seconds: float = knob(
+        120.0, "preflight: time limit of one step, from its start to the last all-reduce", unit="s", at_least=10, at_most=3600
+    )
+    slow_factor: float = knob(
+        1.3, "preflight: a node is bad whose matrix product or all-reduce inside takes more than this many times the median", above=1
+    )
+    free_gb: float = knob(1.0, "preflight: free space that the file system of run_dir must have", unit="GB", at_least=0)
+    fabric: str | None = knob(
+        None, "preflight: network that NCCL must use between nodes, as its log names it, such as IB or AWS Libfabric; default: any"
+    )
+
+
+@dataclass(frozen=True)
+class SubmitConfig:
+    """The jobs of stage=submit."""
+
+    stages: list[str] = knob([], "stages to submit, one Slurm job each: a job starts when the one before it has succeeded")
+    overrides: dict[str, list[str]] = knob(
+        {}, "settings in which the job of one stage differs from the others, such as submit.overrides.evaluate=[parallel.tensor=1]"
+    )
 
 
 @dataclass(frozen=True)
@@ -342,6 +398,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    submit: SubmitConfig = field(default_factory=SubmitConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 

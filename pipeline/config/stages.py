@@ -184,8 +184,19 @@ class Plan(StageConfig):
     out: str | None = knob(None, "output: a JSON file with what is printed; default: none")
 
 
+@dataclass(frozen=True)
+class Preflight(StageConfig):
+    """Test of the nodes of an allocation."""
+
+    folder: str | None = knob(None, "output: folder with a result of each node, which all nodes share; default: run_dir/preflight")
+
+
 #: Stages with one rank per GPU.
-GPU_STAGES = ("pretrain", "finetune", "evaluate", "generate")
+GPU_STAGES = ("pretrain", "finetune", "evaluate", "generate", "preflight")
+#: Stages of one task without GPUs, unless their command asks for more: the sizes of a cluster's jobs are those of training.
+ONE_TASK_STAGES = ("train_tokenizer", "certify", "convert")
+#: Stages that are no jobs.
+INTERACTIVE_STAGES = ("plan", "submit")
 #: Stages that train until all steps are done, over several jobs if necessary.
 TRAINING_STAGES = ("pretrain", "finetune")
 #: Stages whose settings are those of a parallel layout and of training samples.
@@ -213,6 +224,10 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
     "plan": (Plan, "settings of a planned pretrain or finetune job -> its matrix products, memory, time and cost; one process, no GPU"),
+    "preflight": (
+        Preflight,
+        "nodes of a Slurm allocation -> which ones are bad, and why: GPUs, speed, network, file system, clocks, versions",
+    ),
     "evaluate": (
         Evaluate,
         "checkpoints -> validation loss, perplexity and bits per byte by corpus, or scores of lm-eval tasks; a table and plots",
@@ -223,6 +238,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
         "(stage.input) -> checkpoint; no GPU",
     ),
+    "submit": (StageConfig, "settings of the other stages -> a chain of Slurm jobs, one for each stage of submit.stages"),
 }
 
 _TRAINING = (
@@ -249,7 +265,9 @@ READS: dict[str, tuple[str, ...]] = {
     "finetune": (*_TRAINING, "tokenizer"),
     "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
     "plan": ("model", "training", "parallel", "precision", "cluster"),
+    "preflight": ("cluster",),
     "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
     "generate": ("tokenizer", "parallel", "precision", "cluster"),
     "convert": ("model", "tokenizer"),
+    "submit": ("submit", "cluster", "dry_run"),
 }

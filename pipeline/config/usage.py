@@ -63,12 +63,7 @@ def _print_topic(topic: str) -> None:
     if name in STAGES:
         _print_stage(name)
     elif topic in groups:
-        options = _options(topic)
-        print(f"keys of group {topic}" + (f" ({topic}={'|'.join(options)})" if options else "") + ":")
-        if topic == "model":
-            print(f"  --help FAMILY lists them: {', '.join(CONFIG_CLASSES)}")
-        else:
-            _print_keys(getattr(RunConfig(), topic), f"{topic}.")
+        _print_group(topic)
     elif topic in CONFIG_CLASSES:
         _print_family(topic)
     elif rows := [row for row in _all_rows() if topic in row[0]]:
@@ -80,13 +75,23 @@ def _print_topic(topic: str) -> None:
         raise UserError.of("--help", topic, "is not a stage, a group, a model family, or part of the name of a key", fix)
 
 
+def _print_group(group: str) -> None:
+    """Print the keys of a group."""
+    options = _options(group)
+    print(f"keys of group {group}" + (f" ({group}={'|'.join(options)})" if options else "") + ":")
+    if group == "model":
+        print(f"  --help FAMILY lists them: {', '.join(CONFIG_CLASSES)}")
+    else:
+        _print_keys(getattr(RunConfig(), group), f"{group}.")
+
+
 def _print_stage(stage: str) -> None:
     """Print what a stage does, its own keys, and the groups that it reads."""
     print(f"python -m pipeline stage={stage}: {STAGES[stage][1]}")
     _print_stage_keys(stage)
     for group in READS[stage]:
         print()
-        _print_topic(group)
+        _print_group(group)
     print("\nkeys of no group:")
     _print_rows(row for row in _rows(RunConfig()) if row[0] == "run_dir")
 
@@ -144,5 +149,5 @@ def _print_rows(rows: Any) -> None:
     """Print one line per key: name, default, type, meaning, unit and range."""
     for key, kind, knob, default in rows:
         details = ", ".join(part for part in (knob.unit, knob.rule()) if part)
-        shown = kind.replace("WarmupConfig", "dict").replace("CorpusConfig", "dict").replace("PhaseConfig", "dict")
+        shown = re.sub("(Warmup|Rampup|Corpus|Phase)Config", "dict", kind)
         print(f"  {f'{key}={default}':<46} {shown:<12} {knob.meaning}{f' ({details})' if details else ''}")

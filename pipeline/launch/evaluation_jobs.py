@@ -26,7 +26,7 @@ from pipeline.config.rules.evaluation import reads_average
 from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import record
-from pipeline.launch import job
+from pipeline.launch import job, sbatch
 from pipeline.models.config import ModelConfig
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 
@@ -93,10 +93,15 @@ class Schedule:
             shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
             (self._run_dir / record.FOLDER).mkdir(parents=True, exist_ok=True)  # Slurm opens the log in it
             try:
-                if job.is_pending(planned.name, self._environment):
+                if sbatch.is_pending(planned.name, self._environment):
                     log.info("evaluation of %s: a %s job is in the queue", shown, kind)
                     continue
-                log.info("evaluation of %s: job %d (%s)", shown, job.submit(job.render(planned, self._cluster), self._environment), kind)
+                log.info(
+                    "evaluation of %s: job %d (%s)",
+                    shown,
+                    sbatch.submit(job.render(planned, self._cluster), self._environment),
+                    kind,
+                )
             except UserError as error:
                 log.warning("evaluation of %s was not submitted, and the checkpoints are kept: %s", shown, error.violations[0])
 
@@ -130,7 +135,7 @@ def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[
         settings.append(f"stage.tasks=[{','.join(map(quoted, wanted.tasks))}]")
         given = {"task_folder": wanted.task_folder, "few_shot": wanted.few_shot, "limit": wanted.limit}
         settings += [f"stage.{key}={quoted(str(value))}" for key, value in given.items() if value is not None]
-    conf = environment.get("PIPELINE_CONF")
+    conf, scripts = environment.get("PIPELINE_CONF"), batch_scripts(Path.cwd())
     return job.Job(
         name=f"evaluate-{kind}-{xxhash.xxh3_64_hexdigest(str(folder.parent).encode())}",
         stage="evaluate",
@@ -138,7 +143,8 @@ def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[
         directory=Path.cwd(),
         output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
         conf=Path(conf) if conf else None,
-        scripts=batch_scripts(Path.cwd()),
+        scripts=scripts,
+        python=job.python_of(Path.cwd(), scripts),
     )
 
 

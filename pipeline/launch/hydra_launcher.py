@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import xxhash
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
@@ -29,20 +28,21 @@ from omegaconf import DictConfig, open_dict
 
 from pipeline.common import ranks
 from pipeline.common.artifact import MANIFEST
-from pipeline.common.atomic_files import atomic_file, atomic_folder
+from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose, layout
 from pipeline.config.command_line import quoted
-from pipeline.config.paths import CONF_DIR, batch_scripts
+from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import ClusterConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job, local_sweep, sweep_table
+from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, local_sweep, moldable, sbatch, snapshot, sweep_table
 from pipeline.launch.sweep_table import Point
 
-#: Record of the submitted jobs in the sweep folder, one entry per run.
-RECORD = "sweep.json"
 log = logging.getLogger("pipeline")
+
+#: Record of the submitted jobs in the sweep folder, one entry per run.
+RECORD = in_use.SWEEP
 
 #: Module name under which Hydra imports the plugins.
 PLUGIN = "hydra_plugins.tannschen"
@@ -77,6 +77,11 @@ class Submission:
     text: str
     state: str = ""
 
+    @property
+    def name(self) -> str:
+        """The number of the run, for file names."""
+        return Path(self.run.config.run_dir).name
+
 
 class ValidatingLauncher(Launcher):
     """Base class of the launchers: composes and validates the runs of a sweep."""
@@ -85,8 +90,8 @@ class ValidatingLauncher(Launcher):
         """Store the Hydra context. Called by Hydra before launch()."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
-    def world_size(self, config: RunConfig) -> int:
-        """Return the number of ranks of a run."""
+    def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
+        """Return the configuration of a run with its layout, and its number of ranks."""
         raise NotImplementedError
 
     def runs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[SweepRun]:
@@ -105,7 +110,7 @@ class ValidatingLauncher(Launcher):
                 composed.run_dir = str(Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir))
             try:
                 config = compose.to_run_config(_without_hydra(composed))
-                check.check(config, self.world_size(config))
+                check.check(*self.sized(config, filter_overrides(overrides)))
                 found.append(SweepRun(tuple(filter_overrides(overrides)), composed, config))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}
@@ -125,9 +130,10 @@ class LocalLauncher(ValidatingLauncher):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._done: list[Point] = []  # of earlier batches, with hydra.sweeper.max_batch_size
 
-    def world_size(self, config: RunConfig) -> int:
+    def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the number of ranks of this job, or the simulated ranks of a dry run."""
-        return layout.job_size(config, ranks.detect().world_size)
+        config = moldable.simulated(config, overrides) if config.dry_run.enabled else config
+        return config, layout.job_size(config, ranks.detect().world_size)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Execute the runs. Called by Hydra with the overrides of each run.
@@ -159,9 +165,13 @@ class LocalLauncher(ValidatingLauncher):
 class SlurmLauncher(ValidatingLauncher):
     """Submits each run as a Slurm job. If one submission fails, the jobs submitted before it are canceled."""
 
-    def world_size(self, config: RunConfig) -> int:
-        """Return the number of ranks of the job of a run."""
-        return config.cluster.nodes * config.cluster.tasks_per_node
+    def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
+        """Return the layout and the number of ranks of the job of a run on as many nodes as it asks for."""
+        return job_size.expected(config, self._words(overrides), overrides)
+
+    def _words(self, overrides: Sequence[str]) -> list[str]:
+        """The arguments of `python -m pipeline` on this machine, for a run with these overrides."""
+        return [*(f"--config-dir={folder}" for folder in compose.own_folders(self.config.hydra)), *overrides]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submit the runs, print the job ids and return. Called by Hydra with the overrides of each run."""
@@ -169,24 +179,32 @@ class SlurmLauncher(ValidatingLauncher):
         folder = Path(self.config.hydra.sweep.dir)
         earlier = _read_record(folder / RECORD)
         self._check_submission(runs, earlier, folder)
-        sources = [*reversed(compose.own_folders(self.config.hydra)), CONF_DIR]
-        conf = _conf_folder(folder, sources)
+        own = compose.own_folders(self.config.hydra)
+        conf, taken = conf_copy.hashed(folder, own), snapshot.path(folder)
         submissions = [
-            Submission(run, job.render(_job(run, number, conf), run.config.cluster))
+            Submission(run, job.render(_job(run, number, conf, taken), _options(run)))
             for number, run in enumerate(runs, start=initial_job_idx)
         ]
         if any(run.config.dry_run.enabled for run in runs):
             print("\n".join(one.text for one in submissions), end="")
             return []
-        queue = job.queued() if earlier else set()
+        queue = sbatch.queue()
+        waiting = {queued.number for queued in queue}
         for one in submissions:
-            one.state = _state(one.run.config.run_dir, one.run.config.training.steps, earlier.get(one.run.config.run_dir), queue)
+            one.state = _state(one.run.config.run_dir, one.run.config.training.steps, earlier.get(one.run.config.run_dir), waiting)
         new = [one for one in submissions if not one.state]
+        if used := [v for one in new for v in in_use.violations(Path(one.run.config.run_dir), [one.run.config.stage.name], queue)]:
+            raise UserError(used)
+        if found := sbatch.rejected([one.text for one in new]):
+            raise UserError(list({str(v): v for v in found.values()}.values()))
         for one in new:
-            Path(one.run.config.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm opens the log file in it when the job starts
-        if new and not conf.is_dir():
-            _copy_conf(conf, sources)
-        for one, number in zip(new, _submit_all([one.text for one in new]), strict=True):
+            make_folder(Path(one.run.config.run_dir))  # Slurm opens the log file in it when the job starts
+        if new:
+            conf_copy.write(conf, own)
+            configs = {one.name: snapshot.resolved(one.run.config) for one in new}
+            snapshot.write(taken, compose.arguments_of(self.config.hydra), configs, {one.name: one.text for one in new})
+        numbers = _submitted(new, taken)
+        for one, number in zip(new, numbers, strict=True):
             one.state = f"job {number}"
             earlier[one.run.config.run_dir] = {
                 "job": number,
@@ -194,8 +212,12 @@ class SlurmLauncher(ValidatingLauncher):
                 "log": _log(one.run, str(number)),
                 "overrides": one.run.overrides,
             }
-        with atomic_file(folder / RECORD, "w") as handle:
-            json.dump(list(earlier.values()), handle, indent=1)
+        try:
+            with report_disk_full(folder), atomic_file(folder / RECORD, "w") as handle:
+                json.dump(list(earlier.values()), handle, indent=1)
+        except BaseException:  # the jobs would be unknown to the next command
+            sbatch.cancel(numbers)
+            raise
         common = set.intersection(*(set(run.overrides) for run in runs))
         for one in submissions:
             print(f"{one.state}: {one.run.config.run_dir}  {' '.join(o for o in one.run.overrides if o not in common)}".rstrip())
@@ -203,7 +225,10 @@ class SlurmLauncher(ValidatingLauncher):
 
     def _check_submission(self, runs: list[SweepRun], earlier: dict[str, dict[str, Any]], folder: Path) -> None:
         """Refuse invalid cluster options, several launchers, batches of runs, a folder with other runs, and too little GPU memory."""
-        violations = {str(v): v for run in runs for v in job.violations(run.config.cluster, run.config.stage.name, Path.cwd())}
+        violations = {str(v): v for run in runs for v in job.violations(_options(run), run.config.stage.name, Path.cwd())}
+        violations |= {str(v): v for run in runs for v in moldable.violations(run.config, self._words(run.overrides))}
+        if not any(run.config.dry_run.enabled for run in runs):
+            violations |= {str(v): v for v in sbatch.absent()}
 
         def refuse(key: str, value: object, rule: str, fix: str) -> None:
             violations[key] = Violation(key, value, rule, fix)
@@ -227,25 +252,11 @@ class SlurmLauncher(ValidatingLauncher):
                 fix = "choose another run_dir, or append new values at the end of a list"
                 refuse("run_dir", folder, rule, fix)
         for run in runs:
-            checked = run.config.stage.name in TRAINING_STAGES and run.config.cluster.hardware and run.config.cluster.check_memory
-            if checked and (too_large := _memory_violation(run.config, self.world_size(run.config))):
-                violations[str(too_large)] = too_large
+            violations |= {str(v): v for v in job_memory.violations(run.config, self._words(run.overrides))}
         if violations:
             raise UserError(list(violations.values()))
-
-
-def _memory_violation(config: RunConfig, size: int) -> Violation | None:
-    """Return why a job would not fit in the memory of its GPUs; None if it fits, or fine-tunes weights that do not exist yet."""
-    from pipeline.planner import memory_check  # loads torch
-    from pipeline.training import finetuning
-
-    if config.stage.name == "finetune":
-        try:
-            config = finetuning.complete(config, size)
-        except UserError as error:  # an earlier job of a chain may write the checkpoint; the job itself refuses everything else
-            log.warning("%s: whether it fits in memory is not checked: %s", config.run_dir, error.violations[0])
-            return None
-    return memory_check.violation(config, size, memory_check.planned(config, size))
+        for text in {text for run in runs if (text := moldable.idle_text(run.config))}:
+            log.warning("%s", text)
 
 
 def register() -> None:
@@ -308,30 +319,24 @@ def _state(run_dir: str, steps: int, before: dict[str, Any] | None, queue: set[i
     return "finished" if step >= steps else ""
 
 
-def _conf_folder(folder: Path, sources: Sequence[Path]) -> Path:
-    """The folder for a copy of conf/ and of a user's own files in the folder of a sweep, named after its content."""
-    content = xxhash.xxh3_64()
-    for source in sources:
-        for path in sorted(source.rglob("*.yaml")):
-            content.update(f"{path.relative_to(source)}\n".encode() + path.read_bytes())
-    return (folder / f".conf-{content.hexdigest()}").absolute()
+def _options(run: SweepRun) -> ClusterConfig:
+    """The sbatch options of the job of a run."""
+    return job_size.options(run.config, run.overrides)
 
 
-def _copy_conf(conf: Path, sources: Sequence[Path]) -> None:
-    """Copy the configuration files. Those of conf/, the last source, replace a user's own of the same name, as in Hydra's search path."""
-    with atomic_folder(conf) as copy_of_conf:
-        for source in sources:
-            shutil.copytree(source, copy_of_conf, dirs_exist_ok=True, ignore=None if source == CONF_DIR else _only_yaml)
+def _submitted(new: Sequence[Submission], taken: Path) -> list[int]:
+    """Submit the jobs, and return their ids; without jobs, there is no snapshot."""
+    try:
+        return sbatch.submit_all([lambda _, text=one.text: text for one in new])  # type: ignore[misc]
+    except BaseException:
+        shutil.rmtree(taken, ignore_errors=True)
+        raise
 
 
-def _only_yaml(folder: str, names: list[str]) -> list[str]:
-    """The files of a folder that are no configuration; a user's own folder may have many others."""
-    return [name for name in names if not name.endswith(".yaml") and not (Path(folder) / name).is_dir()]
-
-
-def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
+def _job(run: SweepRun, number: int, conf: Path, taken: Path) -> job.Job:
     """Create the Slurm job of a run. The stage is set by the script; run_dir is the last override."""
     overrides = [o for o in run.overrides if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
+    scripts = batch_scripts(Path.cwd())
     return job.Job(
         name=f"{run.config.stage.name}-{number}",
         stage=run.config.stage.name,
@@ -339,20 +344,7 @@ def _job(run: SweepRun, number: int, conf: Path) -> job.Job:
         directory=Path.cwd(),
         output=_log(run, "%j"),
         conf=conf,
-        scripts=batch_scripts(Path.cwd()),
+        scripts=scripts,
+        python=job.python_of(Path.cwd(), scripts),
+        snapshot=taken,
     )
-
-
-def _submit_all(texts: list[str]) -> list[int]:
-    """Submit the jobs in order and return their ids. If one is rejected, cancel the jobs submitted before it."""
-    job_ids: list[int] = []
-    try:
-        for text in texts:
-            job_ids.append(job.submit(text))
-    except UserError as error:
-        if job_ids and not job.cancel(job_ids):
-            submitted = " ".join(map(str, job_ids))
-            rule = "were submitted before the error and could not be canceled"
-            raise UserError([*error.violations, Violation("jobs", submitted, rule, f"run scancel {submitted}")]) from error
-        raise
-    return job_ids

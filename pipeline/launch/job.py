@@ -1,4 +1,4 @@
-"""Slurm jobs: rendering as a pure function, and submission.
+"""Slurm jobs: rendering as a pure function.
 
 slurm/STAGE.sbatch defines how a stage runs inside a job; conf/cluster/ defines the sbatch options of a cluster.
 A rendered job consists of the options of the cluster and a call of the script of the stage.
@@ -6,25 +6,24 @@ A rendered job consists of the options of the cluster and a call of the script o
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.common.errors import UserError, Violation
+from pipeline.common.errors import Violation
 from pipeline.common.ranks import Ranks
+from pipeline.config.command_line import key_of
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import ClusterConfig
-from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
+from pipeline.config.stages import GPU_STAGES, ONE_TASK_STAGES, TRAINING_STAGES
 
 log = logging.getLogger("pipeline")
 
-#: Timeout of sbatch and scancel, seconds.
-TIMEOUT = 60
 #: Time before the limit at which Slurm signals a training job to write a checkpoint, as in slurm/pretrain.sbatch. Slurm may signal a
 #: minute earlier.
 SIGNAL_SECONDS = 180
@@ -44,6 +43,9 @@ class Job:
         output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
         conf: the configuration files that the job reads; those of the package when None.
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in `directory` when None.
+        python: the interpreter, unless the file of the site sets another one; that of its environment when None (python_of).
+        snapshot: the snapshot of what was submitted (launch/snapshot.py).
+        after: id of the job that must succeed before this one starts; without success, Slurm cancels this one.
     """
 
     name: str
@@ -53,25 +55,28 @@ class Job:
     output: str
     conf: Path | None = None
     scripts: Path | None = None
+    python: Path | None = None
+    snapshot: Path | None = None
+    after: str | None = None
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render the batch script passed to sbatch."""
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {_directive(option)}" for option in _options(job, cluster)]
-    variables = {"PIPELINE_CONF": str(job.conf)} if job.conf else {}
+    variables = {
+        "PIPELINE_CONF": job.conf,
+        "PIPELINE_SNAPSHOT": job.snapshot,
+        "PIPELINE_SLURM": job.scripts,
+        "PIPELINE_PYTHON": job.python or (sys.executable if job.scripts else None),
+    }
     script = f"{job.scripts or 'slurm'}/{job.stage}.sbatch"
     lines += [
         "set -euo pipefail",
-        *(f"export {name}={shlex.quote(value)}" for name, value in (variables | _variables(job.scripts)).items()),
+        *(f"export {name}={shlex.quote(str(value))}" for name, value in variables.items() if value),
         " \\\n  ".join(["exec bash " + shlex.quote(script), *map(shlex.quote, job.overrides)]),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _variables(scripts: Path | None) -> dict[str, str]:
-    """The variables of batch scripts outside of the working directory: where they are, and the Python that has the package."""
-    return {"PIPELINE_SLURM": str(scripts), "PIPELINE_PYTHON": sys.executable} if scripts else {}
 
 
 def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
@@ -80,12 +85,29 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     yield f"--chdir={job.directory}"
     yield f"--output={job.output}"
     yield "--open-mode=append"  # a requeued job continues its log
-    yield f"--nodes={cluster.nodes}"
-    yield f"--ntasks-per-node={cluster.tasks_per_node}"
+    yield from size_options(cluster, job.stage, cluster.nodes)
     if job.stage in TRAINING_STAGES:
         yield "--requeue"
         yield f"--signal=USR1@{SIGNAL_SECONDS}"
-    yield from site_options(cluster, job.stage)
+    if job.after:
+        yield f"--dependency=afterok:{job.after}"
+        yield "--kill-on-invalid-dep=yes"
+    for option in site_options(cluster, job.stage):  # the first job of a chain waits for what the user names, and so the others do
+        if not (job.after and re.match(r"--dependency\b|-d\b", option)):
+            yield option
+
+
+def size_options(cluster: ClusterConfig, stage: str, nodes: int) -> list[str]:
+    """Return the sbatch options for a number of nodes. A training job has spare nodes besides, and accepts fewer, such as --nodes=8-64.
+
+    With --ntasks-per-node sbatch would ask for the tasks of the fewest nodes, and Slurm grants no more nodes than there are tasks. So a
+    range asks for the cores of a node, and the supervisor starts cluster.tasks_per_node ranks on each. Jobs that can go on without a node
+    are kept by Slurm (--no-kill).
+    """
+    spares, least = (cluster.spares, cluster.min_nodes) if stage in TRAINING_STAGES else (0, None)
+    if least is None or least >= nodes:
+        return [f"--nodes={nodes + spares}", f"--ntasks-per-node={cluster.tasks_per_node}", *["--no-kill"] * bool(spares)]
+    return [f"--nodes={least + spares}-{nodes + spares}", f"--mincpus={cluster.tasks_per_node * cluster.cpus_per_task}", "--no-kill"]
 
 
 def site_options(cluster: ClusterConfig, stage: str) -> Iterator[str]:
@@ -100,6 +122,29 @@ def site_options(cluster: ClusterConfig, stage: str) -> Iterator[str]:
         yield f"--mem={cluster.memory}"
     yield f"--time={cluster.time}"
     yield from cluster.sbatch
+
+
+def one_task(cluster: ClusterConfig, stage: str, overrides: Iterable[str]) -> ClusterConfig:
+    """Return the options of the job of a stage: those of the cluster, or one task, with the cores of a node's tasks, if the stage has one.
+
+    Args:
+        cluster: as configured.
+        stage: name of the stage.
+        overrides: settings of this job alone; with a number of nodes or tasks among them, the options are those of the cluster.
+    """
+    given = {key_of(override) for override in overrides}
+    if stage not in ONE_TASK_STAGES or given & {"cluster.nodes", "cluster.tasks_per_node"}:
+        return cluster
+    cores = cluster.cpus_per_task * (1 if "cluster.cpus_per_task" in given else cluster.tasks_per_node)
+    return dataclasses.replace(cluster, nodes=1, tasks_per_node=1, cpus_per_task=cores)
+
+
+def python_of(directory: Path, scripts: Path | None) -> Path | None:
+    """Return the interpreter of the jobs of a working directory: this one, unless it has the environment that the site's file activates.
+
+    A job that inherits no variables (sbatch --export=NONE) has no other way to find it.
+    """
+    return None if scripts is None and (directory / ".venv").exists() else Path(sys.executable)
 
 
 def _directive(option: str) -> str:
@@ -121,11 +166,11 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in the working directory when None.
     """
     nodes = -(-world_size // cluster.tasks_per_node)
-    size = [f"--nodes={nodes}", f"--ntasks-per-node={cluster.tasks_per_node}"]
-    if nodes * cluster.tasks_per_node != world_size:  # the last node has fewer ranks
+    size = size_options(cluster, stage, nodes)
+    if nodes * cluster.tasks_per_node != world_size and cluster.min_nodes is None:  # the last node has fewer ranks
         size.append(f"--ntasks={world_size}")
     kept = [o for o in overrides if not re.match(r"\+*(stage=|dry_run[.=])", o)]
-    variables = ["env", *(f"{name}={value}" for name, value in _variables(scripts).items())] if scripts else []
+    variables = ["env", f"PIPELINE_SLURM={scripts}", f"PIPELINE_PYTHON={sys.executable}"] if scripts else []
     return shlex.join([*variables, "sbatch", *size, *site_options(cluster, stage), f"{scripts or 'slurm'}/{stage}.sbatch", *kept])
 
 
@@ -164,7 +209,7 @@ def missing(cluster: ClusterConfig) -> list[str]:
 def warn_of_other_size(cluster: ClusterConfig, stage: str, here: Ranks) -> None:
     """Warn on rank 0 if a job of srun has another size than its cluster=NAME: sbatch does not read conf/cluster/."""
     nodes, tasks = cluster.nodes, cluster.tasks_per_node
-    trains = here.launcher == "srun" and here.rank == 0 and stage in GPU_STAGES
+    trains = here.launcher == "srun" and here.rank == 0 and stage in GPU_STAGES and cluster.min_nodes is None
     if trains and cluster.name != "local" and here.world_size != nodes * tasks:
         size = f"cluster={cluster.name} has {nodes} nodes x {tasks} tasks"
         log.warning("this job has %d ranks, %s: sbatch does not read conf/cluster; dry_run=true prints its options", here.world_size, size)
@@ -173,71 +218,5 @@ def warn_of_other_size(cluster: ClusterConfig, stage: str, here: Ranks) -> None:
 def outside(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a job without those of the job itself and of its launcher, for a job that it submits."""
     launcher = r"SLURM(?!_CONF$)|PMIX?_|MPI_|OMPI_|TORCHELASTIC_|GROUP_|ROLE_"
-    rank = r"(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|PIPELINE_EXIT_CODE$|(CUDA|ROCR|HIP)_VISIBLE_DEVICES$"
+    rank = r"(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|PIPELINE_ENDS$|(CUDA|ROCR|HIP)_VISIBLE_DEVICES$"
     return {name: value for name, value in environment.items() if not re.match(f"{launcher}|{rank}", name)}
-
-
-def submit(text: str, environment: Mapping[str, str] | None = None) -> int:
-    """Submit a batch script and return the job id.
-
-    Args:
-        text: the script.
-        environment: variables of sbatch, which the job inherits; default: those of this process.
-
-    Raises:
-        UserError: sbatch is not installed, timed out, or rejected the job; the message contains the output of sbatch.
-    """
-    command = ["sbatch", "--parsable"]
-    fix = "run it on a login node of the cluster (tools/devcluster start launches a local cluster and prints SLURM_CONF)"
-    try:
-        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=environment)
-    except FileNotFoundError as error:
-        raise UserError.of("hydra/launcher", "slurm", "the command sbatch is not installed on this machine", fix) from error
-    except subprocess.TimeoutExpired as error:
-        rule = f"sbatch did not respond within {TIMEOUT} s"
-        raise UserError.of(
-            "hydra/launcher", "slurm", rule, "check with squeue whether the job was submitted, and try again later"
-        ) from error
-    if result.returncode != 0:
-        reason = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
-        raise UserError.of(
-            "hydra/launcher", "slurm", f"Slurm rejected the job: {reason}", f"change the cluster options (cluster.*), or {fix}"
-        )
-    return int(result.stdout.strip().split(";")[0])  # "job id" or "job id;cluster"
-
-
-def queued() -> set[int]:
-    """Return the ids of this user's jobs that wait or run.
-
-    Raises:
-        UserError: squeue is not installed or did not answer.
-    """
-    command = ["squeue", "--me", "--noheader", "--format=%A"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        fix = "try again later: whether the earlier jobs of this sweep still run decides which ones are submitted"
-        raise UserError.of("hydra/launcher", "slurm", f"squeue failed: {error}", fix) from error
-    return {int(line) for line in printed.split()}
-
-
-def is_pending(name: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether a job of this user with this name has not started yet.
-
-    Raises:
-        UserError: squeue is not installed or did not answer.
-    """
-    command = ["squeue", "--me", "--noheader", "--format=%A", "--states=PENDING", f"--name={name}"]
-    try:
-        return bool(subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True, env=environment).stdout.split())
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError.of("job", name, f"squeue failed: {error}", "try again later") from error
-
-
-def cancel(jobs: Iterable[int]) -> bool:
-    """Cancel jobs and return whether scancel succeeded. Completed jobs are not an error."""
-    command = ["scancel", *map(str, jobs)]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False

@@ -11,7 +11,7 @@ from pipeline.config import compose
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job, submission
+from pipeline.launch import job, moldable, submission
 from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
 
@@ -28,7 +28,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
         config = finetuning.complete(config, world_size, overrides=compose.task_arguments())
-    if violations := job.violations(config.cluster, config.stage.name, Path.cwd()):
+    arguments = compose.task_arguments()
+    if violations := [*job.violations(config.cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)]:
         raise UserError(violations)
     if ranks.rank > 0:
         return  # single-process mode: additional ranks do nothing
@@ -40,6 +41,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
-    submit = submission.lines(config, world_size, compose.task_arguments(), has_weights=finetuning.has_weights(config))
+    submit = submission.lines(config, world_size, arguments, has_weights=finetuning.has_weights(config))
     print("\n".join(["", "submit", *submit]))
+    if text := moldable.idle_text(config):
+        print(f"  {text}")
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")

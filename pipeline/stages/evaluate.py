@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint import averaged, compatibility
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
+from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
@@ -53,7 +55,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
-        paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "validation", settings, config.training.steps))
+        paths = meshes.on_rank_0(lambda: _selected(run_dir, stage, "validation", settings, config.training.steps))
         trainer: Trainer | None = None
         for path in paths:
             if stage.checkpoint == checkpoint_selection.ALL and not evaluated_config.fits(config, path):
@@ -71,6 +73,14 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
         meshes.destroy_process_group()
 
 
+def _selected(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any], steps: int) -> list[Path]:
+    """Return the checkpoints to evaluate, if their scores can be written."""
+    paths = checkpoint_selection.checkpoints(run_dir, stage, kind, settings, steps)
+    if paths:
+        make_folder(run_dir, "run_dir")
+    return paths
+
+
 def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the metrics of every task of lm-eval for a checkpoint, or for all of them. Neither model= nor an export is required."""
     run_dir, minutes, steps = Path(config.run_dir), config.training.timeout_minutes, config.training.steps
@@ -85,7 +95,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
-        paths = meshes.on_rank_0(lambda: checkpoint_selection.checkpoints(run_dir, stage, "tasks", settings, steps))
+        paths = meshes.on_rank_0(lambda: _selected(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
         for path in paths:
             checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)

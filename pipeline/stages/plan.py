@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from pipeline.common.atomic_files import atomic_file
+from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, warmup
@@ -30,12 +30,16 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Print the plan of the configured job, of the run of stage.run, or of other layouts.
 
     Raises:
-        UserError: cluster.hardware does not name a file of conf/hardware/, stage.run cannot be read, or the job does not fit in memory.
+        UserError: cluster.hardware does not name a file of conf/hardware/, stage.run cannot be read, an output cannot be written, or the
+            job does not fit in memory.
     """
     stage = config.stage
     assert isinstance(stage, PlanConfig)
     if ranks.rank > 0:
         return  # additional ranks do nothing
+    for key in ("out", "plot"):
+        if (path := getattr(stage, key)) is not None:
+            make_folder(Path(path).parent, f"stage.{key}")  # before what may take minutes
     if stage.run:
         _compare(config, Path(stage.run), stage.out)
         return

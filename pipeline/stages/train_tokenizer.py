@@ -46,6 +46,8 @@ def _train(config: RunConfig) -> None:
     missing = [size for size, path in folders.items() if not _is_complete(path, {**settings, "tokenizer.vocab_size": size})]
     if not missing:
         return
+    for size in missing:
+        make_folder(folders[size].parent)  # before the training
     compared = collect_errors(*(lambda other=other: load(Path(other), "tokenizer.compare") for other in options.compare))
 
     sample = TrainingText(shards, text, options.train_megabytes, options.balance)

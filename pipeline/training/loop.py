@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.saver import Saver
-from pipeline.common.errors import ToBeContinued
+from pipeline.common.errors import CONTINUE, ToBeContinued
 from pipeline.common.progress import Progress
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
@@ -40,8 +40,9 @@ def train(
     hooks: CheckpointHooks,
     saver: Saver,
     parent: dict[str, Any] | None = None,
+    last_step: int | None = None,
 ) -> TrainState:
-    """Train from `state` up to training.steps, or until a signal announces the end of the job.
+    """Train from `state` up to training.steps, or until a signal announces the end of the job, or the run needs other nodes.
 
     Args:
         config: configuration of the run.
@@ -55,6 +56,7 @@ def train(
         hooks: further checkpoints, and what follows them.
         saver: writes the checkpoints.
         parent: Index.parent of the checkpoints.
+        last_step: number of steps after which this job ends; None if it trains up to training.steps.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -62,7 +64,7 @@ def train(
     Raises:
         UserError: too many steps in a row were skipped, the weights are not finite, too many checkpoints in a row or the last one could
             not be written, or the run directory was removed.
-        ToBeContinued: a signal announced the end of the job, and a checkpoint was written.
+        ToBeContinued: a signal announced the end of the job, or it has made `last_step` steps, and a checkpoint was written.
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, training, trainer.mesh, config.data.prefetch)
@@ -86,6 +88,8 @@ def train(
 
             last = state.step == training.steps
             decision = control.after_step(result, last=last)
+            ends_phase = state.step == last_step and not last
+            stop = CONTINUE if decision.stop is None and ends_phase else decision.stop
             saves.poll()
             saves.act(failed=decision.failed, fatal=decision.fatal)
             if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
@@ -97,14 +101,15 @@ def train(
                 )
                 started = time.monotonic()
             scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
-            if last or decision.save or decision.stop is not None or scheduled or hooks.writes(state.step):
+            if last or decision.save or stop is not None or scheduled or hooks.writes(state.step):
                 saves.begin(state)
                 control.saved()
                 started = time.monotonic()
-            if last or decision.stop is not None:
+            if last or stop is not None:
                 state = saves.finish(state)
-            if decision.stop is not None and not last:
-                log.info("stopped after step %d; the same command continues", state.step)
-                raise ToBeContinued(decision.stop)
+            if stop is not None and not last:
+                other = " on other nodes" if ends_phase else ""
+                log.info("stopped after step %d; the same command continues%s", state.step, other)
+                raise ToBeContinued(stop, "phase" if decision.stop is None else "")
             watchdog.report(f"loading the batch of step {state.step + 1}")
     return state

@@ -26,7 +26,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import choose_saver, epochs, loop, resume, run_directory, shard_verification
+from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
@@ -54,7 +54,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
             use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
-        ToBeContinued: a signal announced the end of the job, and a checkpoint has been written.
+        ToBeContinued: a signal announced the end of the job, or the run needs other nodes, and a checkpoint has been written.
     """
     signals.record(signal.SIGTERM)
     if config.checkpoint.initialize_from is not None:
@@ -79,14 +79,16 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes))
             state = resume.begin(config, trainer, begin, training_data)
+            last_step = node_phases.last_step(config, state.step, ranks)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 if ranks.rank == 0 and run_directory.finish(config, state, hosts, parent):
                     log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
                 return
             if ranks.rank == 0:
-                run_directory.carry_original(config, begin)
-                run_directory.write_config(config)
+                with report_disk_full(run_dir):
+                    run_directory.carry_original(config, begin)
+                    run_directory.write_config(config)
             length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
             if peak is not None and ranks.rank == 0:
@@ -105,7 +107,9 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
             with closing(saver), report_disk_full(run_dir), writer as metrics:
                 control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
-                state = loop.train(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent)
+                state = loop.train(
+                    config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
+                )
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)

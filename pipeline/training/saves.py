@@ -73,7 +73,7 @@ class Saves:
         self._fatal: UserError | None = None
 
     def requests(self) -> tuple[bool, bool]:
-        """What this rank tells the others with a step: (its part of a checkpoint failed, the run must end)."""
+        """What this rank tells the others with a step: (rank 0 has to be told that its part of a checkpoint failed, the run must end)."""
         failed, self._failed = self._failed, False
         return failed, self._fatal is not None
 
@@ -114,7 +114,7 @@ class Saves:
         """Act on the requests of all ranks.
 
         Args:
-            failed: a rank could not write its part of the checkpoint.
+            failed: a rank could not write its part of the checkpoint, and could not say so in the file system.
             fatal: the run must end.
 
         Raises:
@@ -181,7 +181,7 @@ class Saves:
         """Log and count a checkpoint that failed; rank 0 ends the run after too many in a row."""
         most = self._config.checkpoint.max_failures
         if self._rank > 0:
-            self._failed = True
+            self._failed = self._failed or not outcome.told
             log.warning("step %d: this rank could not write its part of the checkpoint: %s", outcome.step, outcome.reason)
             return
         self.failures += 1

@@ -4,6 +4,9 @@ Each rank reports the phase that it is in, for example "step 12". A thread of ea
 store of the process group. When a rank has not reported for the set time, it compares all ranks: one whose ticks have stopped is suspended
 or dead; otherwise the rank with the fewest reports is the slowest. If any rank has reported in the meantime, the run goes on. Time in which
 a rank was suspended itself (`scontrol suspend`) does not count.
+
+A node that loses its power closes no connection, and the others would wait for the set time. So rank 0 looks for stopped ticks after
+SILENT_SECONDS without a report.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipeline.common import ends
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import INPUT_OUTPUT
 
@@ -32,6 +36,8 @@ log = logging.getLogger("pipeline")
 
 #: Exit code of a run that the watchdog ends.
 EXIT_CODE = 1
+#: Time without a report after which rank 0 looks for ranks whose ticks have stopped, and for which they must have stopped, seconds.
+SILENT_SECONDS = 30.0
 #: The ranks that print their stacks if no single one is slowest.
 _EXAMPLES = 4
 
@@ -47,7 +53,14 @@ class Watchdog:
         self._timeout = minutes * 60
         self._interval = min(self._timeout / 20, 10.0)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._state: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "reports": 0, "ticks": 0, "phase": "start"}
+        self._state: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "node": ends.host_name(),
+            "pid": os.getpid(),
+            "reports": 0,
+            "ticks": 0,
+            "phase": "start",
+        }
         self._waited, self._patience = 0.0, INPUT_OUTPUT  # seconds since a report, which the watching thread alone counts
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -88,6 +101,8 @@ class Watchdog:
                 self._end_without_store()
             if self._waited > self._timeout * self._patience:
                 self._compare()
+            elif self._rank == 0 and self._waited > SILENT_SECONDS * self._patience:
+                self._find_silent()
 
     def _compare(self) -> None:
         """Find the rank that the others wait for, and end the run, unless it goes on in the meantime."""
@@ -103,6 +118,17 @@ class Watchdog:
         fewest = min(state["reports"] for state in after.values())
         slowest = {rank: state for rank, state in after.items() if state["reports"] == fewest}
         self._end(slowest, "it is the slowest" if len(slowest) < self._size else "all ranks wait in the same phase")
+
+    def _find_silent(self) -> None:
+        """End the run if the ticks of a rank have stopped, while this rank waits in the same phase."""
+        before, reports = self._states(), self._state["reports"]
+        for _ in range(round(SILENT_SECONDS / self._interval) + 1):
+            if self._ended.wait(self._interval) or self._state["reports"] != reports:
+                return
+            self._waited += self._interval
+            self._answered(self._publish)
+        if silent := {rank: state for rank, state in self._states().items() if state["ticks"] == before[rank]["ticks"]}:
+            self._end(silent, "its process does not respond: suspended or dead")
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """The states of all ranks."""
@@ -123,6 +149,9 @@ class Watchdog:
             for rank, state in examples.items():
                 where = f"rank {rank} (host {state['host']}, process {state['pid']}) in phase {state['phase']!r}"
                 log.error("no progress for %.0f s: the run waits for %s: %s", self._waited, where, reason)
+            rank, state = next(iter(examples.items()))
+            blamed = {"rank": rank, "host": state["node"]} if len(waited_for) == 1 else {}
+            ends.record(EXIT_CODE, f"no progress for {self._waited:.0f} s in phase {state['phase']!r}: {reason}", **blamed)
         if self._rank in examples:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         for rank, state in examples.items():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipeline.certification.shrink import Shrunk, shrink
-from pipeline.config.data import WarmupConfig
+from pipeline.config.data import RampupConfig, WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
@@ -143,7 +143,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     fewest = parallel.pipeline * (2 if parallel.schedule == "zbv" else 1)
     training.global_batch_size = shards * fewest * pick(1, 2, 5)
     if draw(st.booleans()):
-        training.batch_rampup = [WarmupConfig(5, shards * fewest), WarmupConfig(50, shards * fewest)]
+        training.batch_rampup = [RampupConfig(5, shards * fewest), RampupConfig(50, shards * fewest)]
     training.steps = pick(3, 1000, 10**6)
     optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
     optimizer.schedule = pick("wsd", "cosine")

@@ -20,14 +20,15 @@ from pipeline.config.rules.objectives import RULES
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import READS, STAGES
 from pipeline.data.load.objectives.registry import OBJECTIVES
-from pipeline.launch import hydra_launcher
-from tests.helpers import ROOT
+from pipeline.launch import conf_copy
+from tests.helpers import ROOT, with_stage
 
 FILES = {
     "experiment/short.yaml": "# @package _global_\ntraining: {steps: 3}\noptimizer: {warmup_steps: 1}\n",
     "experiment/typo.yaml": "# @package _global_\ntraining: {stepz: 3}\n",
     "experiment/added.yaml": "# @package _global_\nfoo: 3\n",
     "experiment/missing.yaml": "# @package _global_\ndefaults: [{override /model: lama-tiny}]\n",
+    "experiment/evaluated.yaml": "# @package _global_\ndefaults: [{override /stage: evaluate}]\n",
     "experiment/named.yaml": "# @package _global_\nstage: {name: evaluate}\n",
     "model/own.yaml": "defaults: [/schema/model/llama@_here_, _self_]\nlayers: 2\nhidden: 64\nheads: 4\nkv_heads: 4\nffn_hidden: 64\n",
     "model/nofamily.yaml": "layers: 3\n",
@@ -47,13 +48,13 @@ class Ended:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
-    """`command(*words)` runs a command line in this process; its stages do nothing."""
+    """`command(*words)` runs a command line in this process, by default of stage=pretrain; its stages do nothing."""
     runs: list[Any] = []
     monkeypatch.setattr(pipeline.stages, "run", lambda config, _: runs.append(config))
 
-    def run(*words: str) -> Ended:
+    def run(*words: str, stage: str | None = "pretrain") -> Ended:
         runs.clear()
-        monkeypatch.setattr(sys, "argv", ["pipeline", *words])
+        monkeypatch.setattr(sys, "argv", ["pipeline", *map(str, with_stage(words) if stage else words)])
         code = 0
         try:
             __main__.main()
@@ -197,6 +198,17 @@ def test_refused(command: Callable[..., Ended], own: Path, words: str, said: str
         assert text in ended.printed
 
 
+def test_a_stage_is_named(command: Callable[..., Ended], own: Path) -> None:
+    """By the command line or by its experiment; what Hydra prints needs none."""
+    ended = command("training.stepz=3", stage=None)
+    assert (ended.code, ended.runs) == (2, [])
+    for text in ("2 problems:", "stage=?: is required", "write stage=NAME, NAME being one of shard, ", "training.stepz=3: no such key"):
+        assert text in ended.printed
+    ended = command(f"--config-dir={own}", "experiment=evaluated", "run_dir=x", stage=None)
+    assert [config.stage.name for config in ended.runs] == ["evaluate"], ended.printed
+    assert command("--cfg=job", stage=None).code == 0
+
+
 PHASES = "data.blend={a:{}} data.phases=[{until_tokens:999999,weights:{a:1}},{weights:{a:2}}] data.phases.1.weights.a=3"
 
 
@@ -210,7 +222,7 @@ PHASES = "data.blend={a:{}} data.phases=[{until_tokens:999999,weights:{a:1}},{we
         ("experiment=null", [1000]),
         ("--config-dir=OWN model=own", [1000]),
         ("data.blend={web:{weight:1},books:{weight:2}} ~data.blend.books", [1000]),
-        (f"lora.rank_pattern.a=1 {PHASES}", [1000]),
+        (f"lora.rank=4 lora.rank_pattern.a=1 {PHASES}", [1000]),
     ],
 )
 def test_accepted(command: Callable[..., Ended], own: Path, words: str, steps: list[int]) -> None:
@@ -266,7 +278,7 @@ def test_jobs_of_a_sweep_read_own_files(command: Callable[..., Ended], own: Path
     assert copies[0] != copies[1]
     assert "experiment=short" in texts[1]
     (own / "experiment" / "demo.yaml").write_text("training: {steps: 1}\n")
-    hydra_launcher._copy_conf(tmp_path / "copy", [own, CONF_DIR])
+    conf_copy.write(tmp_path / "copy", [own])
     for name in ("config.yaml", "experiment/demo.yaml"):
         assert (tmp_path / "copy" / name).read_text() == (CONF_DIR / name).read_text()
     assert (tmp_path / "copy" / "experiment" / "short.yaml").is_file()
@@ -282,7 +294,7 @@ def test_a_composed_configuration_is_frozen(command: Callable[..., Ended]) -> No
                 setattr(node, item.name, None)
 
 
-@pytest.mark.parametrize("line, offered", [("me stage=pre", "stage=pretrain"), ("me stage=evaluate stage.str", "stage.stride=")])
+@pytest.mark.parametrize("line, offered", [("me stage=pret", "stage=pretrain"), ("me stage=evaluate stage.str", "stage.stride=")])
 def test_completion(command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, line: str, offered: str) -> None:
     monkeypatch.setenv("COMP_LINE", line)
     monkeypatch.setenv("COMP_POINT", str(len(line)))

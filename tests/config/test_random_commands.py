@@ -55,7 +55,10 @@ def test_random_command_lines(monkeypatch, capsys):
     monkeypatch.setattr(pipeline.stages, "run", lambda *_: None)
     choose = random.Random(8)
     codes = []
-    for words in [*(command(choose) for _ in range(30)), ["optimizer.lr=1e-4"]]:  # the last one is legal, whatever keys there are
+    for words in [
+        *(command(choose) for _ in range(30)),
+        ["stage=pretrain", "optimizer.lr=1e-4"],
+    ]:  # the last one is legal, whatever keys there are
         monkeypatch.setattr(sys, "argv", ["pipeline", *words])
         try:
             __main__.main()

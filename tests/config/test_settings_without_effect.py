@@ -23,9 +23,36 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((*DEEPSEEK, "model.mtp_depth=1", *ZBV), None),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV), "stage 3 of 4 shares the embedding in model.mtp_depth=2 MTP modules"),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV, "parallel.schedule=1f1b"), None),
+        (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
+        (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect without adapters"),
+        (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect without adapters"),
+        (("lora.rank=4", "++lora.rank_pattern={a:2}", "++lora.alpha_pattern={a:2}"), None),
     ],
 )
 def test_what_is_refused(settings, message):
     config = configured("stage=pretrain", "model=llama-tiny", *settings)
     found = [str(violation) for violation in check.violations(config, config.parallel.pipeline)]
     assert any(message in text for text in found) if message else not found, found
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        (("stage.input=x",), []),
+        (("stage.input=x", "stage.shard_gigabytes=1"), []),
+        (("stage.input=x", "stage.format=gguf", "stage.output=y"), ["format", "output"]),
+        (("stage.input=x", "stage.dtype=bf16", "stage.checkpoint=y", "stage.weights=ema"), ["dtype", "checkpoint", "weights"]),
+        (("stage.input=x", "stage.quantize=int4"), ["quantize"]),
+        (("stage.format=peft", "stage.output=y", "stage.checkpoint=y", "stage.weights=ema"), []),
+        (("stage.format=peft", "stage.dtype=bf16", "stage.adapter=y", "stage.shard_gigabytes=1"), ["dtype", "adapter", "shard_gigabytes"]),
+        (("stage.group_size=64", "stage.symmetric=false", "stage.sample_tokens=9"), ["group_size", "symmetric", "sample_tokens"]),
+        (("stage.quantize=int8", "stage.group_size=64"), ["group_size"]),
+        (("stage.quantize=int4", "stage.group_size=64", "stage.symmetric=false"), []),
+        (("stage.quantize=q8_0", "stage.format=gguf", "stage.granularity=tensor"), ["granularity"]),
+        (("stage.quantize=int4", "stage.sample_tokens=9"), ["sample_tokens"]),
+        (("stage.quantize=int4", "stage.sample_tokens=9", "stage.held_out=[z]"), []),
+    ],
+)
+def test_what_convert_does_not_read(settings, keys):
+    found = check.violations(configured("stage=convert", *settings), 1)
+    assert {violation.key for violation in found} == {f"stage.{key}" for key in keys}

@@ -37,7 +37,7 @@ def schedule(folder: Path, *overrides: str) -> Schedule:
         *overrides,
     ]
     compose.register()
-    found, composed = compose.diagnose(command_line.parse(given))
+    found, composed = compose.diagnose(command_line.parse(["stage=pretrain", *given]))
     assert not found
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "3", "SLURM_JOB_ACCOUNT": "fir"}
     return Schedule(compose.to_run_config(composed), given, environment)

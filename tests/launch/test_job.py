@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import UserError
 from pipeline.config import paths
 from pipeline.config.schema import ClusterConfig
-from pipeline.launch import job
+from pipeline.launch import job, rank_step, sbatch
 from tests.helpers import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,6 +40,7 @@ JOBS = {
     "local": (PRETRAIN, cluster("local")),
     "devcluster": (PRETRAIN, cluster("devcluster")),
     "juwels": (dataclasses.replace(PRETRAIN, stage="tokenize", name="tokenize"), dataclasses.replace(cluster("juwels"), account="fir")),
+    "range": (PRETRAIN, dataclasses.replace(cluster("juwels"), nodes=64, min_nodes=8, spares=1, account="fir")),
     "awkward": (
         job.Job("a b", "shard", ("data.input=[/data/a b,/c]", "tracking.name='it''s'"), Path('/srv/my "runs" #1'), "/srv/x y/slurm-%j.out"),
         ClusterConfig(qos="long", memory="480G", sbatch=["--comment=two words", "--exclusive", "-C gpu"]),
@@ -71,7 +72,7 @@ def test_sbatch_line_starts_the_requested_number_of_ranks(world_size: int, per_n
 
 
 def test_every_script_returns_the_exit_code_of_its_stage() -> None:
-    for script in (ROOT / "slurm").glob("*.sbatch"):
+    for script in set((ROOT / "slurm").glob("*.sbatch")) - {ROOT / "slurm/preflight.sbatch"}:  # one process, which starts its own steps
         assert script.read_text().splitlines()[-1] == f'run_stage stage={script.stem} "$@"'
 
 
@@ -98,13 +99,13 @@ def test_scripts_of_another_folder_run_the_stage_with_its_python(tmp_path: Path)
     (tmp_path / "bin/srun").write_text('#!/bin/bash\necho "$SITE" "$@"\n')
     (tmp_path / "bin/srun").chmod(0o755)
     text = job.render(dataclasses.replace(PRETRAIN, directory=tmp_path, scripts=paths.SLURM_DIR), ClusterConfig())
-    variables = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_CLUSTER_NAME": "mine"}
+    variables = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_CLUSTER_NAME": "mine", "SLURM_JOB_ID": "7"}
 
     def printed() -> str:
         done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True, timeout=60)
         return done.stdout.strip()
 
-    command = f"--kill-on-bad-exit=1 {sys.executable} -m pipeline stage=pretrain {' '.join(PRETRAIN.overrides)}"
+    command = f"--kill-on-bad-exit=1 {' '.join(rank_step.SHELL)} {sys.executable} -m pipeline stage=pretrain {' '.join(PRETRAIN.overrides)}"
     assert printed() == command
     (tmp_path / "slurm/sites").mkdir(parents=True)
     (tmp_path / "slurm/sites/mine.sh").write_text("export SITE=mine\n")
@@ -124,4 +125,13 @@ def test_an_unquoted_yaml_time_is_refused() -> None:
 def test_submission_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="sbatch is not installed on this machine"):
-        job.submit("#!/bin/bash\n")
+        sbatch.submit("#!/bin/bash\n")
+
+
+def test_a_range_of_nodes_is_for_training_alone() -> None:
+    wide = ClusterConfig(nodes=64, min_nodes=8, tasks_per_node=4, cpus_per_task=12)
+    assert job.size_options(wide, "pretrain", 64) == ["--nodes=8-64", "--mincpus=48", "--no-kill"]
+    assert job.size_options(wide, "pretrain", 8) == ["--nodes=8", "--ntasks-per-node=4"]
+    assert job.size_options(wide, "tokenize", 64) == ["--nodes=64", "--ntasks-per-node=4"]
+    line = job.sbatch_line(wide, "pretrain", 256, ["cluster.min_nodes=8"])
+    assert line.startswith("sbatch --nodes=8-64 --mincpus=48 --no-kill --cpus-per-task=12 ")

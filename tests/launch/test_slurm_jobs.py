@@ -19,6 +19,7 @@ import transformers
 from pipeline.common.errors import UserError
 from pipeline.config.schema import ClusterConfig
 from pipeline.launch import job
+from pipeline.launch import sbatch as submission
 from tests.helpers import ROOT, SHARDS, pipeline, same_files
 
 pytestmark = pytest.mark.slurm
@@ -177,6 +178,63 @@ def test_chain(corpus: Path, tokens: Path, tokenizer: Path, shards: Path, tmp_pa
     assert len(transformers.AutoTokenizer.from_pretrained(run / "hf")) <= model.get_input_embeddings().num_embeddings == 304
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A user's own folder with an experiment of 200 documents, for --config-dir."""
+    (tmp_path / "docs.jsonl").write_text("".join(f'{{"text": "document {n} about houses and ships"}}\n' for n in range(200)))
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    settings = ["# @package _global_", "defaults: [override /clean: none, _self_]", f"data: {{input: [{tmp_path}/docs.jsonl]}}"]
+    settings += ["tokenizer: {vocab_size: 280, report: false}"]
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("\n".join(settings))
+    return tmp_path / "own"
+
+
+def test_stages_are_submitted_as_a_chain(own: Path, tmp_path: Path) -> None:
+    """Its jobs get no variables of this process, and read the files of --config-dir as they were."""
+    folders = [f"data.shards={tmp_path}/shards", f"tokenizer.path={tmp_path}/tokenizer", f"run_dir={tmp_path}/run"]
+    words = ["submit.stages=[shard,train_tokenizer]", f"--config-dir={own}", "experiment=mine", "cluster=devcluster", "cluster.nodes=1"]
+    words += ["cluster.tasks_per_node=1", "cluster.sbatch=[--export=NONE]", *folders]
+    said = pipeline("stage=submit", *words)
+    shutil.rmtree(own)
+    numbers = {stage: int(number) for number, stage in re.findall(r"^job (\d+)  (\w+)", said, re.MULTILINE)}
+    assert list(numbers) == ["shard", "train_tokenizer"]
+    for stage, number in numbers.items():
+        text = succeeded(number, tmp_path / "run" / f"slurm-{stage}-{number}.out")
+    assert "(280 entries)" in text
+
+
+def test_a_sweep_reads_the_users_own_files(own: Path, shards: Path, tmp_path: Path) -> None:
+    words = ["stage=train_tokenizer", "tokenizer.vocab_size=270,290", f"data.shards={shards}", "tokenizer.path=${run_dir}/tokenizer"]
+    pipeline("-m", *words, f"--config-dir={own}", "experiment=mine", f"run_dir={tmp_path}/sweep", "cluster.sbatch=[--export=NONE]", *SLURM)
+    for entry in json.loads((tmp_path / "sweep" / "sweep.json").read_text()):
+        assert "0 entries)" in succeeded(entry["job"], Path(entry["log"]))
+    assert len(list((tmp_path / "sweep" / "snapshots").glob("*/jobs/*.sbatch"))) == 2
+
+
+def test_a_script_without_inherited_variables(own: Path, tmp_path: Path) -> None:
+    """Its Python is that of .venv, which the file of the site activates; without one, the job says so."""
+    (tmp_path / "checkout").mkdir()
+    for name in ("slurm", "pipeline", "conf"):
+        (tmp_path / "checkout" / name).symlink_to(ROOT / name)
+    words = ["slurm/shard.sbatch", f"--config-dir={own}", "experiment=mine", f"data.shards={tmp_path}/shards"]
+    options = [f"--chdir={tmp_path}/checkout", "--ntasks=1"]
+    missing = sbatch(tmp_path / "missing", *options, "--export=PIPELINE_PYTHON=/none/python", *words)
+    (tmp_path / "checkout" / ".venv").symlink_to(Path(sys.executable).parents[1])
+    succeeded(sbatch(tmp_path / "log", *options, "--export=NONE", *words), tmp_path / "log")
+    assert ended(missing)["ExitCode"] == "2:0"
+    assert "/none/python is not a Python with the packages" in (tmp_path / "missing").read_text()
+
+
+def test_slurm_is_asked_before_a_chain_is_submitted(tmp_path: Path) -> None:
+    words = ["submit.stages=[shard,train_tokenizer]", "cluster=devcluster", f"run_dir={tmp_path}/run", f"data.shards={tmp_path}/shards"]
+    for wrong, said in (
+        ("cluster.partition=nope", "cluster.partition=nope: Slurm rejected the job: invalid partition specified: nope"),
+        ("cluster.nodes=5", "Requested node configuration is not available (in stage shard)"),
+    ):
+        assert said in pipeline("stage=submit", *words, wrong, expect=2)
+    assert not (tmp_path / "run" / "submission.json").exists()
+
+
 def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     first = sbatch(
         tmp_path / "log",
@@ -187,7 +245,7 @@ def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     )
     next_job = job.Job("next", "train_tokenizer", (f"data.shards={tmp_path}/s",), ROOT, f"{tmp_path}/next-%j.out")
     depends = [f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes"]
-    second = job.submit(job.render(next_job, ClusterConfig(name="devcluster", sbatch=depends)))
+    second = submission.submit(job.render(next_job, ClusterConfig(name="devcluster", sbatch=depends)))
     facts = ended(first)
     assert facts["JobState"] == "FAILED"
     log = (tmp_path / "log").read_text()
@@ -291,4 +349,4 @@ def test_a_rejected_sweep_is_canceled_completely(tmp_path: Path) -> None:
 
 def test_sbatch_errors_are_reported() -> None:
     with pytest.raises(UserError, match="invalid partition specified: nope"):
-        job.submit("#!/bin/bash\n#SBATCH --partition=nope\ntrue\n")
+        submission.submit("#!/bin/bash\n#SBATCH --partition=nope\ntrue\n")

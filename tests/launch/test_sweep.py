@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.command_line import quoted
-from pipeline.launch import hydra_launcher
+from pipeline.launch import job_memory
 from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
 from tests.training.one_rank import TINY, lines, newest, run
@@ -77,10 +77,10 @@ def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.Monk
         "cluster.hardware=v100-16",
     )
     config = configured(*words, "run_dir=none", "data.instructions.train=[unread.jsonl]")
-    assert hydra_launcher._memory_violation(config, 1) is None  # an earlier job of a chain may write its checkpoint
+    assert job_memory.violation(config, 1) is None  # an earlier job of a chain may write its checkpoint
     assert "none: whether it fits in memory is not checked: checkpoint.initialize_from=None: is required" in caplog.text
     monkeypatch.setattr(finetuning, "complete", lambda config, _: config)
-    refused = hydra_launcher._memory_violation(config, 1)
+    refused = job_memory.violation(config, 1)
     assert refused is not None
     assert "the planned job does not fit" in refused.rule
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common import ends
 from tests.helpers import pipeline, start_ranks
 from tests.training.test_pretrain import TINY, exact, lines, run
 
@@ -75,6 +76,20 @@ def test_a_suspended_rank_is_named_with_its_stacks(tokens, tmp_path, started, su
     assert f"the run waits for rank {suspended} (host " in log
     assert "suspended or dead" in log
     assert "in train" in log, "the stacks show the training loop"
+
+
+@pytest.mark.long
+def test_a_rank_that_stops_answering_ends_the_run_before_the_timeout(tokens, tmp_path, started, monkeypatch):
+    """As of a node without power, whose connections stay open; training.timeout_minutes has its default."""
+    (tmp_path / "ends").mkdir()
+    monkeypatch.setenv(ends.VARIABLE, str(tmp_path / "ends"))
+    processes = started(2, *arguments(tokens, tmp_path / "run", "training.steps=100000"))
+    wait_for_step(tmp_path / "run", 3)
+    processes[1].send_signal(signal.SIGSTOP)
+    assert processes[0].wait(300) == 1
+    (end,), _ = ends.read(tmp_path / "ends")
+    assert end.rank == 1, "the rank to blame, recorded by the one that found it"
+    assert "suspended or dead" in end.reason
 
 
 @pytest.mark.parametrize("suspended", [pytest.param((0, 1), id="all ranks"), pytest.param((1,), id="one rank", marks=pytest.mark.long)])

@@ -14,7 +14,7 @@ from pipeline.config import command_line, compose
 from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.special_tokens import SpecialTokens
-from tests.helpers import pipeline, run_ranks
+from tests.helpers import pipeline, run_ranks, with_stage
 
 
 def lines(run_dir):
@@ -50,7 +50,7 @@ def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     pipeline("stage=convert", *common)
     compose.register()
-    found, composed = compose.diagnose(command_line.parse([*common, *run, *more]))
+    found, composed = compose.diagnose(command_line.parse(with_stage([*common, *run, *more])))
     assert not found
     expected = pseudo_perplexity(tmp_path / "run/hf", compose.to_run_config(composed), 16)
     assert evaluation["pseudo_perplexity"] == pytest.approx(expected, rel=1e-4)

@@ -21,6 +21,7 @@ from pipeline.config.rules import (
     paths,
     precision,
     stage,
+    submit,
     tokenizer,
     training,
 )
@@ -47,6 +48,8 @@ def check(config: RunConfig, world_size: int) -> None:
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Return every rule that the configuration violates. Rules between keys are checked once every value is in its range."""
+    if config.stage.name == "submit":  # the settings are those of its jobs, which differ in the stage
+        return list(submit.violations(config))
     found = knobs.range_violations(config)
     if any(violation.key.partition(".")[0] in _RELATED for violation in found):
         return found
@@ -58,6 +61,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     ]
     found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
     name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan) else config
+    found += cluster.layout_violations(config)
     found += [*lora.stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
     if name == "shard":
         found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
@@ -68,14 +72,24 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         if name == "plan" and job.stage.name == "finetune":
             return found  # its other rules are checked once its model is complete
         if not plans_other_layouts(config.stage):
-            found += _training_violations(job, world_size)
+            found += [*_settings_violations(job), *size_violations(job, world_size)]
         found += objectives.violations(job)
     return found
 
 
 def training_violations(config: RunConfig, world_size: int) -> list[Violation]:
     """Return the rules of training that a configuration violates whose model is read from a checkpoint."""
-    return [*_training_violations(config, world_size), *objectives.violations(config)]
+    return [*settings_violations(config), *size_violations(config, world_size)]
+
+
+def settings_violations(config: RunConfig) -> list[Violation]:
+    """Return the rules of training that hold on any number of ranks, and that a configuration violates whose model is known."""
+    return [*_settings_violations(config), *objectives.violations(config)]
+
+
+def size_violations(config: RunConfig, world_size: int, step: int | None = None) -> list[Violation]:
+    """Return the rules between the layout, the batches and the number of ranks that a configuration violates; `step` as of batches."""
+    return [*parallel.ranks(config.parallel, world_size), *training.batches(config, world_size, step)]
 
 
 def evaluation_violations(config: RunConfig, world_size: int) -> list[Violation]:
@@ -88,11 +102,11 @@ def layout_violations(config: RunConfig) -> list[Violation]:
     return [*parallel.tensor(config), *parallel.pipeline(config)]
 
 
-def _training_violations(config: RunConfig, world_size: int) -> list[Violation]:
-    """The rules between model, layout, batches and training length."""
+def _settings_violations(config: RunConfig) -> list[Violation]:
+    """The rules between model, layout and training length."""
     return [
-        *parallel.violations(config, world_size),
-        *training.violations(config, world_size),
+        *parallel.violations(config),
+        *training.violations(config),
         *optimizer.violations(config),
         *precision.violations(config),
         *lora.violations(config),

@@ -20,7 +20,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         fix = "set lora.rank, for example 16; training.frozen selects weights without adapters"
         yield Violation("lora.modules_to_save", ", ".join(lora.modules_to_save), rule, fix)
     if not lora.rank and lora.adapter is None:
-        for key in ("alpha", "dropout", "targets"):
+        for key in ("alpha", "dropout", "targets", "rank_pattern", "alpha_pattern"):
             if (value := getattr(lora, key)) != getattr(LoraConfig(), key):
                 rule = "has no effect without adapters: lora.rank=0 trains the weights themselves"
                 yield Violation(f"lora.{key}", value, rule, "set lora.rank, for example 16, or remove it")

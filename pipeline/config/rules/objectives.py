@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from pipeline.common.errors import Violation
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunConfig, TrainingConfig
 from pipeline.models.config import MaskedModelConfig
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the rules of the configured objective that are violated."""
+    if config.objective != "dpo" and (beta := config.training.dpo_beta) != TrainingConfig().dpo_beta:
+        rule = f"has no effect with the objective {config.objective}"
+        yield Violation("training.dpo_beta", beta, rule, "set training.objective=dpo, or remove it")
     yield from RULES[config.objective](config)
 
 

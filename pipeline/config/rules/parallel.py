@@ -11,14 +11,13 @@ from pipeline.config.schema import ParallelConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 
 
-def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
-    """Yield the violated rules between the layout, the model, the sequences and the number of ranks."""
+def violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield the violated rules between the layout, the model and the sequences."""
     yield from tensor(config)
     yield from _expert(config)
     yield from _context(config)
     yield from pipeline(config)
     yield from _without_effect(config)
-    yield from _world_size(config.parallel, world_size)
 
 
 def tensor(config: RunConfig) -> Iterator[Violation]:
@@ -158,7 +157,7 @@ def _without_effect(config: RunConfig) -> Iterator[Violation]:
             yield Violation(f"parallel.{name}", value, "has no effect with parallel.pipeline=1", fix)
 
 
-def _world_size(parallel: ParallelConfig, world_size: int) -> Iterator[Violation]:
+def ranks(parallel: ParallelConfig, world_size: int) -> Iterator[Violation]:
     """The ranks are a multiple of those that hold the model."""
     if world_size % parallel.model_ranks:
         axes = ("tensor", "context", "expert", "pipeline")

@@ -15,9 +15,8 @@ def violations(stage: Convert) -> Iterator[Violation]:
     """Return the rules that the settings of an export violate, as far as they do not depend on the model."""
     kind = stage.quantize
     if kind == "none":
-        for key, value in (("rounding", stage.rounding), ("calibration", stage.calibration), ("held_out", stage.held_out)):
-            if value not in ("nearest", []):
-                yield Violation(f"stage.{key}", value, "has no effect with stage.quantize=none", "set stage.quantize, for example int4")
+        for key in ("rounding", "calibration", "held_out", "symmetric", "granularity", "group_size", "sample_tokens"):
+            yield from _without_effect(stage, key, "with stage.quantize=none", "set stage.quantize, for example int4")
         return
     if stage.input is not None:
         fix = "import without it first, then quantize the checkpoint: stage=convert stage.quantize=... with the same run_dir"
@@ -32,6 +31,12 @@ def violations(stage: Convert) -> Iterator[Violation]:
         return
     if kind in _GGUF and stage.rounding != "nearest":
         yield Violation("stage.rounding", stage.rounding, "is not supported by stage.format=gguf", "set stage.rounding=nearest")
+    if kind != "int4":
+        yield from _without_effect(stage, "group_size", f"with stage.quantize={kind}", "remove it, or set stage.quantize=int4")
+    for key in ("symmetric", "granularity") if kind in _GGUF else ():
+        yield from _without_effect(stage, key, "with stage.format=gguf, whose types fix it", "remove it")
+    if not stage.calibration and not stage.held_out:
+        yield from _without_effect(stage, "sample_tokens", "without stage.calibration and stage.held_out", "remove it, or set one of them")
     if stage.granularity == "tensor" and kind == "int4":
         rule = "applies to int8; int4 has a scale for each stage.group_size weights"
         yield Violation("stage.granularity", stage.granularity, rule, "remove it, or set stage.quantize=int8")
@@ -39,6 +44,12 @@ def violations(stage: Convert) -> Iterator[Violation]:
         rule = "is not supported by int8_dynamic: products of integers require weights without a zero point"
         yield Violation("stage.symmetric", False, rule, "set stage.symmetric=true, or stage.quantize=int8")
     yield from _rounding(stage)
+
+
+def _without_effect(stage: Convert, key: str, where: str, fix: str) -> Iterator[Violation]:
+    """A key that is not read has its default."""
+    if (value := getattr(stage, key)) != getattr(Convert(name=stage.name), key):
+        yield Violation(f"stage.{key}", value, f"has no effect {where}", fix)
 
 
 def _rounding(stage: Convert) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipeline.common import knobs
 from pipeline.common.errors import Violation
 from pipeline.config.planned import planned_job
-from pipeline.config.rules import quantization
+from pipeline.config.rules import convert
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
 
@@ -34,7 +34,7 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     if isinstance(stage, Certify):
         yield from _certify(config)
     if isinstance(stage, Convert):
-        yield from quantization.violations(stage)
+        yield from convert.violations(stage)
 
 
 def evaluated_model_violations(config: RunConfig) -> Iterator[Violation]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.common.errors import Violation
-from pipeline.config import loss_weights, warmup
+from pipeline.config import layouts, loss_weights, warmup
 from pipeline.config.data import ScheduledWeight, WarmupConfig
 from pipeline.config.schema import RunConfig, TrainingConfig
 
 
-def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
+def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules between training and the model, the layout and the adapters."""
-    yield from _batches(config, world_size)
     yield from _sequence_length(config)
     yield from _activation_budget(config)
     yield from _attention_group(config)
@@ -90,12 +89,24 @@ def _unread_files(config: RunConfig) -> Iterator[Violation]:
         yield Violation("data.pairs.train", ", ".join(pairs), rule, "choose a model that is trained on pairs (model=opus-mt), or remove it")
 
 
-def _batches(config: RunConfig, world_size: int) -> Iterator[Violation]:
-    """Batch sizes are divisible by the layout."""
-    training, ranks = config.training, config.parallel.model_ranks
-    if world_size % ranks == 0:
-        for key, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size):
-            yield from _global_batch(config, world_size // ranks * config.parallel.expert, key, size)
+def batches(config: RunConfig, world_size: int, step: int | None = None) -> list[Violation]:
+    """Return the rules that batch sizes violate: they are divisible by the layout.
+
+    Args:
+        config: of the run.
+        world_size: ranks of the job.
+        step: steps before the job. If phases of training.batch_rampup name their nodes, only the batches until the job needs other nodes
+            must be divisible; if it is None, those of one of the phases.
+    """
+    ranks = config.parallel.model_ranks
+    if world_size % ranks:
+        return []
+    starts = [step or 0] if layouts.has_phases(config.training) else [0]
+    while step is None and (end := layouts.phase_end(config, starts[-1])) is not None:
+        starts.append(end)
+    shards = world_size // ranks * config.parallel.expert
+    found = [[v for key, size in layouts.batches(config, start) for v in _global_batch(config, shards, key, size)] for start in starts]
+    return found[-1] if all(found) else []
 
 
 def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> Iterator[Violation]:

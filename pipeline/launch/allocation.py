@@ -1,0 +1,78 @@
+"""The nodes of a job: which of them can run ranks, and how many ranks each of them has."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.common.atomic_files import atomic_file
+from pipeline.launch import slurm
+
+#: Nodes on which the run failed, in the run directory: name -> {reason, time}.
+EXCLUDED = "excluded_nodes.json"
+#: Seconds after which a node is tried again.
+_EXCLUDED_FOR = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm has granted.
+
+    Attributes:
+        job: id of the job.
+        restarts: how often Slurm has put it back into the queue.
+        nodes: all nodes, in Slurm's order; the first one runs this process.
+        tasks_per_node: ranks of a node; None where the nodes have different numbers of ranks.
+        sized: whether the job has these ranks as its tasks. A range of nodes has none, and a resized job has the old ones.
+    """
+
+    job: str
+    restarts: int
+    nodes: tuple[str, ...]
+    tasks_per_node: int | None
+    sized: bool = True
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Allocation:
+        """Read the variables of a batch job."""
+        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_TASKS_PER_NODE", ""))
+        return Allocation(
+            environment["SLURM_JOB_ID"],
+            int(environment.get("SLURM_RESTART_COUNT") or 0),
+            tuple(slurm.hosts(environment.get("SLURM_JOB_NODELIST", ""))),
+            int(tasks[1]) if tasks else None,
+        )
+
+    def step_options(self, nodes: Sequence[str], *, again: bool) -> list[str]:
+        """Return the srun options that start the ranks on some of the nodes.
+
+        Args:
+            nodes: in Slurm's order.
+            again: whether an earlier step may still hold resources of the job, as that of a lost node does.
+        """
+        if not again and self.sized and list(nodes) == list(self.nodes):
+            return []
+        options = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
+        if self.tasks_per_node is not None:
+            options += [f"--ntasks={len(nodes) * self.tasks_per_node}", f"--ntasks-per-node={self.tasks_per_node}"]
+        return [*options, "--overlap", "--mem=0"] if again else options
+
+
+def exclude(run_dir: Path, nodes: Iterable[str], reason: str) -> None:
+    """Note nodes on which the run shall not continue."""
+    known = excluded(run_dir) | {node: {"reason": reason, "time": time.time()} for node in nodes}
+    with atomic_file(run_dir / EXCLUDED, "w") as handle:
+        json.dump(known, handle, indent=1)
+
+
+def excluded(run_dir: Path) -> dict[str, dict[str, object]]:
+    """Return the nodes that were noted in the last 24 hours, with the reason; empty for a damaged file."""
+    try:
+        known = json.loads((run_dir / EXCLUDED).read_text(encoding="utf-8"))
+        return {node: entry for node, entry in known.items() if time.time() - entry["time"] < _EXCLUDED_FOR}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return {}

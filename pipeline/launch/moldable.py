@@ -1,0 +1,275 @@
+"""Training jobs on as many nodes as Slurm grants: how many of them a job uses, and in which layout. Loads no torch.
+
+The layout is that of cluster.layouts, of the configuration, or of the planner; config/layouts.py says what every layout keeps. Where none
+is legal on all nodes, a job uses fewer, cluster.min_nodes at least. Without cluster.min_nodes it uses exactly the nodes that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.checkpoint import catalog
+from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
+from pipeline.config import layouts
+from pipeline.config.command_line import key_of
+from pipeline.config.layout import Layout
+from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.stages import TRAINING_STAGES
+from pipeline.launch import job
+from pipeline.launch.legal_layouts import LegalLayouts, Planned, has_model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a job starts on the nodes that it has.
+
+    Attributes:
+        nodes: number of nodes that it uses, each with all of its ranks.
+        overrides: arguments of `python -m pipeline`: those of the job, with the settings of the layout.
+        layout: sizes of the axes for the log, such as "tensor 2 x data 4, ZeRO 2, micro-batches of 4"; empty for stages that do not train.
+    """
+
+    nodes: int
+    overrides: tuple[str, ...]
+    layout: str
+
+
+def choose(
+    config: RunConfig,
+    overrides: Sequence[str],
+    granted: int,
+    *,
+    tasks_per_node: int | None = None,
+    step: int | None = None,
+    planned: Planned | None = None,
+) -> Shape:
+    """Choose the largest number of nodes for which a layout is legal, and this layout.
+
+    The result depends on the arguments alone; with `step` or `planned` left out, also on the run directory.
+
+    Args:
+        config: the configuration that the overrides compose.
+        overrides: arguments of `python -m pipeline`.
+        granted: number of good nodes that the job has.
+        tasks_per_node: ranks on a node; default: cluster.tasks_per_node.
+        step: steps that the run has made; default: those of its newest checkpoint.
+        planned: the layouts of cluster.choose_layout=planner; default: the planner's, which are kept in the run directory.
+
+    Raises:
+        UserError: there are fewer nodes than cluster.min_nodes, or no layout is legal on them.
+    """
+    if config.stage.name not in TRAINING_STAGES:
+        return Shape(granted, tuple(overrides), "")
+    step = newest_step(config) if step is None else step
+    wanted, least = layouts.nodes_of_phase(config, step), config.cluster.min_nodes
+    most = min(granted, wanted or granted)
+    fewest = most if least is None else min(least, wanted or least)
+    if most < fewest:
+        raise UserError.of(
+            "cluster.min_nodes", least, f"the job has {granted} good node{'s' * (granted != 1)}", "ask for more nodes, or reduce it"
+        )
+    legal = LegalLayouts(config, overrides, tasks_per_node or config.cluster.tasks_per_node, step, planned)
+    for nodes in range(most, fewest - 1, -1):
+        if found := legal.layout(nodes):
+            layout, settings = found
+            return Shape(nodes, (*_without(overrides, settings), *settings), _text(layout, nodes * legal.tasks_per_node))
+    raise UserError(legal.reasons(fewest, most))
+
+
+def fewest(config: RunConfig, overrides: Sequence[str], nodes: int, *, tasks_per_node: int | None = None) -> int:
+    """Return the fewest nodes on which a job can start again that has lost some of them and has no spare ones.
+
+    Args:
+        config: of the job.
+        overrides: as of choose.
+        nodes: nodes that its ranks had; the result for a job without cluster.min_nodes.
+        tasks_per_node: as of choose.
+    """
+    if config.cluster.min_nodes is None or config.stage.name not in TRAINING_STAGES:
+        return nodes
+    legal = LegalLayouts(config, overrides, tasks_per_node or config.cluster.tasks_per_node, newest_step(config), None)
+    return next((count for count in range(config.cluster.min_nodes, nodes) if legal.layout(count)), nodes)
+
+
+def shrunk(config: RunConfig, overrides: Sequence[str], good: int, *, tasks_per_node: int | None = None) -> Shape | None:
+    """Choose the shape of a job that has lost nodes and has no spare ones; None if it must not, or cannot, continue on those left."""
+    if config.cluster.min_nodes is None or config.stage.name not in TRAINING_STAGES:
+        return None
+    try:
+        return choose(config, overrides, good, tasks_per_node=tasks_per_node)
+    except UserError:
+        return None
+
+
+def follows_nodes(config: RunConfig) -> bool:
+    """Return whether the layout of a job, or its nodes, are chosen when it starts."""
+    if config.stage.name not in TRAINING_STAGES:
+        return False
+    cluster = config.cluster
+    return (
+        cluster.min_nodes is not None or bool(cluster.layouts) or cluster.choose_layout == "planner" or layouts.has_phases(config.training)
+    )
+
+
+def violations(config: RunConfig, overrides: Sequence[str], planned: Planned | None = None) -> list[Violation]:
+    """Return why a job must not be submitted: a number of nodes that Slurm may grant has no legal layout, and neither has a smaller one.
+
+    Args:
+        config: of the job, whose values are in their ranges.
+        overrides: arguments of `python -m pipeline`, for the planner.
+        planned: as of choose. By default the planner is asked for the fewest and the most nodes only.
+    """
+    cluster, found = config.cluster, []
+    if config.stage.name not in TRAINING_STAGES:
+        return []
+    if cluster.min_nodes is not None and cluster.min_nodes > cluster.nodes:
+        rule = f"must not exceed cluster.nodes={cluster.nodes}, the most nodes of the job"
+        return [Violation("cluster.min_nodes", cluster.min_nodes, rule, "reduce it, or increase cluster.nodes")]
+    for number, entry in enumerate(config.training.batch_rampup):
+        if entry.nodes is not None and entry.nodes > cluster.nodes:
+            key, rule = f"training.batch_rampup.{number}.nodes", f"must not exceed cluster.nodes={cluster.nodes}"
+            found.append(Violation(key, entry.nodes, rule, "set cluster.nodes to the nodes of the last phase, the most"))
+    if found or not follows_nodes(config) or not has_model(config):
+        return found
+    step: int | None = newest_step(config)
+    while step is not None:
+        found += _range_violations(config, overrides, step, planned)
+        step = layouts.phase_end(config, step)
+    return found
+
+
+def idle(config: RunConfig, overrides: Sequence[str] = (), planned: Planned | None = None) -> dict[int, int]:
+    """Return the numbers of nodes that leave some without work, since no layout is legal on all of them: granted -> idle nodes.
+
+    Args:
+        config: of a job that has no violations.
+        overrides: as of choose.
+        planned: as of choose; without it, the layouts of the planner are not known, and the result is empty.
+    """
+    if not follows_nodes(config) or (config.cluster.choose_layout == "planner" and planned is None) or not has_model(config):
+        return {}
+    step = newest_step(config)
+    legal, counts = LegalLayouts(config, overrides, config.cluster.tasks_per_node, step, planned), _counts(config, step)
+    used = 0
+    lost = {}
+    for granted in counts:
+        used = granted if legal.layout(granted) else used
+        if used < granted:
+            lost[granted] = granted - used
+    return lost
+
+
+def idle_text(config: RunConfig) -> str:
+    """Return a line about the numbers of nodes that leave some without work, empty if none does."""
+    lost = idle(config)
+    shown = ", ".join(f"{granted} ({count})" for granted, count in list(lost.items())[:8]) + ", ..." * (len(lost) > 8)
+    return f"no layout is legal on {len(lost)} of the numbers of nodes that Slurm may grant; nodes without work: {shown}" if lost else ""
+
+
+def expected(config: RunConfig, overrides: Sequence[str] = (), nodes: int | None = None) -> tuple[RunConfig, int]:
+    """Return the configuration and the number of ranks of a job that gets the nodes that it asks for.
+
+    Args:
+        config: of the job.
+        overrides: as of choose.
+        nodes: nodes that it gets; default: cluster.nodes, or those of the first phase.
+    """
+    cluster = config.cluster
+    size = (nodes or cluster.nodes) * cluster.tasks_per_node
+    if config.stage.name not in TRAINING_STAGES or not follows_nodes(config) or knobs.range_violations(config):
+        return config, size
+    try:
+        step = newest_step(config)
+        shape = choose(config, overrides, nodes or layouts.nodes_of_phase(config, step) or cluster.nodes, step=step)
+        settings = tuple(word for word in shape.overrides if word not in overrides)
+        return layouts.with_overrides(config, settings), shape.nodes * cluster.tasks_per_node
+    except UserError:  # check.check and `violations` name the reason
+        return config, size
+
+
+def simulated(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of a dry run with the layout for its nodes, those that the job asks for by default."""
+    size, tasks = config.dry_run.world_size, config.cluster.tasks_per_node
+    config, ranks = expected(config, overrides, None if size is None else max(1, size // max(1, tasks)))
+    return config if size is not None or not follows_nodes(config) else knobs.changed(config, {"dry_run.world_size": ranks})
+
+
+def cluster_at(config: RunConfig, step: int | None = None) -> ClusterConfig:
+    """Return the options of the cluster for a job that starts after `step` steps (default: of the newest checkpoint).
+
+    cluster.nodes is the number of nodes of the phase, and cluster.min_nodes not above it.
+    """
+    nodes = layouts.nodes_of_phase(config, newest_step(config) if step is None else step) or config.cluster.nodes
+    least = config.cluster.min_nodes
+    return replace(config.cluster, nodes=nodes, min_nodes=None if least is None else min(least, nodes))
+
+
+def size_options(config: RunConfig, nodes: int, tasks_per_node: int | None) -> list[str]:
+    """Return the sbatch options for the nodes of the next job of a run.
+
+    Args:
+        config: of the run.
+        nodes: of this job.
+        tasks_per_node: ranks on a node; default: cluster.tasks_per_node.
+    """
+    cluster = cluster_at(config)
+    if not layouts.has_phases(config.training):
+        cluster = replace(cluster, nodes=max(cluster.nodes, nodes - cluster.spares))  # sbatch does not read conf/cluster/
+    cluster = replace(cluster, tasks_per_node=tasks_per_node or cluster.tasks_per_node)
+    return job.size_options(cluster, config.stage.name, cluster.nodes)
+
+
+def newest_step(config: RunConfig) -> int:
+    """Return the steps of the newest checkpoint of the run; 0 if there is none."""
+    complete = catalog.complete(Path(config.run_dir))
+    return catalog.step_of(complete[-1]) if complete else 0
+
+
+def tasks_per_node(cluster: ClusterConfig, environment: Mapping[str, str]) -> int:
+    """Return the number of ranks on each node of this job: --ntasks-per-node, or cluster.tasks_per_node, which a range of nodes has not."""
+    given = environment.get("SLURM_NTASKS_PER_NODE", "")
+    return int(given) if given.isdecimal() else cluster.tasks_per_node
+
+
+def _counts(config: RunConfig, step: int) -> range:
+    """The numbers of nodes that Slurm may grant."""
+    cluster = cluster_at(config, step)
+    return range(cluster.min_nodes or cluster.nodes, cluster.nodes + 1)
+
+
+def _range_violations(config: RunConfig, overrides: Sequence[str], step: int, planned: Planned | None) -> list[Violation]:
+    """The violations of a job that starts after a number of steps."""
+    legal, counts = LegalLayouts(config, overrides, config.cluster.tasks_per_node, step, planned), _counts(config, step)
+    without = []
+    first = 0  # number of nodes with a legal layout
+    for nodes in counts if planned is not None or config.cluster.choose_layout != "planner" else sorted({counts[0], counts[-1]}):
+        if legal.layout(nodes):
+            first = nodes
+            break
+        without.append(nodes)
+    if not without:
+        return []
+    if len(counts) == 1:
+        return legal.broken(counts[0])
+    shown = ", ".join(map(str, without)) if len(without) < 8 else f"{without[0]} to {without[-1]}"
+    why = legal.broken(without[0])[0]
+    rule = f"has no legal layout on {shown} nodes x {legal.tasks_per_node} ranks, which Slurm may grant: {why.key}={why.value} {why.rule}"
+    advice = f"set cluster.min_nodes={first}, or " if first else ""
+    return [Violation("cluster.min_nodes", counts[0], rule, f"{advice}add a layout from {without[0]} nodes on to cluster.layouts")]
+
+
+def _without(overrides: Sequence[str], settings: Sequence[str]) -> list[str]:
+    """The overrides of keys that a layout does not set."""
+    keys = set(map(key_of, settings))
+    return [word for word in overrides if key_of(word) not in keys]
+
+
+def _text(config: RunConfig, world_size: int) -> str:
+    """The layout for the log."""
+    parallel = config.parallel
+    data = world_size // parallel.model_ranks
+    axes = Layout(parallel.pipeline, data, parallel.tensor, parallel.expert, parallel.context).axes_text()
+    return f"{axes}, ZeRO {parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"

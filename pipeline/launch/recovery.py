@@ -1,0 +1,161 @@
+"""What follows the end of the ranks of a job: a pure function of how they ended and of what Slurm allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeline.common.ends import End
+from pipeline.common.errors import CONTINUE, TERMINATED
+
+
+class Kind(StrEnum):
+    """What a job does after its ranks have ended.
+
+    END: it ends. RESTART: it starts the ranks again, on the nodes that it has. REQUEUE: it goes back to the queue under the same id.
+    CHAIN: the next job of the chain continues.
+    """
+
+    END = "end"
+    RESTART = "restart"
+    REQUEUE = "requeue"
+    CHAIN = "chain"
+
+
+@dataclass(frozen=True)
+class Action:
+    """A decision.
+
+    Attributes:
+        kind: what the job does.
+        code: its exit code, if it ends.
+        reason: in one line.
+        exclude: nodes on which the run must not continue.
+    """
+
+    kind: Kind
+    code: int
+    reason: str
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The end of the ranks, and what can follow.
+
+    Attributes:
+        code: exit code of the ranks (rank_step.judge).
+        first: the failure that the others follow; None for none.
+        lost: nodes that do not answer.
+        progress: whether a checkpoint was completed since the ranks were started.
+        failures: failures in a row without progress, with this one.
+        most_failures: cluster.max_retries.
+        nodes: nodes that answer and are not excluded, without that of the first failure.
+        blamed_before: nodes on which a rank failed before, in this job.
+        needed: nodes that the ranks had.
+        fewest: nodes on which the ranks could start again, if fewer are left; 0 for `needed`.
+        seconds_left: until the time limit of the job.
+        preempted: Slurm takes the nodes for another job.
+        canceled: this job was told to end, by SIGTERM to its script; srun gets the signal as well, and kills the ranks.
+        can_requeue: whether Slurm would put the job back into the queue.
+        chain: whether the next job of a chain waits.
+        stopped: a user asked the run to stop.
+        phase: nodes of the phase of the run that begins (training.batch_rampup), if it has others than the last one.
+        has_phase: whether the job has just these nodes.
+    """
+
+    code: int
+    first: End | None = None
+    lost: tuple[str, ...] = ()
+    progress: bool = False
+    failures: int = 0
+    most_failures: int = 3
+    nodes: int = 1
+    blamed_before: tuple[str, ...] = ()
+    needed: int = 1
+    fewest: int = 0
+    seconds_left: float = float("inf")
+    preempted: bool = False
+    canceled: bool = False
+    can_requeue: bool = True
+    chain: bool = False
+    stopped: bool = False
+    phase: int | None = None
+    has_phase: bool = False
+
+
+#: A job with less time until its limit is not worth another start of its ranks, seconds.
+LEAST_SECONDS = 180.0
+
+
+def decide(now: Situation) -> Action:
+    """Return what follows.
+
+    A user's mistake, a canceled job and a run that makes no progress end the job. A run whose time ends, and one that is preempted,
+    continue in the queue. After a failure the ranks start again on the nodes that remain: without a node that is lost or failed twice, and
+    without one that failed once if there is a spare. If too few nodes remain, the job goes back to the queue and excludes them.
+    """
+    if now.code == 0:
+        return (
+            Action(Kind.END, CONTINUE, "stopped by the file stop; the same command continues")
+            if now.stopped
+            else Action(Kind.END, 0, "finished")
+        )
+    if now.preempted:
+        return _later(now, "preempted", ())
+    if (now.canceled and now.code != CONTINUE) or (now.code == TERMINATED and now.first is None):
+        return Action(Kind.END, TERMINATED, "canceled; the same command continues")
+    if now.code == CONTINUE:
+        if not now.progress and now.failures >= now.most_failures:
+            return Action(Kind.END, 1, f"{now.failures} jobs in a row ended without a further checkpoint: cluster.time is too short")
+        if now.phase is None:
+            return _later(now, "the time limit", ())
+        if now.has_phase and now.seconds_left >= LEAST_SECONDS:
+            return Action(Kind.RESTART, now.code, f"the next steps have {now.phase} nodes")
+        return _later(now, f"the next steps have {now.phase} nodes", ())
+    if now.first is not None and now.first.final:
+        return Action(Kind.END, now.code, now.first.reason)
+    if now.failures >= now.most_failures:
+        return Action(Kind.END, now.code, f"{now.failures} failures in a row without a further checkpoint (cluster.max_retries)")
+    if not (now.progress or _is_passing(now)):
+        return Action(Kind.END, now.code, "the ranks failed before a checkpoint was written, and not because of a node")
+    return _again(now)
+
+
+def too_few_nodes(now: Situation, bad: Iterable[str]) -> Action:
+    """Return what follows a preflight that leaves too few nodes: another allocation, unless that has not helped before."""
+    if now.failures >= now.most_failures:
+        return Action(Kind.END, now.code, f"the preflight failed {now.failures} times in a row (cluster.max_retries)")
+    return _later(now, "the preflight leaves too few nodes", tuple(sorted(bad)))
+
+
+def _is_passing(now: Situation) -> bool:
+    """Whether a failure is that of a node, of the network or of the start, and not of the program."""
+    return bool(now.lost) or now.first is None or now.first.may_pass
+
+
+def _again(now: Situation) -> Action:
+    """Start again, here if enough nodes remain."""
+    bad, first = set(now.lost), now.first
+    host = None if first is None or first.follows else first.host
+    if first is not None and host is not None and _is_passing(now) and not first.start:
+        has_spare = now.nodes >= now.needed
+        if first.hardware or host in now.blamed_before or has_spare:
+            bad.add(host)
+    exclude = tuple(sorted(bad))
+    remaining = now.nodes + (host is not None and host not in bad)
+    fewest = now.fewest or now.needed
+    if remaining >= fewest and now.seconds_left >= LEAST_SECONDS:
+        return Action(Kind.RESTART, now.code, "started again from the newest checkpoint", exclude)
+    why = "too little time is left" if remaining >= fewest else f"{remaining} nodes remain, and {fewest} are needed"
+    return _later(now, why, exclude)
+
+
+def _later(now: Situation, why: str, exclude: Sequence[str]) -> Action:
+    """Continue in a later job."""
+    if now.chain:
+        return Action(Kind.CHAIN, 0, why, tuple(exclude))
+    if now.can_requeue:
+        return Action(Kind.REQUEUE, now.code, why, tuple(exclude))
+    return Action(Kind.END, now.code, f"{why}, and the job cannot be requeued: the same command continues", tuple(exclude))

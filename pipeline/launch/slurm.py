@@ -1,0 +1,158 @@
+"""Questions to Slurm and changes of jobs, from inside of a job. Every call has a time limit; none of them loads torch."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import expand_hosts
+
+log = logging.getLogger("pipeline")
+
+#: Longest time of a command, seconds; the controller of a busy cluster can take a minute to answer.
+TIMEOUT = 90
+#: Attempts to exclude nodes from a job that was put back into the queue.
+_ATTEMPTS = 3
+
+
+class SlurmError(Exception):
+    """A command of Slurm failed, timed out or is not installed; the message has its output."""
+
+
+def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> str:
+    """Run a command of Slurm and return what it prints.
+
+    Args:
+        words: the command.
+        environment: its variables; those of this process when None.
+        timeout: seconds.
+
+    Raises:
+        SlurmError: see there.
+    """
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{words[0]}: {error}") from error
+    if done.returncode:
+        raise SlurmError(f"{words[0]} {words[1] if len(words) > 1 else ''}: {' '.join(done.stderr.split()) or done.returncode}")
+    return done.stdout
+
+
+def facts(job: str) -> dict[str, str]:
+    """Return the fields of a job, as `scontrol show job` prints them; without their values if Slurm does not answer."""
+    try:
+        return parse_facts(command(["scontrol", "show", "job", "--oneliner", job]))
+    except SlurmError as error:
+        log.warning("the fields of job %s are unknown: %s", job, error)
+        return {}
+
+
+def parse_facts(printed: str) -> dict[str, str]:
+    """Return the fields of one line of `scontrol show job --oneliner`."""
+    return dict(re.findall(r"(?:^|\s)([\w/:]+)=(\S*)", printed))
+
+
+def is_preempted(fields: Mapping[str, str]) -> bool:
+    """Return whether Slurm takes the nodes of a job for another one. A job that was canceled has no PreemptTime."""
+    return fields.get("PreemptTime", "None") not in ("None", "Unknown", "")
+
+
+def hosts(nodelist: str) -> list[str]:
+    """Return the nodes of a node list, empty for none or for one that cannot be read."""
+    try:
+        return expand_hosts(nodelist) if nodelist and nodelist != "(null)" else []
+    except UserError:
+        return []
+
+
+def down() -> set[str]:
+    """Return the nodes that Slurm calls down, drained, failed or not responding; empty if it does not answer."""
+    try:
+        printed = command(["sinfo", "--noheader", "--Node", "--format=%N %T"])
+    except SlurmError as error:
+        log.warning("the state of the nodes is unknown: %s", error)
+        return set()
+    states = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+    return {node for node, state in states.items() if state.endswith("*") or re.match(r"down|drained|draining|fail", state)}
+
+
+def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
+    """Return the nodes of this job on which a step starts, within a time limit in seconds.
+
+    Used after ranks have died: Slurm may notice only minutes later that a node is lost (SlurmdTimeout).
+    """
+    words = ["srun", "--overlap", "--mem=0", "--no-kill", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+    words += [f"--nodelist={','.join(nodes)}", "--cpus-per-task=1", "sh", "-c", "echo answers $SLURMD_NODENAME"]
+    try:
+        printed = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=timeout, check=False).stdout
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+    except OSError:
+        return set(nodes)
+    return set(re.findall(r"^answers (\S+)$", printed, re.MULTILINE))
+
+
+def requeue(job: str, exclude: Sequence[str] = ()) -> str:
+    """Put this job back into the queue under its id, without some nodes; Slurm then ends it.
+
+    Returns:
+        Why Slurm refused it; empty if it did not.
+    """
+    try:
+        command(["scontrol", "requeue", job])
+    except SlurmError as error:
+        return str(error)
+    if exclude and (refused := _updated(job, f"ExcNodeList={','.join(sorted(exclude))}")):  # possible only for a job that waits
+        log.warning("job %s may run on %s again: %s", job, ", ".join(sorted(exclude)), refused)
+    return ""
+
+
+def _updated(job: str, *fields: str) -> str:
+    """Change a job that waits, also this one after it was requeued. Returns why it was not changed, empty if it was."""
+    reason = ""
+    for _ in range(_ATTEMPTS):
+        try:
+            command(["scontrol", "update", f"JobId={job}", *fields])
+            return ""
+        except SlurmError as error:  # Slurm ends all processes of this job by SIGTERM, also the first attempt
+            reason = str(error)
+    return reason
+
+
+def resize(job: str, fewest: int, most: int, tasks_per_node: int | None) -> None:
+    """Change the nodes that a waiting job asks for; an error is logged, and the job gets as many as before.
+
+    Args:
+        job: its id.
+        fewest: nodes.
+        most: nodes.
+        tasks_per_node: of a job that was submitted with --ntasks-per-node.
+    """
+    size = [f"NumNodes={fewest}-{most}"]  # a single number is the least alone, and refused above the most
+    size += [f"NumTasks={most * tasks_per_node}"] if fewest == most and tasks_per_node is not None else []
+    if refused := _updated(job, *size):
+        log.warning("job %s was not changed to %d nodes: %s", job, most, refused)
+
+
+def cancel(job: str) -> None:
+    """Cancel a job; an error is logged."""
+    try:
+        command(["scancel", job])
+    except SlurmError as error:
+        log.warning("job %s was not canceled: %s", job, error)
+
+
+def move_dependents(job: str, successor: str) -> None:
+    """Let the jobs of this user that wait for the success of a job wait for that of its successor instead."""
+    printed = command(["squeue", "--me", "--noheader", "--states=PENDING", "--format=%A %E"])
+    for line in printed.splitlines():
+        waiting, _, dependency = line.partition(" ")
+        moved = re.sub(rf"\b(after(?:ok|any)):{job}\b(?:\([^)]*\))?", rf"\1:{successor}", dependency)
+        moved = re.sub(r"\([^)]*\)", "", moved)
+        if waiting != successor and moved != re.sub(r"\([^)]*\)", "", dependency):
+            command(["scontrol", "update", f"JobId={waiting}", f"Dependency={moved}"])
+            log.info("job %s waits for job %s instead of %s", waiting, successor, job)

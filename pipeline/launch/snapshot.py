@@ -1,0 +1,162 @@
+"""The snapshot of what was submitted: code, settings, environment and job texts, as a folder RUN/snapshots/NAME."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipeline.common import git_commit
+from pipeline.common.atomic_files import atomic_folder, report_disk_full
+from pipeline.common.errors import UserError
+from pipeline.config.schema import RunConfig
+
+log = logging.getLogger("pipeline")
+
+#: In a run directory.
+FOLDER = "snapshots"
+#: Set in a job whose submission has written a snapshot: its folder.
+VARIABLE = "PIPELINE_SNAPSHOT"
+#: The rest of the difference to the commit is left out, and so are untracked files that are larger or of other kinds.
+DIFF_BYTES, UNTRACKED_BYTES, UNTRACKED_FILES = 5_000_000, 100_000, 200
+_SOURCE = (".py", ".yaml", ".yml", ".sh", ".sbatch", ".toml", ".json", ".md", ".txt", ".cfg", ".jinja")
+#: Variables that change how a job computes or communicates; none of them is a secret.
+_VARIABLES = (
+    r"(NCCL|RCCL|GLOO|UCX|FI|MPICH|MPIR_CVAR|OMPI_MCA|OMP|MKL|CUDA|HIP|ROCR|TORCH|PYTORCH|PIPELINE|SLURM)_|(LOADEDMODULES|VIRTUAL_ENV)$"
+)
+_SECRET = r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|JWT"
+
+
+def name() -> str:
+    """Return the name of a snapshot: the id of this job, else the time."""
+    return os.environ.get("SLURM_JOB_ID") or time.strftime("%Y-%m-%dT%H-%M-%S")
+
+
+def path(run_dir: Path) -> Path:
+    """Return the folder of a snapshot that is written now, which is none of the earlier ones."""
+    wanted = run_dir.absolute() / FOLDER / name()
+    others = (wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))
+    return next(folder for folder in (wanted, *others) if not folder.exists())
+
+
+def write(
+    folder: Path, arguments: Sequence[str], configs: Mapping[str, str], texts: Mapping[str, str], own: Mapping[str, Path] | None = None
+) -> None:
+    """Write a snapshot, which appears with all of its files.
+
+    It has snapshot.json (time, command, commit, versions, variables), changes.diff and untracked/ (the code, beside its commit),
+    config/JOB.yaml, jobs/JOB.sbatch, and conf/ with the configuration files that the jobs read.
+
+    Args:
+        folder: of the snapshot, from `path`.
+        arguments: of `python -m pipeline`.
+        configs: name of a job -> its resolved configuration, YAML.
+        texts: name of a job -> its script; empty in a job that sbatch started.
+        own: configuration files, name in conf/ -> file (conf_copy.files); None for none.
+
+    Raises:
+        UserError: the disk is full.
+        OSError: the folder cannot be written.
+    """
+    with report_disk_full(folder.parent), atomic_folder(folder) as partial:
+        for kind, suffix, content in (("config", "yaml", configs), ("jobs", "sbatch", texts)):
+            for job, text in content.items():
+                _write(partial / kind / f"{job}.{suffix}", text.encode())
+        for file, source in (own or {}).items():
+            (partial / "conf" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, partial / "conf" / file)
+        code = _code(partial)
+        _write(partial / "snapshot.json", (json.dumps(_facts(arguments) | code, indent=1) + "\n").encode())
+
+
+def write_in_job(run_dir: Path, arguments: Sequence[str], config: RunConfig) -> Path | None:
+    """Write the snapshot of a job that was submitted without one, by sbatch alone, and return its folder.
+
+    Args:
+        run_dir: of the job, which exists.
+        arguments: of `python -m pipeline`.
+        config: of the job.
+
+    Returns:
+        The folder; that of the submission if it has written one; None if it cannot be written, which is logged.
+    """
+    if (submitted := os.environ.get(VARIABLE)) and Path(submitted).is_dir():
+        return Path(submitted)
+    try:
+        folder = path(run_dir)
+        write(folder, arguments, {config.stage.name: resolved(config)}, {})
+    except (OSError, UserError) as error:
+        log.warning("%s: no snapshot was written: %s", run_dir, error)
+        return None
+    return folder
+
+
+def resolved(config: RunConfig) -> str:
+    """Return a configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def _facts(arguments: Sequence[str]) -> dict[str, Any]:
+    """Command, commit, versions and variables."""
+    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions() if dist.metadata["Name"]}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "arguments": list(arguments),
+        "directory": str(Path.cwd()),
+        "version": git_commit.version(),
+        "commit": git_commit.commit(),
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "host": {"name": platform.node(), "system": platform.platform()},
+        "torch": packages.get("torch"),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+        "variables": {n: v for n, v in sorted(os.environ.items()) if re.match(_VARIABLES, n) and not re.search(_SECRET, n)},
+    }
+
+
+def _code(partial: Path) -> dict[str, Any]:
+    """Write what differs from the commit, and return what was left out: bytes of the difference, and untracked files."""
+    root = git_commit.PACKAGE.parent
+    if not (root / ".git").exists() or (difference := _git("diff", "--binary", "HEAD")) is None:
+        return {}
+    if difference:
+        _write(partial / "changes.diff", difference[:DIFF_BYTES])
+    untracked = (_git("ls-files", "--others", "--exclude-standard", "-z") or b"").decode(errors="surrogateescape").split("\0")
+    left_out: list[str] = []
+    copied = 0
+    for file in filter(None, untracked):
+        source = root / file
+        small = source.suffix in _SOURCE and source.is_file() and not source.is_symlink() and source.stat().st_size <= UNTRACKED_BYTES
+        if small and copied < UNTRACKED_FILES:
+            _write(partial / "untracked" / file, source.read_bytes())
+            copied += 1
+        elif len(left_out) < UNTRACKED_FILES:
+            left_out.append(file.encode(errors="replace").decode())
+    return {"changes_left_out": max(0, len(difference) - DIFF_BYTES), "untracked_left_out": left_out}
+
+
+def _git(*words: str) -> bytes | None:
+    """The output of a git command in the repository of this package; None if it fails."""
+    try:
+        command = ["git", "-C", str(git_commit.PACKAGE.parent), "--no-optional-locks", *words]
+        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file of the snapshot."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)

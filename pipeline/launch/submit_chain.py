@@ -1,0 +1,115 @@
+"""stage=submit: a chain of jobs is checked, submitted and recorded; the process does not wait for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from pipeline.common import locks
+from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
+from pipeline.common.errors import UserError, Violation
+from pipeline.config.schema import RunConfig
+from pipeline.launch import conf_copy, in_use, moldable, sbatch, snapshot, stage_chain
+from pipeline.launch.stage_chain import Link
+
+log = logging.getLogger("pipeline")
+
+
+def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
+    """Submit the chain and print its jobs; with dry_run=true, only print their scripts.
+
+    Args:
+        config: of stage=submit.
+        arguments: of `python -m pipeline`.
+        world_size: ranks of this process.
+
+    Raises:
+        UserError: a job is invalid or would meet another one, Slurm is not there or rejects a job, or the disk is full. No job is left.
+    """
+    run_dir = Path(config.run_dir)
+    found, links = _checked(config, arguments, world_size)
+    if found:
+        raise UserError(found)
+    for link in links:
+        if text := moldable.idle_text(link.config):
+            log.warning("%s: %s", link.stage, text)
+    if config.dry_run.enabled:
+        print("\n".join(stage_chain.rendered(links, run_dir, snapshot=snapshot.path(run_dir))), end="")
+        return
+    make_folder(run_dir / snapshot.FOLDER)
+    with locks.claimed(run_dir / snapshot.FOLDER, "run_dir"):  # two commands at the same time
+        _submit(links, run_dir, arguments)
+
+
+def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tuple[list[Violation], list[Link]]:
+    """The jobs, and everything that is wrong as far as it is known without asking Slurm."""
+    found, links = [], []
+    if not config.dry_run.enabled:
+        found += sbatch.absent()
+    if world_size > 1:
+        fix = "start a single process, without srun, torchrun or mpirun"
+        found.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
+    try:
+        links = stage_chain.links(config, arguments)
+    except UserError as error:
+        found += error.violations
+    return found, links
+
+
+def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> None:
+    """Submit jobs that are valid, with their snapshot and their record."""
+    stages = [link.stage for link in links]
+    if found := list(in_use.violations(run_dir, stages, sbatch.queue())):
+        raise UserError(found)
+    refused = sbatch.rejected(stage_chain.rendered(links, run_dir))
+    if found := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
+        raise UserError(found)
+    taken = snapshot.path(run_dir)
+    own = conf_copy.files(_own_folders(arguments))
+    configs = {link.stage: snapshot.resolved(link.config) for link in links}
+    texts = stage_chain.rendered(links, run_dir, snapshot=taken)
+    snapshot.write(taken, arguments, configs, dict(zip(stages, texts, strict=True)), own)
+    try:
+        job_ids = sbatch.submit_all([partial(_text, links, run_dir, taken, number) for number in range(len(links))])
+    except BaseException:
+        shutil.rmtree(taken, ignore_errors=True)
+        raise
+    entries = [
+        {
+            "job": number,
+            "stage": link.stage,
+            "name": in_use.job_name(link.stage, run_dir),
+            "log": stage_chain.log(link, run_dir, str(number)),
+        }
+        for number, link in zip(job_ids, links, strict=True)
+    ]
+    _record(run_dir, {"time": round(time.time(), 3), "arguments": list(arguments), "snapshot": str(taken), "jobs": entries}, job_ids)
+    width = max(map(len, stages))
+    print("\n".join(f"job {entry['job']}  {entry['stage']:<{width}}  {entry['log']}" for entry in entries))
+    print(f"snapshot: {taken}")
+
+
+def _text(links: Sequence[Link], run_dir: Path, taken: Path, number: int, job_ids: Sequence[int]) -> str:
+    """The script of a job, after those that are submitted."""
+    return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
+
+
+def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -> None:
+    """Write the record; jobs of which none would be known are canceled."""
+    try:
+        with report_disk_full(run_dir), atomic_file(run_dir / in_use.CHAIN, "w") as handle:
+            json.dump(content, handle, indent=1)
+            handle.write("\n")
+    except BaseException:
+        sbatch.cancel(job_ids)
+        raise
+
+
+def _own_folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders of --config-dir."""
+    return [Path(word.partition("=")[2]) for word in arguments if word.startswith("--config-dir=")]

@@ -1,0 +1,300 @@
+"""Runs the ranks of a stage inside of a Slurm job, and decides what follows their end. slurm/site.sh starts it on the first node.
+
+    python -m pipeline.launch.supervisor stage=pretrain key=value ...
+
+It loads no torch and uses no GPU. It starts the ranks with srun (rank_step), reads how they ended, and starts them again on the nodes that
+remain, puts the job back into the queue, leaves the rest to the next job of the chain, or ends (recovery). The exit code of the job is
+that of the ranks. Everything is recorded in RUN/events.jsonl.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from pipeline.common import events, signals
+from pipeline.common.errors import CONTINUE, TERMINATED, CheckFailed, UserError
+from pipeline.common.git_commit import commit
+from pipeline.common.progress import set_up_logging
+from pipeline.config import layout
+from pipeline.config.rules import check
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import TRAINING_STAGES
+from pipeline.launch import allocation, chain, explanation, moldable, preflight_step, rank_step, recovery, run_state, slurm, snapshot
+from pipeline.launch.allocation import Allocation
+from pipeline.launch.deputy import Deputy
+from pipeline.launch.placement import Placement
+from pipeline.launch.recovery import Action, Kind, Situation
+
+log = logging.getLogger("pipeline")
+
+#: Seconds before the time limit at which the ranks are asked to write a checkpoint, beside Slurm's own signal (#SBATCH --signal), which
+#: a rank that starts at that moment would miss; and seconds between two requests.
+LEAD, REPEAT = 30.0, 20.0
+#: Seconds that Slurm may need to end a job that was put back into the queue.
+REQUEUED = 300
+
+
+class Supervisor:
+    """The life of one job.
+
+    Args:
+        arguments: of `python -m pipeline`.
+        config: what they compose; None if they do not, or for a sweep: then the ranks say why, and nothing is recovered.
+        granted: the nodes of the job.
+    """
+
+    def __init__(self, arguments: Sequence[str], config: RunConfig | None, granted: Allocation) -> None:
+        self._arguments, self._config = list(arguments), config
+        self._placement = Placement(arguments, config, granted)
+        self._granted = self._placement.granted
+        self._trains = config is not None and config.stage.name in TRAINING_STAGES
+        self._run_dir = Path(config.run_dir) if config is not None and self._trains else None
+        self._blamed: list[str] = []
+        self._failures = 0
+        self._launches = 0
+        self._next: str | None = None
+        self._made_run_dir = False
+        self._deputy: Deputy | None = None
+        self._fields = slurm.facts(granted.job)
+        self._limit = _seconds_of(self._fields.get("EndTime", ""))
+        self._can_requeue = config is not None and self._fields.get("Requeue", "1") == "1"
+        self._asked = 0.0
+
+    def run(self) -> int:
+        """Run the ranks until the stage is finished or another job continues; returns the exit code of the job.
+
+        Raises:
+            UserError: the configuration is illegal for these nodes, or what the preflight finds is no fault of a node.
+            CheckFailed: the preflight cannot start a step.
+        """
+        try:
+            return self._run()
+        except (UserError, CheckFailed):
+            if self._next is not None:
+                slurm.cancel(self._next)
+            if self._deputy is not None:
+                self._deputy.close()
+            raise
+
+    def _run(self) -> int:
+        """See run()."""
+        self._check()
+        if self._run_dir is not None:
+            self._made_run_dir = not self._run_dir.exists()
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            run_state.remove_leftovers(self._run_dir, self._granted.job)
+            self._failures = run_state.failures_in_a_row(self._run_dir)
+            self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
+            self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit())
+            if self._config is not None:
+                snapshot.write_in_job(self._run_dir, self._arguments, self._config)
+        if (action := self._preflight()) is not None:
+            return self._leave(action)
+        if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
+            self._next = chain.submit(self._config, self._arguments, self._granted, self._fields)
+            self._record("chain", next=self._next)
+        no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
+        if self._run_dir is not None and no_kill and self._can_requeue:
+            self._deputy = Deputy(self._granted.job, self._run_dir)
+        while True:
+            action = self._launch()
+            self._record("action", action=str(action.kind), reason=action.reason, code=action.code, exclude=list(action.exclude))
+            self._placement.exclude(action.exclude, action.reason)
+            if action.exclude and self._run_dir is not None:
+                allocation.exclude(self._run_dir, action.exclude, action.reason)
+            if action.kind is not Kind.RESTART:
+                return self._leave(action)
+            log.warning("starting the ranks again, %s", f"without {', '.join(action.exclude)}" if action.exclude else "on the same nodes")
+
+    def _check(self) -> None:
+        """Refuse what the ranks would refuse, before they are started and before anything is written."""
+        tasks, config = os.environ.get("SLURM_NTASKS", ""), self._config
+        if config is not None and tasks.isdecimal() and not moldable.follows_nodes(config):
+            spares = config.cluster.spares * (self._granted.tasks_per_node or 0) if self._trains else 0
+            check.check(config, layout.job_size(config, int(tasks) - spares))
+
+    def _preflight(self) -> Action | None:
+        """Test the nodes, and leave out those that fail (cluster.preflight); returns what the job does if too few are left."""
+        if self._config is None or not preflight_step.wanted(self._config, self._granted.nodes):
+            return None
+        nodes = self._placement.good()
+        if (folder := run_state.folder(self._run_dir, self._granted, "preflight")) is None:
+            return None
+        found = preflight_step.run(self._config, nodes, folder, self._granted.tasks_per_node)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._placement.exclude(found, "the preflight found it bad")
+        if found and self._run_dir is not None:
+            allocation.exclude(self._run_dir, found, "the preflight found it bad")
+        if len(nodes) - len(found) >= self._placement.fewest(self._placement.most()):
+            return None
+        self._failures += 1
+        self._record("ranks_end", code=1, reason="the preflight leaves too few nodes", progress=False, failed=True, lost=sorted(found))
+        return recovery.too_few_nodes(
+            Situation(1, failures=self._failures, most_failures=self._config.cluster.max_retries, can_requeue=self._can_requeue), found
+        )
+
+    def _launch(self) -> Action:
+        """Run the ranks once and decide what follows.
+
+        Raises:
+            UserError: no layout is legal on the nodes.
+        """
+        nodes, shape = self._placement.shape()
+        if self._deputy is not None:
+            self._deputy.watch(self._placement.good(), self._granted.nodes[0])
+        before = run_state.newest_step(self._run_dir)
+        folder = run_state.folder(self._run_dir, self._granted, f"ranks-{self._launches}")
+        options = self._granted.step_options(nodes, again=self._launches > 0)
+        self._launches += 1
+        self._record("ranks_start", nodes=nodes, step=before, layout=shape.layout)
+        python = os.environ.get("PIPELINE_PYTHON") or "python"
+        ended = rank_step.run(rank_step.words(options, [python, "-m", "pipeline", *shape.overrides]), folder, self._look)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        step = run_state.newest_step(self._run_dir)
+        progress = step > before
+        stopped = ended.code == 0 and run_state.was_stopped(self._run_dir, ended.started)
+        preempted = ended.code != 0 and slurm.is_preempted(slurm.facts(self._granted.job))
+        failed = not preempted and not (ended.code in (0, CONTINUE, TERMINATED) and ended.first is None)
+        counts = failed or (ended.code == CONTINUE and not progress)
+        self._failures = (0 if progress else self._failures) + counts
+        lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()
+        host = "" if ended.first is None or ended.first.follows else ended.first.host
+        good = self._placement.good(without=(*lost, host))
+        action = recovery.decide(
+            Situation(
+                code=ended.code,
+                first=ended.first,
+                lost=lost,
+                progress=progress,
+                failures=self._failures,
+                most_failures=3 if self._config is None else self._config.cluster.max_retries,
+                nodes=len(good),
+                blamed_before=tuple(self._blamed),
+                needed=len(nodes),
+                fewest=self._placement.fewest(len(nodes)),
+                seconds_left=self._limit - time.time(),
+                preempted=preempted,
+                canceled=signal.SIGTERM in signals.received,
+                can_requeue=self._can_requeue,
+                chain=self._next is not None,
+                stopped=stopped,
+                phase=(phase := self._placement.next_phase(before, step)),
+                has_phase=phase == self._placement.most(),
+            )
+        )
+        self._blamed += [host] * bool(host)
+        first = ended.first
+        self._record(
+            "ranks_end",
+            code=ended.code,
+            seconds=round(ended.ended - ended.started, 1),
+            step=step,
+            progress=progress,
+            failed=counts,
+            lost=list(lost),
+            **({} if first is None else {"rank": first.rank, "host": first.host, "reason": first.reason, "where": first.where}),
+        )
+        if failed:
+            stage = self._arguments[0].partition("=")[2] if self._config is None else self._config.stage.name
+            print("\n".join(explanation.lines(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
+        return action
+
+    def _look(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on signals that reached this process, and ask for a checkpoint before the time limit."""
+        if self._next is not None and signal.SIGTERM in signals.received and not slurm.is_preempted(slurm.facts(self._granted.job)):
+            slurm.cancel(self._next)  # at once: a job that is canceled may be killed before its ranks have ended
+            self._next = None
+        now = time.time()
+        late = self._limit - now < LEAD and self._trains
+        if (late or signal.SIGUSR1 in signals.received) and now - self._asked > REPEAT:
+            self._asked = now
+            process.send_signal(signal.SIGUSR1)
+
+    def _leave(self, action: Action) -> int:
+        """Do what ends this job, and return its exit code."""
+        if self._deputy is not None:
+            self._deputy.close()
+        if action.kind is Kind.REQUEUE:
+            log.info("requeueing job %s: %s", self._granted.job, action.reason)
+            if refused := slurm.requeue(self._granted.job, action.exclude):
+                log.error("job %s could not be requeued (%s): the same command continues", self._granted.job, refused)
+                return action.code
+            self._placement.resize(self._granted.job)
+            time.sleep(REQUEUED)  # Slurm ends this process
+            return action.code
+        if self._next is not None and action.kind is Kind.CHAIN:
+            chain.hand_over(self._granted.job, self._next, action.exclude)
+            self._placement.resize(self._next)
+            log.info("job %s continues: %s", self._next, action.reason)
+        elif self._next is not None:
+            slurm.cancel(self._next)
+        if action.code == 2 and self._made_run_dir and self._run_dir is not None:
+            run_state.remove_if_unused(self._run_dir)
+        return action.code
+
+    def _record(self, event: str, **fields: object) -> None:
+        """Record an event of a training run."""
+        if self._run_dir is not None:
+            events.record(self._run_dir, event, **fields)
+
+
+def _seconds_of(moment: str) -> float:
+    """Seconds since 1970 of a local time of Slurm; infinite if it is unknown."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return float("inf")
+
+
+def _compose(arguments: Sequence[str]) -> RunConfig | None:
+    """The configuration of the ranks; None if the arguments do not compose, which the ranks report, or are a sweep."""
+    import hydra
+
+    from pipeline.config import command_line, compose
+    from pipeline.config.paths import CONF_DIR
+    from pipeline.launch import hydra_launcher
+
+    compose.register()
+    hydra_launcher.register()
+    try:
+        command = command_line.parse(arguments)
+        if command.violations or command.needs_hydra:
+            return None
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return compose.to_run_config(hydra.compose("config", command.overrides))
+    except Exception:  # the ranks compose the same and print the error, which must not keep the supervisor from starting them
+        return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a stage in this Slurm job, and return the exit code of the job."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signals.record(number)
+    set_up_logging(0, 1)
+    if "SLURM_JOB_ID" not in os.environ:
+        print("the batch scripts run in Slurm jobs: submit them with sbatch", file=sys.stderr)
+        return 2
+    granted = Allocation.of(os.environ)
+    config = _compose(arguments)
+    try:
+        return Supervisor(arguments, config, granted).run()
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    except CheckFailed as failed:
+        print(failed, file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""The file system of the run directory as a node sees it: write, flush and read back a file, free space, inodes and quota."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+#: Size of the test file, bytes.
+SIZE = 1 << 20
+#: Seconds that the quota commands may take.
+_QUOTA_SECONDS = 10
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Write a file into a folder, flush it to disk, read it back and remove it.
+
+    Returns:
+        "folder"; "seconds" that it took; "free_gb" and "total_gb" (10^9 bytes) for this user; "free_inodes" (None if there is no limit);
+        "quota": lines of `quota` or `lfs quota` that name an exceeded limit; "error": None, or what failed.
+    """
+    found: dict[str, Any] = {"folder": str(folder), "error": None, "quota": []} | space(folder)
+    started = time.monotonic()
+    path = folder / f".preflight.{socket.gethostname()}.{os.getpid()}.partial"
+    content = os.urandom(SIZE)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            written = 0
+            while written < SIZE:
+                written += os.write(handle, content[written:])
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # read from the file system, not from this node's memory
+            os.lseek(handle, 0, os.SEEK_SET)
+            back = b"".join(iter(lambda: os.read(handle, SIZE), b""))
+        finally:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+        if back != content:
+            found["error"] = "other bytes were read than written"
+    except OSError as error:
+        found["error"] = error.strerror or str(error)
+    found["seconds"] = round(time.monotonic() - started, 3)
+    found["quota"] = exceeded_quotas(folder)
+    return found
+
+
+def space(folder: Path) -> dict[str, Any]:
+    """Free space and inodes of a file system for this user, as check() returns them; empty if it does not answer."""
+    try:
+        state = os.statvfs(folder)
+    except OSError:
+        return {}
+    return {
+        "free_gb": round(state.f_bavail * state.f_frsize / 1e9, 6),
+        "total_gb": round(state.f_blocks * state.f_frsize / 1e9, 6),
+        "free_inodes": state.f_favail if state.f_files else None,
+    }
+
+
+def exceeded_quotas(folder: Path) -> list[str]:
+    """Lines of the quota commands of this machine that mark a limit as exceeded; empty where there are none."""
+    lines = []
+    for command in (["quota", "-w"], ["lfs", "quota", "-q", "-u", str(os.getuid()), str(folder)]):
+        if shutil.which(command[0]):
+            try:
+                printed = subprocess.run(command, capture_output=True, text=True, timeout=_QUOTA_SECONDS, check=False).stdout
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            lines += [" ".join(line.split()) for line in printed.splitlines() if marks_excess(line)]
+    return lines
+
+
+def marks_excess(line: str) -> bool:
+    """Whether a line of a quota command marks a number as above its limit, by an asterisk."""
+    return re.search(r"(^|\s)\d+(\.\d+)?[kKMGTP]?\*(\s|$)", line) is not None

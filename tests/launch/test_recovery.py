@@ -1,0 +1,111 @@
+"""What follows the end of the ranks: decisions, exit codes, and what is read from srun."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipeline.common.ends import End
+from pipeline.launch import rank_step, slurm
+from pipeline.launch.recovery import Kind, Situation, decide
+
+ERROR = End(3, "n2", 0.0, 1, "ValueError: x", "loop.py:3")
+LOST_PEER = End(0, "n1", 0.0, 1, "RuntimeError: Connection closed by peer", follows=True)
+KILLED = End(3, "n2", 0.0, 137, "the process was ended by a signal: Killed")
+MISTAKE = End(0, "n1", 0.0, 2, "training.steps=0: must be at least 1", final=True)
+ECC = End(3, "n2", 0.0, 1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", hardware=True)
+PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=True)
+
+
+@pytest.mark.parametrize(
+    "now, kind, code, exclude",
+    [
+        (Situation(0), Kind.END, 0, ()),
+        (Situation(0, stopped=True), Kind.END, 75, ()),
+        (Situation(75, progress=True), Kind.REQUEUE, 75, ()),
+        (Situation(75, progress=True, chain=True), Kind.CHAIN, 0, ()),
+        (Situation(75, progress=True, can_requeue=False), Kind.END, 75, ()),
+        (Situation(75, failures=3), Kind.END, 1, ()),
+        (Situation(143), Kind.END, 143, ()),
+        (Situation(137, KILLED, progress=True, canceled=True), Kind.END, 143, ()),
+        (Situation(75, progress=True, canceled=True), Kind.REQUEUE, 75, ()),
+        (Situation(143, preempted=True), Kind.REQUEUE, 143, ()),
+        (Situation(137, KILLED, preempted=True), Kind.REQUEUE, 137, ()),
+        (Situation(2, MISTAKE, progress=True), Kind.END, 2, ()),
+        (Situation(1, ERROR), Kind.END, 1, ()),  # before any checkpoint: the next attempt would end in the same way
+        (Situation(1, ERROR, progress=True, nodes=1, needed=2), Kind.RESTART, 1, ()),
+        (Situation(1, ERROR, progress=True, failures=3, nodes=1, needed=2), Kind.END, 1, ()),
+        (Situation(1, PORT, nodes=1, needed=2), Kind.RESTART, 1, ()),
+        (Situation(137, KILLED, nodes=1, needed=2), Kind.RESTART, 137, ()),
+        (Situation(137, KILLED, nodes=2, needed=2), Kind.RESTART, 137, ("n2",)),
+        (Situation(137, KILLED, nodes=1, needed=2, blamed_before=("n2",)), Kind.REQUEUE, 137, ("n2",)),
+        (Situation(1, ECC, nodes=1, needed=2), Kind.REQUEUE, 1, ("n2",)),
+        (Situation(1, ECC, nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2), Kind.REQUEUE, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2, chain=True), Kind.CHAIN, 0, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2, can_requeue=False), Kind.END, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=2, needed=2, seconds_left=60), Kind.REQUEUE, 1, ("n2",)),
+        (Situation(1, LOST_PEER, nodes=2, needed=2), Kind.RESTART, 1, ()),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=3, needed=4, fewest=2), Kind.RESTART, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2", "n3", "n4"), nodes=1, needed=4, fewest=2), Kind.REQUEUE, 1, ("n2", "n3", "n4")),
+        (Situation(137, KILLED, nodes=3, needed=4, fewest=2), Kind.RESTART, 137, ()),  # once may be chance
+        (Situation(75, progress=True, phase=8), Kind.REQUEUE, 75, ()),
+        (Situation(75, progress=True, phase=8, chain=True), Kind.CHAIN, 0, ()),
+        (Situation(75, progress=True, phase=8, has_phase=True), Kind.RESTART, 75, ()),
+    ],
+)
+def test_decisions(now: Situation, kind: Kind, code: int, exclude: tuple[str, ...]) -> None:
+    action = decide(now)
+    assert (action.kind, action.code, action.exclude) == (kind, code, exclude)
+    assert action.reason
+
+
+def test_a_broken_job_does_not_restart_for_ever() -> None:
+    for end in (ERROR, KILLED, ECC, PORT, LOST_PEER, None):
+        now = Situation(1, end, nodes=4, needed=2, failures=3)
+        assert decide(now).kind is Kind.END
+        assert decide(dataclasses.replace(now, chain=True)).kind is Kind.END
+
+
+LINES = [
+    "srun: error: n2: task 1: Killed",
+    "srun: launch/slurm: _step_signal: Terminating StepId=7.2",
+    "slurmstepd-n1: error: *** STEP 7.2 ON n1 CANCELLED AT 2026-11-23T18:41:48 ***",
+    "srun: error: n1: task 0: Terminated",
+]
+LATE = ["srun: error: n1: task 0: Exited with exit code 1", *LINES[1:2], "srun: error: n2: task 1: Killed"]
+
+
+@pytest.mark.parametrize(
+    "code, failures, rank_0, lines, expected",
+    [
+        (0, [], None, [], (0, None, None)),
+        (143, [], None, LINES, (137, 1, "n2")),
+        (1, [LOST_PEER], LOST_PEER, LATE, (137, 1, "n2")),
+        (1, [LOST_PEER, ERROR], LOST_PEER, LINES, (1, 3, "n2")),
+        (137, [ERROR, LOST_PEER], LOST_PEER, [], (1, 3, "n2")),
+        (143, [], End(0, "n1", 0.0, 75, ""), LINES[1:], (75, None, None)),
+        (143, [], End(0, "n1", 0.0, 0, ""), LINES[1:], (0, None, None)),
+        (2, [MISTAKE], MISTAKE, [], (2, 0, "n1")),
+        (1, [LOST_PEER], LOST_PEER, [], (1, 0, "n1")),
+        (-9, [], None, [], (137, None, None)),
+        (12, [], None, ["srun: error: tasks 0-7: Exited with exit code 12"], (12, None, None)),
+    ],
+)
+def test_the_exit_code_is_that_of_the_first_failure(
+    code: int, failures: list[End], rank_0: End | None, lines: list[str], expected: tuple[int, int | None, str | None]
+) -> None:
+    found, first = rank_step.judge(code, failures, rank_0, lines)
+    assert (found, None if first is None else first.rank, None if first is None else first.host) == expected
+
+
+def test_fields_of_a_job() -> None:
+    fields = slurm.parse_facts(
+        "JobId=7 JobName=a=b Requeue=0 EndTime=2027-11-23T18:41:41 PreemptTime=2026-11-23T18:56:04 CPUs/Task=1 Power="
+    )
+    assert (fields["JobId"], fields["Requeue"], fields["CPUs/Task"]) == ("7", "0", "1")
+    assert slurm.is_preempted(fields)
+    assert not slurm.is_preempted({"PreemptTime": "None"})
+    assert not slurm.is_preempted({})
