@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from tools.chaos.job import Fault, Traced
-from tools.chaos.runs import Layout
-from tools.chaos.tracing import MOMENT_OF, MOMENTS
+from tools.faults.job import Fault, Traced
+from tools.faults.runs import Layout
+from tools.faults.tracing import MOMENT_OF, MOMENTS, STARTING
 
 
 class Faults:
@@ -37,9 +37,9 @@ class Faults:
         roles = [f"rank {rank}" for rank in range(layout.ranks)]
         roles += ["writer"] * any(key[0] == "writer" for key in traced.lines)
         if moment == "starting":
-            found = [key for key in traced.lines if not key[3]]
+            found = [key for key in traced.lines if key[3] == STARTING and key[1] in MOMENT_OF]
         else:
-            found = [key for key in traced.lines if key[3] and MOMENT_OF[key[1]] == moment]
+            found = [key for key in traced.lines if key[3] != STARTING and MOMENT_OF.get(key[1]) == moment]
         if not found:
             victim = self._chance.choice([*roles, "all"])
             return Fault("any time", victim, step=self._chance.randint(1, 8), delay=self._chance.random() * 0.05)
@@ -47,4 +47,4 @@ class Faults:
         key = self._chance.choice(sorted(key for key in found if key[0] == role))
         victim = self._chance.choice([role, role, "all", *roles])
         times = min(left if moment == "training" else left // every, 8) * traced.lines[key] / steps
-        return Fault(moment, victim, key[1:], role, max(1, int(max(1.0, times) ** self._chance.random())) if key[3] else 1)
+        return Fault(moment, victim, key[1:], role, max(1, int(max(1.0, times) ** self._chance.random())) if key[3] != STARTING else 1)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import native
-from tools.chaos.faults import Faults
-from tools.chaos.job import Fault, Job, Listener, Start, Traced, processes_of
-from tools.chaos.runs import SETTINGS, Layout, Undisturbed, difference, exact, saves_every
+from tools.faults.choice import Faults
+from tools.faults.job import Fault, Job, Listener, Start, Traced, processes_of
+from tools.faults.runs import SETTINGS, Layout, Undisturbed, difference, exact, saves_every
 
 #: Steps of a run of tools/chaos_checkpoint.
 STEPS = 60
@@ -144,12 +144,12 @@ class Trajectory:
                 break
         ended = job.codes()
         job.stop(grace=2.0 if self._chance.random() < 0.5 else 0.0)
-        if resumed is None and (job.first_step or (struck is None and None not in ended)):  # it may have had nothing to do
+        by_itself = struck is None or struck.fault.victim == "writer"
+        if resumed is None and (job.first_step or (by_itself and None not in ended)):  # it may have had nothing to do
             self._check_start(log, complete, time.monotonic() - started)
         if self._chance.random() < 0.5 or fault is None:  # else the next job starts while the writer of this one may still commit
             self._await_writers(job)
         self._compare()
-        by_itself = struck is None or struck.fault.victim == "writer"
         if by_itself and any(ended):
             self._report(f"start {self._attempt} ended with exit codes {ended}: {log.read_text()[-1500:]}", struck)
         if struck is not None and not by_itself:
@@ -192,12 +192,24 @@ class Trajectory:
     def _compare(self) -> None:
         """Compare all complete checkpoints that were not compared yet with those of the undisturbed run."""
         for folder in native.complete(self._run_dir):
-            key = f"{folder.name} {folder.stat().st_ino}"
+            try:
+                key = f"{folder.name} {folder.stat().st_ino}"
+            except FileNotFoundError:
+                self._check_removal(folder)
+                continue
             if key not in self._compared and (folder / native.INDEX).is_file():
                 self._compared.add(key)
                 wrong = difference(folder, self._undisturbed.run_dir)
-                if wrong and (folder / native.INDEX).is_file():  # else it was removed meanwhile, as checkpoint.keep says
+                if wrong and not (folder / native.INDEX).is_file():
+                    self._check_removal(folder)
+                elif wrong:
                     self._report(wrong)
+
+    def _check_removal(self, folder: Path) -> None:
+        """Check that a checkpoint that a writer has removed meanwhile is not one that checkpoint.keep keeps."""
+        newer = [other for other in native.complete(self._run_dir) if native.step_of(other) > native.step_of(folder)]
+        if len(newer) < self._keep:
+            self._report(f"{folder.name} was removed, although {len(newer)} checkpoints are newer and checkpoint.keep={self._keep}")
 
     def _await_writers(self, job: Job) -> None:
         deadline = time.monotonic() + 30

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tools.faults.tracing import STARTING
+
 ROOT = Path(__file__).resolve().parents[2]
 INJECT = Path(__file__).parent / "inject"
 
@@ -64,7 +66,7 @@ def preload() -> None:
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     from multiprocessing import forkserver
 
-    multiprocessing.set_forkserver_preload(["tools.chaos.preload"])
+    multiprocessing.set_forkserver_preload(["tools.faults.preload"])
     forkserver.ensure_running()
 
 
@@ -90,7 +92,7 @@ class Fault:
     Attributes:
         moment: a key of tracing.MOMENTS, or "any time".
         victim: "rank 0", "rank 1", ..., "writer" or "all".
-        line: (file, line, whether training has begun) that `role` executes for the `count`-th time; None: a random time.
+        line: (file, line, phase) that `role` executes for the `count`-th time; None: a random time.
         role: the process that is stopped there.
         count: see line.
         step: for a random time, the step in which it lies.
@@ -100,7 +102,7 @@ class Fault:
 
     moment: str
     victim: str
-    line: tuple[str, int, bool] | None = None
+    line: tuple[str, int, str] | None = None
     role: str = ""
     count: int = 1
     step: int = 0
@@ -111,8 +113,8 @@ class Fault:
         """The fault as tracing.install reads it."""
         if self.line is None:
             return "null"
-        file, line, started = self.line
-        return json.dumps({"id": self.token, "role": self.role, "file": file, "line": line, "started": started, "count": self.count})
+        file, line, phase = self.line
+        return json.dumps({"id": self.token, "role": self.role, "file": file, "line": line, "phase": phase, "count": self.count})
 
 
 class Listener:
@@ -159,21 +161,21 @@ class Traced:
     """What processes of all jobs have reported.
 
     Attributes:
-        lines: (role, file, line, whether training had begun) -> how often a process executed it, at least.
+        lines: (role, file, line, phase of tracing.PHASES) -> how often a process executed it, at least.
         functions: (file, line) -> name of the function.
     """
 
-    lines: dict[tuple[str, str, int, bool], int] = field(default_factory=dict)
+    lines: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
     functions: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def add(self, role: str, message: dict[str, Any]) -> None:
         """Note the lines of a message."""
         if "line" in message:
-            file, line, started = message["line"]
-            self.lines.setdefault((role, file, line, started), 1)
+            file, line, phase = message["line"]
+            self.lines.setdefault((role, file, line, phase), 1)
             self.functions[file, line] = message["function"]
-        for file, line, started, count in message.get("counts", []):
-            self.lines[role, file, line, started] = max(count, self.lines.get((role, file, line, started), 1))
+        for file, line, phase, count in message.get("counts", []):
+            self.lines[role, file, line, phase] = max(count, self.lines.get((role, file, line, phase), 1))
 
 
 class Job:
@@ -196,7 +198,7 @@ class Job:
         job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | {"CHAOS_SOCKET": listener.name}
         job |= {"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         job |= {} if fault is None else {"CHAOS_FAULT": fault.environment()}
-        command = ["-m", "tools.chaos.tracing", *arguments]
+        command = ["-m", "tools.faults.tracing", *arguments]
         self.ranks: dict[str, Process] = {}
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -215,7 +217,7 @@ class Job:
         traced.add(role, message)
         if "role" in message and role == "writer":
             self.writers.append(pid)
-        if pid == self.ranks["rank 0"].pid and message.get("line", ("", 0, False))[2]:
+        if pid == self.ranks["rank 0"].pid and message.get("line", ("", 0, STARTING))[2] != STARTING:
             self.first_step = True
         return role, message, connection
 
@@ -240,7 +242,7 @@ class Job:
 
     def living_writers(self) -> list[int]:
         """Process ids of the writers that still run."""
-        return [pid for pid in self.writers if _is_alive(pid)]
+        return [pid for pid in self.writers if is_alive(pid)]
 
 
 def processes_of(name: str) -> list[int]:
@@ -249,21 +251,26 @@ def processes_of(name: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if f"CHAOS_SOCKET={name}".encode() in (folder / "environ").read_bytes() and _is_alive(int(folder.name)):
+                if f"CHAOS_SOCKET={name}".encode() in (folder / "environ").read_bytes() and is_alive(int(folder.name)):
                     found.append(int(folder.name))
     return found
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits to be reaped does not."""
+def process_state(pid: int) -> str:
+    """The state of a process as in `ps`; X without it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    return process_state(pid) not in "ZX"
 
 
 def _signal(pid: int, number: int) -> bool:
-    if not _is_alive(pid):
+    if not is_alive(pid):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

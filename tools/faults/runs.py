@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
-from tools.chaos.job import Job, Listener, Start, Traced
+from tools.faults.job import Job, Listener, Start, Traced
 
 #: A tiny model whose step takes milliseconds; fp32 on a CPU is deterministic.
 SETTINGS = (

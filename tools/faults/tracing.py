@@ -1,7 +1,7 @@
-"""Traces the lines of a process of a job, reports them to tools/chaos_checkpoint, and stops at the line where a fault is to happen.
+"""Traces the lines of a process of a job, reports them to tools/chaos_checkpoint or tools/chaos, and stops at the line of a fault.
 
 The pipeline knows nothing of this: `sys.settrace` calls back for every line of the files below. A process that reaches the line of its
-fault waits for the answer of the tool, which meanwhile kills this process or others with SIGKILL.
+fault waits for the answer of the tool, which meanwhile kills this process or others, or does something else to the job.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import socket
 import sys
 import threading
@@ -24,10 +25,12 @@ MOMENTS = {
     "staging": (
         "pipeline/checkpoint/staging.py",
         "pipeline/checkpoint/async_save.py",
+        "pipeline/checkpoint/writer_connection.py",
         "pipeline/checkpoint/writer_process.py",
         "pipeline/training/saves.py",
     ),
     "writing": (
+        "pipeline/checkpoint/attempt.py",
         "pipeline/checkpoint/writer.py",
         "pipeline/checkpoint/data_file.py",
         "pipeline/checkpoint/records.py",
@@ -52,8 +55,27 @@ MOMENTS = {
     ),
 }
 MOMENT_OF = {file: moment for moment, files in MOMENTS.items() for file in files}
-#: The moment at which training has begun.
-FIRST_STEP = ("pipeline/training/trainer.py", "train")
+#: Further files that are traced.
+MORE = (
+    "pipeline/training/replicated_engine.py",
+    "pipeline/training/zero_engine.py",
+    "pipeline/training/validation.py",
+    "pipeline/training/run.py",
+    "pipeline/common/artifact.py",
+    "pipeline/common/process_exit.py",
+    "pipeline/parallel/mesh.py",
+)
+#: The phases of a process.
+STARTING, TRAINING, FINISHING, LEAVING = "starting", "training", "finishing", "leaving"
+#: (file, function, event of sys.settrace) -> the phase that begins there. "leaving" begins after the manifest.
+PHASES = {
+    ("pipeline/training/trainer.py", "train", "call"): TRAINING,
+    ("pipeline/checkpoint/writer.py", "hand_over", "call"): TRAINING,
+    ("pipeline/training/saves.py", "finish", "call"): FINISHING,
+    ("pipeline/training/run_directory.py", "finish", "return"): LEAVING,
+}
+#: The function whose first return is reported: a step is trained.
+STEP = ("pipeline/training/trainer.py", "train", "return")
 
 
 class Tracer:
@@ -62,7 +84,7 @@ class Tracer:
     Args:
         role: "rank 0", "rank 1", ... or "writer".
         name: of the tool's socket.
-        fault: {"role", "file", "line", "started", "count"}: where to stop; None for nowhere.
+        fault: {"role", "file", "line", "phase", "count"}: where to stop; None for nowhere.
     """
 
     def __init__(self, role: str, name: str, fault: dict[str, Any] | None) -> None:
@@ -70,31 +92,39 @@ class Tracer:
         self._socket.connect(f"\0{name}")
         self._answers = self._socket.makefile("r")
         self._lock = threading.Lock()
-        self._started = role == "writer"
+        self._phase = STARTING
+        self._stepped = False
         self._files: dict[CodeType, str | None] = {}
-        self._counts: dict[tuple[str, int, bool], int] = {}
+        self._counts: dict[tuple[str, int, str], int] = {}
         own = fault is not None and fault["role"] == role
-        self._fault = (fault["file"], fault["line"], fault["started"]) if fault is not None and own else None
+        self._fault = (fault["file"], fault["line"], fault["phase"]) if fault is not None and own else None
         self._stop_at = fault["count"] if fault is not None else 0
-        self._send({"role": role, "pid": os.getpid()})
+        slurm = {name: os.environ.get(f"SLURM_{name.upper()}", "") for name in ("job_id", "step_id")}
+        self._send({"role": role, "pid": os.getpid(), "node": socket.gethostname(), **slurm})
 
     def call(self, frame: FrameType, _event: str, _argument: object) -> Any:
         """Trace the lines of a function if it is in one of the files (the protocol of sys.settrace)."""
         code = frame.f_code
         if code not in self._files:
             name = code.co_filename.removeprefix(ROOT)
-            self._files[code] = name if name in MOMENT_OF and code.co_name != "<module>" else None
+            self._files[code] = name if (name in MOMENT_OF or name in MORE) and code.co_name != "<module>" else None
         file = self._files[code]
         if file is None:
             return None
-        if (file, code.co_name) == FIRST_STEP:
-            self._started = True
+        self._phase = PHASES.get((file, code.co_name, "call"), self._phase)
         return self.line
 
     def line(self, frame: FrameType, event: str, _argument: object) -> Any:
         """Count a line; stop at that of the fault."""
+        file = self._files[frame.f_code] or ""
+        if event == "return":
+            where = (file, frame.f_code.co_name, event)
+            self._phase = PHASES.get(where, self._phase)
+            if where == STEP and not self._stepped:
+                self._stepped = True
+                self._send({"stepped": True})
         if event == "line":
-            key = (self._files[frame.f_code] or "", frame.f_lineno, self._started)
+            key = (file, frame.f_lineno, self._phase)
             self._counts[key] = count = self._counts.get(key, 0) + 1
             if count == 1:
                 self._send({"line": key, "function": frame.f_code.co_name})
@@ -102,13 +132,17 @@ class Tracer:
                 self._stop(key, frame.f_code.co_name)
         return self.line
 
-    def _stop(self, key: tuple[str, int, bool], function: str) -> None:
-        """Report the fault's line and wait: the tool kills this process, or others and then answers."""
-        with self._lock:
-            landed = {"landed": key, "function": function, "fault": os.environ["CHAOS_FAULT"]}
-            with suppress(OSError):
-                self._socket.sendall(json.dumps(landed).encode() + b"\n")
-                self._answers.readline()
+    def _stop(self, key: tuple[str, int, str], function: str) -> None:
+        """Report the fault's line and wait until the tool answers; meanwhile report signals that the pipeline records."""
+        with self._lock, suppress(OSError):
+            self._say({"landed": key, "function": function, "fault": os.environ["CHAOS_FAULT"]})
+            received: set[int] = set()
+            while not select.select([self._socket], [], [], 0.05)[0]:
+                signals = sys.modules.get("pipeline.common.signals")
+                if signals is not None and signals.received > received:
+                    received = set(signals.received)
+                    self._say({"received": sorted(received)})
+            self._answers.readline()
 
     def report_counts(self) -> None:
         """Send how often each line was executed."""
@@ -117,7 +151,10 @@ class Tracer:
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock, suppress(OSError):  # the tool has ended
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._say(message)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 def install(role: str) -> None:
@@ -129,7 +166,7 @@ def install(role: str) -> None:
 
 
 def run_rank() -> None:
-    """Be a rank: `python -m tools.chaos.tracing ARGUMENTS` runs `python -m pipeline ARGUMENTS`."""
+    """Be a rank: `python -m tools.faults.tracing ARGUMENTS` runs `python -m pipeline ARGUMENTS`."""
     import runpy
 
     install(f"rank {os.environ.get('RANK', '0')}")
@@ -138,6 +175,6 @@ def run_rank() -> None:
 
 
 if __name__ == "__main__":
-    from tools.chaos import tracing
+    from tools.faults import tracing
 
     tracing.run_rank()

@@ -1,0 +1,1 @@
+"""Faults of Slurm jobs on the dev cluster, for tools/chaos."""
