@@ -27,6 +27,7 @@ ORDER = (
     "conversion",
     "checkpoint",
     "data",
+    "preflight",
     "parallel",
     "config",
     "models",
@@ -135,8 +136,9 @@ def test_launch_and_config_load_no_torch() -> None:
         (["--help"], 0),
         (["stage=pretrain", "optimizer.lr=-1"], 2),
         (["-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4", "hydra/launcher=slurm", "cluster=devcluster", "dry_run=true"], 0),
+        (["stage=submit", "submit.stages=[shard,pretrain,convert]", "dry_run=true"], 0),
     ],
-    ids=["help", "check", "render"],
+    ids=["help", "check", "render", "submit"],
 )
 def test_no_torch_is_loaded(arguments: list[str], code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "pipeline", *arguments]
