@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.launch import slurm
 
-#: Timeout of a command, seconds.
+#: Timeout of sbatch, seconds.
 TIMEOUT = 60
 #: Between the fields of a line of squeue.
 _SEPARATOR = "\x1f"
@@ -117,10 +118,9 @@ def queue() -> list[QueuedJob]:
     Raises:
         UserError: squeue is not installed or did not answer.
     """
-    command = ["squeue", "--me", "--noheader", f"--format={_SEPARATOR.join(('%A', '%j', '%Z', '%o'))}"]
     try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
+        printed = slurm.command(["squeue", "--me", "--noheader", f"--format={_SEPARATOR.join(('%A', '%j', '%Z', '%o'))}"])
+    except slurm.SlurmError as error:
         fix = "try again later: which jobs are submitted depends on those that still wait or run"
         raise UserError.of("slurm", "squeue", f"failed: {error}", fix) from error
     fields = [line.split(_SEPARATOR, 3) for line in printed.splitlines() if line.strip()]
@@ -133,20 +133,20 @@ def is_pending(name: str, environment: Mapping[str, str] | None = None) -> bool:
     Raises:
         UserError: squeue is not installed or did not answer.
     """
-    command = ["squeue", "--me", "--noheader", "--format=%A", "--states=PENDING", f"--name={name}"]
     try:
-        return bool(subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True, env=environment).stdout.split())
-    except (OSError, subprocess.SubprocessError) as error:
+        words = ["squeue", "--me", "--noheader", "--format=%A", "--states=PENDING", f"--name={name}"]
+        return bool(slurm.command(words, environment).split())
+    except slurm.SlurmError as error:
         raise UserError.of("job", name, f"squeue failed: {error}", "try again later") from error
 
 
 def cancel(jobs: Iterable[int]) -> bool:
     """Cancel jobs and return whether scancel succeeded. Completed jobs are not an error."""
-    command = ["scancel", *map(str, jobs)]
     try:
-        return subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
+        slurm.command(["scancel", *map(str, jobs)])
+    except slurm.SlurmError:
         return False
+    return True
 
 
 def absent() -> list[Violation]:
@@ -191,9 +191,8 @@ def _answer(text: str) -> Violation | None:
 def _time_limits() -> dict[str, str]:
     """The time limit of every partition; that of the default partition also under an empty name. Empty if sinfo fails."""
     try:
-        command = ["sinfo", "--noheader", "--format=%P|%l"]
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+        printed = slurm.command(["sinfo", "--noheader", "--format=%P|%l"])
+    except slurm.SlurmError:
         return {}
     limits = dict(line.rsplit("|", 1) for line in printed.split())
     default = [limit for name, limit in limits.items() if name.endswith("*")]

@@ -68,6 +68,7 @@ class Supervisor:
         self._limit = _seconds_of(self._fields.get("EndTime", ""))
         self._can_requeue = config is not None and self._fields.get("Requeue", "1") == "1"
         self._asked = 0.0
+        self._told_to_end = False
 
     def run(self) -> int:
         """Run the ranks until the stage is finished or another job continues; returns the exit code of the job.
@@ -211,9 +212,11 @@ class Supervisor:
 
     def _look(self, process: subprocess.Popen[bytes]) -> None:
         """Pass on signals that reached this process, and ask for a checkpoint before the time limit."""
-        if self._next is not None and signal.SIGTERM in signals.received and not slurm.is_preempted(slurm.facts(self._granted.job)):
-            slurm.cancel(self._next)  # at once: a job that is canceled may be killed before its ranks have ended
-            self._next = None
+        if self._next is not None and signal.SIGTERM in signals.received and not self._told_to_end:
+            self._told_to_end = True
+            if not slurm.is_preempted(slurm.facts(self._granted.job)):
+                slurm.cancel(self._next)  # at once: a job that is canceled may be killed before its ranks have ended
+                self._next = None
         now = time.time()
         late = self._limit - now < LEAD and self._trains
         if (late or signal.SIGUSR1 in signals.received) and now - self._asked > REPEAT:
