@@ -41,6 +41,7 @@ JOBS = {
     "devcluster": (PRETRAIN, cluster("devcluster")),
     "juwels": (dataclasses.replace(PRETRAIN, stage="tokenize", name="tokenize"), dataclasses.replace(cluster("juwels"), account="fir")),
     "range": (PRETRAIN, dataclasses.replace(cluster("juwels"), nodes=64, min_nodes=8, spares=1, account="fir")),
+    "spares": (PRETRAIN, dataclasses.replace(cluster("juwels"), nodes=8, spares=2, account="fir")),
     "awkward": (
         job.Job("a b", "shard", ("data.input=[/data/a b,/c]", "tracking.name='it''s'"), Path('/srv/my "runs" #1'), "/srv/x y/slurm-%j.out"),
         ClusterConfig(qos="long", memory="480G", sbatch=["--comment=two words", "--exclusive", "-C gpu"]),
