@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +82,56 @@ def difference(checkpoint: Path, run_dir: Path) -> str:
         checkpoint: a folder.
         run_dir: of a run with all its checkpoints. A stale tensor is one that equals that of another step.
     """
+
+    def unequal(name: str, kind: str, mine: torch.Tensor, other: torch.Tensor) -> str:
+        if torch.equal(mine, other):
+            return ""
+        same = [folder.name for folder in native.complete(run_dir) if torch.equal(mine, Checkpoint(folder).tensor(name, kind))]
+        return "differs" + (f"; it is that of {same[-1]}" if same else "")
+
     try:
-        ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(run_dir, native.step_of(checkpoint)))
-        if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
-            return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
-        if ours.names() != theirs.names():
-            return f"{checkpoint.name}: other weights"
-        for name in ours.names():
-            for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                if not torch.equal(found := ours.tensor(name, kind), theirs.tensor(name, kind)):
-                    same = [f.name for f in native.complete(run_dir) if torch.equal(found, Checkpoint(f).tensor(name, kind))]
-                    return f"{checkpoint.name}: {kind} of {name} differs" + (f"; it is that of {same[-1]}" if same else "")
+        return first_difference(checkpoint, run_dir, unequal)
     except Exception as error:  # a damaged checkpoint is a finding, not the end of the tool
         return f"{checkpoint.name}: {error}"
+
+
+def first_difference(checkpoint: Path, run_dir: Path, unequal: Callable[[str, str, torch.Tensor, torch.Tensor], str]) -> str:
+    """Compare a checkpoint with that of the same step of another run: counters, names, and each weight and moment.
+
+    Args:
+        checkpoint: a folder.
+        run_dir: of the other run.
+        unequal: says how two tensors differ, from their name, their kind, and both; empty if they do not.
+    """
+    ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(run_dir, native.step_of(checkpoint)))
+    if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
+        return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
+    if ours.names() != theirs.names():
+        return f"{checkpoint.name}: other weights"
+    for name in ours.names():
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            if found := unequal(name, kind, ours.tensor(name, kind), theirs.tensor(name, kind)):
+                return f"{checkpoint.name}: {kind} of {name} {found}"
     return ""
+
+
+def last_line(run_dir: Path) -> int:
+    """The last step in metrics.jsonl; 0 without one."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return max((json.loads(line).get("step", 0) for line in lines[-2:]), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest folder with an index; 0 without one."""
+    return max(steps_with_index(run_dir), default=0)
+
+
+def steps_with_index(run_dir: Path) -> list[int]:
+    """Steps of the folders with an index, by listing: independent of the catalog."""
+    return sorted(int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????/index.json"))
 
 
 def exact(run_dir: Path) -> list[tuple[Any, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 from pipeline.checkpoint import native
 from tools.faults.choice import Faults
 from tools.faults.job import Fault, Job, Listener, Start, Traced, processes_of
-from tools.faults.runs import SETTINGS, Layout, Undisturbed, difference, exact, saves_every
+from tools.faults.runs import SETTINGS, Layout, Undisturbed, difference, exact, last_line, newest_step, saves_every
 
 #: Steps of a run of tools/chaos_checkpoint.
 STEPS = 60
@@ -105,7 +104,7 @@ class Trajectory:
             fault = None
             if len(self._rows) < faults and tried < 3 * faults:
                 steps = self._undisturbed.steps
-                fault = self._faults.choose(self._layout, self._traced, steps, steps - _newest(self._run_dir), self._every)
+                fault = self._faults.choose(self._layout, self._traced, steps, steps - newest_step(self._run_dir), self._every)
                 tried += 1
             done = self._one_start(fault)
             if self._attempt > 3 * faults + 10:
@@ -118,7 +117,7 @@ class Trajectory:
         """Start the command once, with a fault or without. Returns whether the run is complete."""
         self._attempt += 1
         log = self._folder / f"{self._attempt}.log"
-        complete = _newest(self._run_dir)
+        complete = newest_step(self._run_dir)
         job = Job(self._start, self._arguments, self._layout.ranks, self._listener, fault, log)
         started = quiet = struck_at = time.monotonic()
         struck: Row | None = None
@@ -130,13 +129,13 @@ class Trajectory:
             if resumed is None and job.first_step:
                 resumed = self._check_start(log, complete, time.monotonic() - started)
             if struck is None and fault is not None and (where := self._is_time(job, message, complete)):
-                row = Row(fault, where, self._layout.name, _lines(self._run_dir), _newest(self._run_dir))
+                row = Row(fault, where, self._layout.name, last_line(self._run_dir), newest_step(self._run_dir))
                 if job.strike(message[2] if message is not None else None):
                     struck, struck_at = row, time.monotonic()
                     self._rows.append(row)
                     if fault.victim != "writer":
                         break
-            if struck is not None and _newest(self._run_dir) > struck.complete:  # the job went on
+            if struck is not None and newest_step(self._run_dir) > struck.complete:  # the job went on
                 struck.seconds = time.monotonic() - struck_at
                 break
             if time.monotonic() - quiet > PATIENCE:
@@ -164,15 +163,15 @@ class Trajectory:
                 return ""
             file, line, _ = message[1]["landed"]
             return f"{message[0]} at {Path(file).name}:{line} ({message[1]['function']})"
-        if not job.first_step or _lines(self._run_dir) < min(job.fault.step + begun, self._undisturbed.steps - 3):
+        if not job.first_step or last_line(self._run_dir) < min(job.fault.step + begun, self._undisturbed.steps - 3):
             return ""
         time.sleep(job.fault.delay)
         partial = sorted((self._run_dir / "checkpoints").glob(".step-*"))
         content = [path.name for path in partial[:1] for path in path.glob("*")]
         return (
-            f"after line {_lines(self._run_dir)}, {partial[0].name}: {len(content)} files"
+            f"after line {last_line(self._run_dir)}, {partial[0].name}: {len(content)} files"
             if partial
-            else f"after line {_lines(self._run_dir)}"
+            else f"after line {last_line(self._run_dir)}"
         )
 
     def _check_start(self, log: Path, complete: int, seconds: float) -> int:
@@ -227,8 +226,8 @@ class Trajectory:
             names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in left]
             self._report(f"processes run after the end: {names}")
         self._compare()
-        if _newest(self._run_dir) != self._undisturbed.steps:
-            self._report(f"the newest checkpoint is of step {_newest(self._run_dir)}")
+        if newest_step(self._run_dir) != self._undisturbed.steps:
+            self._report(f"the newest checkpoint is of step {newest_step(self._run_dir)}")
         if (ours := exact(self._run_dir)) != (theirs := exact(self._undisturbed.run_dir)):
             first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), f"{len(ours)} lines")
             self._report(f"metrics.jsonl differs: {first}")
@@ -247,21 +246,6 @@ class Trajectory:
         if row is None and not self._rows:
             self._rows.append(Row(Fault("none", "none"), "", self._layout.name, 0, 0))
         (row or self._rows[-1]).problems.append(problem)
-
-
-def _newest(run_dir: Path) -> int:
-    """The step of the newest folder with an index, by listing: independent of the catalog. 0 without one."""
-    steps = [int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????/index.json")]
-    return max(steps, default=0)
-
-
-def _lines(run_dir: Path) -> int:
-    """The last step in metrics.jsonl; 0 without one."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return max((json.loads(line).get("step", 0) for line in lines[-2:]), default=0)
-    except (OSError, ValueError):
-        return 0
 
 
 def run(faults: int, seed: int, layouts: tuple[Layout, ...], data: Path, folder: Path, start: Start, steps: int = STEPS) -> Iterator[Row]:

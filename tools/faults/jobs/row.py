@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tools.faults.jobs import cluster, verdict
 from tools.faults.jobs.cases import FEWER, ONE_NODE, OTHER, SAME, SPARE, SUBMISSION, Case, Layout
-from tools.faults.jobs.scene import Scene, last_line
+from tools.faults.jobs.scene import Scene
+from tools.faults.runs import last_line
 
 #: Seconds after which a run that is not complete is a defect.
 PATIENCE = 240.0

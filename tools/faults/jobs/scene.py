@@ -18,6 +18,7 @@ from tools.faults.job import INJECT, ROOT, Listener, Traced, is_alive, processes
 from tools.faults.jobs import cluster
 from tools.faults.jobs.cases import FEWER, ONE_NODE, SETTINGS, SPARE, Case, Layout
 from tools.faults.jobs.kinds import KINDS
+from tools.faults.runs import steps_with_index
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Scene:
 
     def note_fault(self) -> None:
         """Note the state of the run at the time of the fault."""
-        steps = _steps(self.run_dir)
+        steps = steps_with_index(self.run_dir)
         self.complete, self.complete_before = ([0, 0, *steps])[-1], ([0, 0, *steps])[-2]
         with contextlib.suppress(FileNotFoundError):
             self._log_size = (self.folder / "log").stat().st_size
@@ -191,17 +192,3 @@ class Scene:
         for job in (self.first_job, self.job, *self.dependents):
             cluster.command("scancel", "--quiet", str(job), check=False)
         self.wait(lambda: not any(cluster.is_alive(cluster.facts(job)) for job in (self.job, *self.dependents)), 30)
-
-
-def _steps(run_dir: Path) -> list[int]:
-    """Steps of the folders with an index, by listing: independent of the catalog."""
-    return sorted(int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????/index.json"))
-
-
-def last_line(run_dir: Path) -> int:
-    """The last step in metrics.jsonl; 0 without one."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return max((json.loads(line).get("step", 0) for line in lines[-2:]), default=0)
-    except (OSError, ValueError):
-        return 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import torch
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.reader import Checkpoint
-from tools.faults.runs import difference, exact
+from tools.faults.runs import difference, exact, first_difference
 
 #: Relative differences in another layout, which sums in another order.
 TOLERANCE = 1e-5
@@ -53,15 +51,10 @@ def _compare_metrics(run_dir: Path, undisturbed: Path, tolerance: float) -> list
 
 def _distance(checkpoint: Path, undisturbed: Path) -> str:
     """The weight or moment that differs by more than rounding, relative to its norm, or a counter; empty if none does."""
-    ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(undisturbed, native.step_of(checkpoint)))
-    if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
-        return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
-    if ours.names() != theirs.names():
-        return f"{checkpoint.name}: other weights"
-    for name in ours.names():
-        for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            mine, other = ours.tensor(name, kind).double(), theirs.tensor(name, kind).double()
-            distance = float(torch.linalg.vector_norm(mine - other) / torch.linalg.vector_norm(other).clamp(min=1e-30))
-            if distance > TOLERANCE:
-                return f"{checkpoint.name}: {kind} of {name} differs by {distance:.1e}"
-    return ""
+
+    def unequal(_name: str, _kind: str, mine: torch.Tensor, other: torch.Tensor) -> str:
+        norm = torch.linalg.vector_norm(other.double()).clamp(min=1e-30)
+        distance = float(torch.linalg.vector_norm(mine.double() - other.double()) / norm)
+        return f"differs by {distance:.1e}" if distance > TOLERANCE else ""
+
+    return first_difference(checkpoint, undisturbed, unequal)
