@@ -153,6 +153,8 @@ class Usr1(Kind):
         scene = self.scene
         full = ("--full",) if scene.chance.random() < 0.3 else ()
         self.saves = not (full and self.number == signal.SIGTERM)  # srun gets it as well, and kills the ranks
+        if not full and scene.case.moment == "start-up":  # it may end ranks that do not handle it yet: they are started again
+            self.ends_job = False
         alive, held = cluster.facts(scene.job)["JobState"] == "RUNNING", scene.held_is_alive()
         cluster.command("scancel", f"--signal={self.number.name[3:]}", *full, str(scene.job), check=False)
 
