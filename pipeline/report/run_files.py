@@ -1,0 +1,153 @@
+"""Reads the files of a run directory by their names; damaged lines are left out and named. Nothing below checkpoints/ is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.common import events, metrics_file
+from pipeline.common.artifact import MANIFEST
+
+CONFIG = "config.yaml"
+#: A folder with one of these is a run directory.
+OF_A_RUN = (events.FILE, metrics_file.FILE)
+#: Bytes at the end of metrics.jsonl that are read at first, and at most: about 200 and 10,000 steps.
+FIRST_BYTES, MOST_BYTES = 1 << 16, 1 << 22
+#: Sections of config.yaml that are read for all runs.
+_SECTIONS = ("stage", "training")
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a JSON Lines file.
+
+    Attributes:
+        content: the objects, in the order of their lines.
+        problems: one sentence for each kind of damage.
+    """
+
+    content: list[dict[str, Any]] = field(default_factory=list)
+    problems: tuple[str, ...] = ()
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the run directory of a training run."""
+    return any((folder / name).is_file() for name in OF_A_RUN)
+
+
+def read_events(run_dir: Path) -> Lines:
+    """Return the events, in the order of their lines."""
+    content = _content(run_dir / events.FILE)
+    return _parsed(events.FILE, content.splitlines(), lambda line: isinstance(line.get("event"), str) and _is_number(line.get("time")))
+
+
+def read_metrics(run_dir: Path) -> Lines:
+    """Return all lines of metrics.jsonl."""
+    return _metrics(_content(run_dir / metrics_file.FILE))
+
+
+def read_last_metrics(run_dir: Path, *, validations: bool) -> Lines:
+    """Return the last lines of metrics.jsonl.
+
+    Args:
+        run_dir: the run directory.
+        validations: read back to the last validation, at most MOST_BYTES.
+    """
+    path = run_dir / metrics_file.FILE
+    try:
+        with open(path, "rb") as handle:
+            size, wanted, text = os.fstat(handle.fileno()).st_size, FIRST_BYTES, b""
+            while len(text) < min(size, wanted):
+                handle.seek(max(size - wanted, 0))
+                text = handle.read(min(size, wanted))
+                if validations and b'"validation_loss"' not in text and wanted < MOST_BYTES:
+                    wanted *= 4
+    except FileNotFoundError:
+        return Lines()
+    if len(text) < size:
+        text = text.partition(b"\n")[2]  # the first line is cut
+    return _metrics(text)
+
+
+def changed(run_dir: Path, name: str) -> float | None:
+    """Return when a file was last written, seconds since 1970; None if it does not exist."""
+    try:
+        return (run_dir / name).stat().st_mtime
+    except OSError:
+        return None
+
+
+def read_config(run_dir: Path, *, whole: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the resolved configuration as nested dictionaries, and what is wrong with the file.
+
+    Args:
+        run_dir: the run directory.
+        whole: all sections; otherwise those that every run needs, which takes a fifth of the time.
+    """
+    text = _content(run_dir / CONFIG).decode(errors="replace")
+    if not whole:
+        text = "".join(re.findall(rf"^(?:{'|'.join(_SECTIONS)}):\n(?:[ -].*\n?)*", text, re.MULTILINE))
+    try:
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        return {}, (f"{CONFIG} is damaged: {' '.join(str(error).split())[:120]}",)
+    if content is None and not text:
+        return {}, ()
+    return (content, ()) if isinstance(content, dict) else ({}, (f"{CONFIG} is damaged: it is no mapping",))
+
+
+def read_manifest(run_dir: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Return the manifest of a completed run, None if there is none, and what is wrong with the file."""
+    if not (text := _content(run_dir / MANIFEST)):
+        return None, ()
+    try:
+        content = json.loads(text)
+        return {**content, "totals": dict(content["totals"])}, ()
+    except (ValueError, TypeError, KeyError):
+        return None, (f"{MANIFEST} is damaged, or no stage wrote it",)
+
+
+def _content(path: Path) -> bytes:
+    """The content of a file; empty if there is none."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+
+
+def _metrics(text: bytes) -> Lines:
+    """Lines of metrics.jsonl."""
+    return _parsed(metrics_file.FILE, text.splitlines(), lambda line: isinstance(line.get("step"), int))
+
+
+def _parsed(name: str, lines: Iterable[bytes], is_valid: Any) -> Lines:
+    """The objects of lines, and the numbers of those that are none, counted from the last line."""
+    content, damaged = [], []
+    numbered = list(enumerate(reversed([line for line in lines if line.strip()]), start=1))
+    for number, line in reversed(numbered):
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict) and is_valid(parsed):
+            content.append(parsed)
+        else:
+            damaged.append(number)
+    if not damaged:
+        return Lines(content)
+    if damaged == [1]:
+        return Lines(content, (f"{name}: the last line is incomplete",))
+    lines_text = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return Lines(content, (f"{name}: {lines_text} damaged; the last one is line {damaged[-1]} from the end",))
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
