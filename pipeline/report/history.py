@@ -34,7 +34,7 @@ class Spent:
         kind: training, or what they were lost to; a failure by its reason.
         node_hours: of this kind.
         count: number of starts of the ranks with this kind.
-        lost: whether no step that counts was trained in them.
+        lost: to failures, start-up or waiting nodes; training, validation and checkpoints are not lost.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class History:
 
     @property
     def lost(self) -> float:
-        """Node-hours in which no step that counts was trained."""
+        """Node-hours lost to failures, start-up and waiting nodes."""
         return sum(one.node_hours for one in self.spent if one.lost)
 
 
@@ -140,7 +140,10 @@ def spent(run: Run, seconds: Sequence[tuple[int, float]]) -> tuple[Spent, ...]:
         add(TRAINING, trained * nodes, lost=False)
         if starting:
             add(START_UP, starting * nodes)
-        add(start.reason or "failed" if start.failed else (_UNKNOWN_START_UP if start.ready is None else REST), rest * nodes)
+        if start.failed:
+            add(start.reason or "failed", rest * nodes)
+        else:
+            add(_UNKNOWN_START_UP if start.ready is None else REST, rest * nodes, lost=False)
     if (between := run.node_hours - of_starts) > 1e-9:
         add(BETWEEN, between)
     kinds = [Spent(kind, hours, count, lost) for (kind, lost), (hours, count) in found.items()]

@@ -73,7 +73,8 @@ class Run:
         skipped: steps that were skipped, because their gradient was not finite.
         save_failures: checkpoints in a row that could not be written.
         error: reason of the last start that failed, with its place.
-        last_sign: when events.jsonl or metrics.jsonl was last written, seconds since 1970.
+        last_sign: when the run last wrote an event or a step, seconds since 1970: the time of its last event if its end is recorded, else
+            also that of the last change of metrics.jsonl.
         life: its events.
         problems: files and lines that are damaged or missing.
     """
@@ -123,8 +124,7 @@ def read(run_dir: Path, now: float | None = None) -> Run:
     lines = run_files.read_last_metrics(run_dir, validations=training.get("validate_every") != 0)
     life = life_of(events.content)
     written = run_files.changed(run_dir, metrics_file.FILE)
-    signs = [sign for sign in (life.last, written) if sign is not None]
-    last_sign = max(signs, default=None)
+    last_sign = life.last if life.ended else max((sign for sign in (life.last, written) if sign is not None), default=None)
     numbers = _numbers(lines.content)
     steps = training.get("steps") if isinstance(training.get("steps"), int) else None
     done = None if manifest is None else manifest["totals"].get("step")
@@ -133,7 +133,7 @@ def read(run_dir: Path, now: float | None = None) -> Run:
     else:
         minutes = training.get("timeout_minutes")
         patience = 60 * (GRACE_MINUTES + (minutes if isinstance(minutes, int | float) else _TIMEOUT_MINUTES))
-        state, reason = _state(life, written, last_sign, now, patience)
+        state, reason = _state(life, written if numbers["step"] else None, last_sign, now, patience)
     job = life.jobs[-1] if life.jobs else None
     per_step = numbers["seconds_per_step"]
     left = None if state is not State.RUNNING or steps is None or per_step is None else max(steps - numbers["step"], 0) * per_step
@@ -187,7 +187,7 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
 
     Args:
         life: its events.
-        written: when metrics.jsonl was last written.
+        written: when metrics.jsonl was last written; None without a step.
         last_sign: when any of its files was.
         now: seconds since 1970.
         patience: seconds without a sign that a run that is alive may have.
@@ -209,7 +209,9 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
     else:
         assert start is not None
         code, reason = start.code, start.reason
-    return (State.STOPPED if code in (0, CONTINUE, TERMINATED) else State.FAILED), reason
+    if code == 0:
+        return State.STOPPED, "ended with exit code 0 before all steps were made"
+    return (State.STOPPED if code in (CONTINUE, TERMINATED) else State.FAILED), reason
 
 
 def duration(seconds: float) -> str:

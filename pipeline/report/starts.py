@@ -95,6 +95,11 @@ class Life:
     last: float | None
     problems: tuple[str, ...]
 
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the last start, and of its job, is recorded."""
+        return bool(self.starts) and self.starts[-1].end is not None and all(job.end is not None for job in self.jobs[-1:])
+
 
 def life_of(events: Sequence[dict[str, Any]]) -> Life:
     """Return the jobs and starts that events tell of; unknown events and fields are ignored."""
