@@ -79,9 +79,7 @@ class Chart:
     bottom: int = HEIGHT - BOTTOM
 
 
-def chart(
-    title: str, unit: str, series: Sequence[Series], across: str = "step", markers: Sequence[tuple[float, str]] = ()
-) -> Chart:
+def chart(title: str, unit: str, series: Sequence[Series], across: str = "step", markers: Sequence[tuple[float, str]] = ()) -> Chart:
     """Return a chart of series, at least one of which has a point.
 
     Args:

@@ -94,7 +94,9 @@ class Supervisor:
             run_state.remove_leftovers(self._run_dir, self._granted.job)
             self._failures = run_state.failures_in_a_row(self._run_dir)
             self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
-            times = {name: slurm.seconds_of(self._fields.get(field, "")) for name, field in (("started", "StartTime"), ("limit", "EndTime"))}
+            times = {
+                name: slurm.seconds_of(self._fields.get(field, "")) for name, field in (("started", "StartTime"), ("limit", "EndTime"))
+            }
             self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit(), **times)
             if self._config is not None:
                 snapshot.write_in_job(self._run_dir, self._arguments, self._config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -113,9 +114,9 @@ def lost(history: History) -> str:
     """Node-hours used, and lost by kind."""
     if history.run.node_hours is None:
         return "not known: no events"
-    kinds = [f"{one.node_hours:.2f} to {short(one.kind, 60)}" for one in history.spent if one.lost]
+    kinds = [f"{short(one.kind, 60)}: {one.node_hours:.2f}" for one in history.spent if one.lost]
     more = [f"{len(kinds) - _NAMED} more kinds"] if len(kinds) > _NAMED else []
-    listed = f": {'; '.join([*kinds[:_NAMED], *more])}" if kinds else ""
+    listed = f" ({'; '.join([*kinds[:_NAMED], *more])})" if kinds else ""
     return f"{history.lost:.2f} of {history.run.node_hours:.2f}{listed}"
 
 
@@ -133,8 +134,8 @@ def data(seen: tuple[Seen, ...]) -> str:
 
 
 def short(text: str, most: int = SHORT) -> str:
-    """A text in one line, cut at a number of characters."""
-    line = " ".join(text.split())
+    """A text in one line, without the source file with which PyTorch begins an error, cut at a number of characters."""
+    line = " ".join(re.sub(r"\[/[^]]*\.(?:cc|cpp|h):\d+\]", "", text).split())
     return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
 
 
@@ -161,7 +162,9 @@ def lines(history: History, width: int) -> Iterator[str]:
 
 def lines_now(run: Run, width: int) -> Iterator[str]:
     """Yield the part of the terminal view for which the end of the files is enough."""
-    loss_now = "-" if run.loss is None else f"{run.loss:.4f} over the last {LOSS_STEPS} steps; gradient norm {run.grad_norm or math.nan:.3g}"
+    loss_now = (
+        "-" if run.loss is None else f"{run.loss:.4f} over the last {LOSS_STEPS} steps; gradient norm {run.grad_norm or math.nan:.3g}"
+    )
     skipped = f"; {count(run.skipped, 'step')} skipped" if run.skipped else ""
     hours = "not known: no events" if run.node_hours is None else f"{run.node_hours:.2f}"
     found = [

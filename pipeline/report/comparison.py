@@ -69,6 +69,9 @@ def verdict(places: Sequence[Place]) -> str:
         return f"{best.name} has the lowest training loss ({best.run.loss:.4f}); no run was validated"
     if second is None or second.behind is None:
         return f"{best.name}: {best.run.validation_loss:.4f}; no other run was validated"
+    equal = [place.name for place in places if place.behind == 0]
+    if len(equal) > 1:
+        return f"{', '.join(equal)} have the same validation loss, {best.run.validation_loss:.4f}, which is the lowest"
     ahead = f"{best.name} has the lowest validation loss ({best.run.validation_loss:.4f}), {second.behind:.4f} below {second.name}"
     steps = {place.run.validation_step for place in places if place.behind is not None}
     other = "; the runs were validated at different steps" if len(steps) > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from pipeline.report.comparison import Place, compare, names_of, verdict
 from pipeline.report.history import History
 from pipeline.report.run import duration
 from pipeline.report.starts import Start
+from pipeline.report.table import problems
 
 #: Metrics that are drawn, in order.
 _DRAWN = ("loss", "validation_loss", "grad_norm", "tokens_per_second", "lr", "skipped", "memory_gb")
-_LAST_PART = 0.2
+#: Share of the steps that a second chart of the loss shows, and points of a series in a comparison.
+_LAST_PART, _MEANS = 0.2, 120
 _TEMPLATE = "run_report.html.jinja"
 
 #: title, explanation, head and rows
@@ -44,6 +47,7 @@ def of_run(history: History) -> str:
         answers=[*found, *last],
         charts=_charts([history], restarts),
         marked=bool(restarts),
+        first=[],
         tables=tables,
     )
 
@@ -60,27 +64,37 @@ def of_runs(histories: Sequence[History]) -> str:
     rows = [_compared(place, history) for place, history in zip(places, ordered, strict=True)]
     tables: list[Table] = [("Runs, the best one first", _NOISE, head, rows)]
     if any(place.values for place in places):
-        tables.append(("Settings that differ", "", ["run", "settings"], [[place.name, ", ".join(place.values)] for place in places]))
+        tables.append(("Settings that differ", "", ["run", "settings"], [[place.name, short(", ".join(place.values), 400)] for place in places]))
     return page.render(
         _TEMPLATE,
         f"{len(places)} runs",
         verdict=verdict(places),
         level="",
         more=more,
-        problems=[f"{place.name}: {problem}" for place in places for problem in place.run.problems],
+        problems=problems([(place.name, place.run) for place in places]),
         answers=[
             Answer("Which run is best, and by how much?", verdict(places)),
             Answer("Are they alive?", f"{', '.join(bad)}: see the table" if bad else "no run has failed", "bad" if bad else "good"),
-            *(Answer(f"When does {place.name} end?", end(place.run)) for place in places if place.run.seconds_left is not None),
+            Answer("When does the last one end?", _last_end(places)),
         ],
         charts=_charts(shown, []),
         marked=False,
-        tables=tables,
+        first=tables,
+        tables=[],
     )
 
 
+def _last_end(places: Sequence[Place]) -> str:
+    """The run that ends last, of those that are running."""
+    running = [place for place in places if place.run.seconds_left is not None]
+    if not running:
+        return "none is running"
+    last = max(running, key=lambda place: place.run.seconds_left or 0.0)
+    return f"{last.name}: {end(last.run)}"
+
+
 _NOISE = (
-    "Loss: mean of the last 20 steps. The errors are standard errors of the validation; runs that read the same samples differ less by chance "
+    "Loss: mean of the last 20 training steps. The errors are standard errors of the validation; runs that read the same samples differ less by chance "
     "than they say."
 )
 
@@ -115,10 +129,20 @@ def _charts(histories: Sequence[History], markers: Sequence[tuple[float, str]]) 
         ]
         if not any(one.points for one in series) or (metric == "skipped" and not any(value for s in series for _, value in s.points)):
             continue
-        drawn.append(charts.chart(metric.replace("_", " "), unit_of(metric), series, markers=markers))
+        title, several = metric.replace("_", " "), len(series) > 1 and metric != "validation_loss"
+        if several:  # lines of all steps would hide each other
+            series = [charts.Series(one.name, _means(one.points)) for one in series]
+        drawn.append(charts.chart(f"{title}, means" if several else title, unit_of(metric), series, markers=markers))
         if metric == "loss" and (late := _late(series)):
             drawn.append(charts.chart(f"loss, last {_LAST_PART:.0%} of the steps", unit_of(metric), late, markers=markers))
     return drawn
+
+
+def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The means of intervals of a series, at most _MEANS of them."""
+    size = -(-len(points) // _MEANS) or 1
+    parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts]
 
 
 def _late(series: Sequence[charts.Series]) -> list[charts.Series]:
@@ -130,18 +154,17 @@ def _late(series: Sequence[charts.Series]) -> list[charts.Series]:
 
 def _starts(starts: Sequence[Start]) -> Table:
     """The table of starts."""
-    head = ["start", "at", "job", "nodes", "from step", "layout", "because", "ended", "why it ended"]
+    head = ["start", "at", "job", "nodes", "from step", "layout", "time", "why it ended"]
     rows: list[list[Any]] = [
         [
             number,
             moment(start.begin),
             start.job.id if start.job else "-",
-            ", ".join(start.nodes) if len(start.nodes) <= 4 else f"{len(start.nodes)} ({start.nodes[0]} to {start.nodes[-1]})",
+            ", ".join(start.nodes) if len(start.nodes) <= 4 else f"{len(start.nodes)}: {start.nodes[0]} to {start.nodes[-1]}",
             start.step,
             start.layout or "-",
-            short(start.cause) or ("first start" if number == 1 else "-"),
-            "-" if start.end is None else f"after {duration(start.end - start.begin)}",
-            short(f"{start.reason} ({start.place})" if start.place else start.reason) or ("finished" if start.code == 0 else "-"),
+            "-" if start.end is None else duration(start.end - start.begin),
+            short(start.reason) or ("finished" if start.code == 0 else "-"),
         ]
         for number, start in enumerate(starts, start=1)
     ]
@@ -153,7 +176,8 @@ def _spent(history: History) -> Table:
     whole = history.run.node_hours or 0.0
     note = "Training: steps that count. A failure has the time after the last checkpoint of its start, and the time until it was noticed."
     rows: list[list[Any]] = [
-        [short(one.kind), "yes" if one.lost else "", one.count, f"{one.node_hours:.3f}", Bar(one.node_hours, whole)] for one in history.spent
+        [short(one.kind), "yes" if one.lost else "", one.count, f"{one.node_hours:.3f}", Bar(one.node_hours, whole)]
+        for one in history.spent
     ]
     return "Node-hours", note, ["spent on", "lost", "starts", "node-hours", "share"], rows
 

@@ -83,15 +83,24 @@ def text(rows: Sequence[Run], width: int) -> str:
 
 def _problems(rows: Sequence[Run], folder: str) -> list[str]:
     """A line for each problem, with the runs that have it."""
+    lines = problems([(os.path.relpath(run.run_dir, folder), run) for run in rows])
+    return ["", *lines] if lines else []
+
+
+def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
+    """Return a line for each problem of runs.
+
+    Args:
+        rows: names and runs.
+    """
     found: dict[str, list[str]] = {}
-    for run in rows:
+    for name, run in rows:
         for problem in run.problems:
-            found.setdefault(problem, []).append(os.path.relpath(run.run_dir, folder))
-    lines = [
+            found.setdefault(problem, []).append(name)
+    return [
         f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}: {problem}"
         for problem, names in found.items()
     ]
-    return ["", *lines] if lines else []
 
 
 def cells_of(run: Run) -> tuple[str, ...]:
