@@ -64,7 +64,9 @@ def of_runs(histories: Sequence[History]) -> str:
     rows = [_compared(place, history) for place, history in zip(places, ordered, strict=True)]
     tables: list[Table] = [("Runs, the best one first", _NOISE, head, rows)]
     if any(place.values for place in places):
-        tables.append(("Settings that differ", "", ["run", "settings"], [[place.name, short(", ".join(place.values), 400)] for place in places]))
+        tables.append(
+            ("Settings that differ", "", ["run", "settings"], [[place.name, short(", ".join(place.values), 400)] for place in places])
+        )
     return page.render(
         _TEMPLATE,
         f"{len(places)} runs",
@@ -94,8 +96,8 @@ def _last_end(places: Sequence[Place]) -> str:
 
 
 _NOISE = (
-    "Loss: mean of the last 20 training steps. The errors are standard errors of the validation; runs that read the same samples differ less by chance "
-    "than they say."
+    "Loss: mean of the last 20 training steps. The errors are standard errors of the validation; runs that read the same samples differ "
+    "less by chance than they say."
 )
 
 

@@ -66,7 +66,7 @@ def text(rows: Sequence[Run], width: int) -> str:
         rows: the runs, at least one.
         width: columns of the terminal; a row is cut there.
     """
-    folder = os.path.commonpath([os.path.dirname(run.run_dir) or "." for run in rows])
+    folder = os.path.commonpath([Path(run.run_dir).absolute().parent for run in rows])
     head = ("run", "state", "step", "loss", "validation", "tokens/s", "left", "restarts", "node-h", "job", "why")
     cells = [head, *((os.path.relpath(run.run_dir, folder), *cells_of(run)[1:]) for run in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
