@@ -93,10 +93,10 @@ def read(run_dir: Path, now: float | None = None) -> History:
     """Read a run; arguments as of run.read."""
     run = runs.read(run_dir, now)
     lines = run_files.read_metrics(run_dir)
-    config, _ = run_files.read_config(run_dir, whole=True)
+    config, config_problems = run_files.read_config(run_dir, whole=True)
     columns = metrics_file.columns(lines.content)
     found, problems = seen(config, run.life.corpora, run.samples or 0)
-    known = (*run.problems, *(problem for problem in (*lines.problems, *problems) if problem not in run.problems))
+    known = (*run.problems, *(problem for problem in (*config_problems, *lines.problems, *problems) if problem not in run.problems))
     return History(
         run=replace(run, problems=known),
         columns=columns,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common import events, metrics_file
 from pipeline.common.artifact import MANIFEST

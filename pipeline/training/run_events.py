@@ -40,22 +40,42 @@ def recorded(config: RunConfig, layout: Layout, hosts: Sequence[str], step: int,
         version=git_commit.version(),
         corpora=epochs(samples),
     )
+    written = _identity(run_dir)
     try:
         yield
     except ToBeContinued as stopped:
-        _end(run_dir, stopped.code, stopped.reason or "asked to stop by a signal")
+        _end(run_dir, written, stopped.code, stopped.reason or "asked to stop by a signal")
         raise
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = str(error.violations[0]) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         where = "" if isinstance(error, UserError) else f"{last.filename}:{last.lineno} ({last.name})"
-        _end(run_dir, 2 if isinstance(error, UserError) else 1, reason.partition("\n")[0], where)
+        _end(run_dir, written, 2 if isinstance(error, UserError) else 1, reason.partition("\n")[0], where)
         raise
-    _end(run_dir, 0, "finished")
+    _end(run_dir, written, 0, "finished")
 
 
-def _end(run_dir: Path, code: int, reason: str, where: str = "") -> None:
-    """Record the end, with the step of the newest checkpoint, -1 for none."""
+def _identity(run_dir: Path) -> tuple[int, int] | None:
+    """Device and inode of the file; None if it does not exist."""
+    try:
+        found = (run_dir / events.FILE).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _end(run_dir: Path, written: tuple[int, int] | None, code: int, reason: str, where: str = "") -> None:
+    """Record the end, with the step of the newest checkpoint, -1 for none.
+
+    Args:
+        run_dir: of the run.
+        written: identity of the file with the begin: a directory that was removed, or has become that of another run, gets no line.
+        code: exit code.
+        reason: in one line.
+        where: file and line of an error.
+    """
+    if written is None or _identity(run_dir) != written:
+        return
     complete = catalog.complete(run_dir)
     step = catalog.step_of(complete[-1]) if complete else -1
     events.record(run_dir, "run_end", step=step, code=code, reason=reason, where=where)
