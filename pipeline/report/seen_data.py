@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pipeline.config.data import CorpusConfig, DataConfig, PhaseConfig
-
 T = TypeVar("T")
 
 
@@ -63,7 +61,8 @@ def _in_proportion(epochs: Mapping[str, int], samples: int) -> dict[str, int]:
 
 def _blended(data: Mapping[str, Any], epochs: Mapping[str, int], samples: int, length: int) -> dict[str, int]:
     """Samples of the corpora of a blend, as its schedule assigns them."""
-    from pipeline.data.load.blend import phases  # loads numpy
+    from pipeline.config.data import CorpusConfig, DataConfig, PhaseConfig  # loads omegaconf, and the next one numpy
+    from pipeline.data.load.blend import phases
     from pipeline.data.load.blend_schedule import BlendSchedule
 
     blend = {str(name): _known(CorpusConfig, corpus or {}) for name, corpus in data["blend"].items()}

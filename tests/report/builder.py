@@ -79,12 +79,12 @@ def restarted(run_dir: Path) -> Path:
     """
     blend = {"web": {"weight": 3.0}, "books": {"weight": 1.0}}
     write(run_dir, [*steps(1, 100), validation(100, 3.02)], blend=blend, done=100)
-    epochs = {"books": 100, "web": 1000}
+    common = {"ranks": 4, "version": "v1", "corpora": {"books": 100, "web": 1000}}
     events(
         run_dir,
         (5, "job_start", {"nodes": ["a", "b", "c"], "restarts": 0, "commit": "c0", "started": BEGIN, "limit": BEGIN + 3600}),
         (80, "ranks_start", {"nodes": ["a", "b"], "step": -1, "layout": ""}),
-        (100, "run_start", {"nodes": ["a", "b"], "ranks": 4, "step": 0, "layout": "data 4", "version": "v1", "corpora": epochs}),
+        (100, "run_start", {"nodes": ["a", "b"], "step": 0, "layout": "data 4", **common}),
         (
             180,
             "ranks_end",
@@ -95,7 +95,7 @@ def restarted(run_dir: Path) -> Path:
         (
             205,
             "run_start",
-            {"nodes": ["a", "c"], "ranks": 4, "step": 40, "layout": "tensor 2 x data 2", "version": "v1", "corpora": epochs},
+            {"nodes": ["a", "c"], "step": 40, "layout": "tensor 2 x data 2", **common},
         ),
         (288, "run_end", {"step": 100, "code": 0, "reason": "finished", "where": ""}),
         (290, "ranks_end", {"code": 0, "step": 100, "progress": True, "failed": False, "lost": []}),

@@ -41,7 +41,7 @@ def test_a_run_with_a_lost_node(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 40), st.integers(0, 60), st.booleans()), min_size=1, max_size=6))
 def test_node_hours_are_spent_on_something(tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[int, int, int, bool]]) -> None:
-    """Each start: seconds, steps, seconds of start-up, whether it fails. The kinds sum to the node-hours of the jobs, and none is negative."""
+    """Starts with seconds, steps, seconds of start-up, failed or not: the kinds sum to the node-hours of the jobs, none is negative."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     at, step = 0.0, 0
     write(run_dir, steps(1, sum(count for _, count, _, _ in lives), seconds=0.5))
