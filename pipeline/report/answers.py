@@ -58,7 +58,7 @@ def alive(run: Run) -> str:
     """The state, its reason, the job and the last sign of life."""
     parts = [f"{run.state}: {short(run.reason)}" if run.reason else str(run.state)]
     parts += [f"job {run.job} on {run.nodes or 0} nodes"] if run.job else []
-    parts += [f"last written {moment(run.last_sign)}"] if run.last_sign is not None else []
+    parts += [f"last written {moment(run.last_sign)}"] if run.last_sign is not None and run.state is not State.RUNNING else []
     return "; ".join(parts)
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
@@ -18,8 +18,10 @@ from pipeline.common.artifact import MANIFEST
 CONFIG = "config.yaml"
 #: A folder with one of these is a run directory.
 OF_A_RUN = (events.FILE, metrics_file.FILE)
-#: Bytes at the end of metrics.jsonl that are read at first, and at most: about 200 and 10,000 steps.
+#: Bytes at the end of metrics.jsonl that are read, and those before them that are searched for a validation: about 200 and 10,000 steps.
 FIRST_BYTES, MOST_BYTES = 1 << 16, 1 << 22
+#: In a line of metrics.jsonl, tells that it is that of a validation.
+_VALIDATION = b'"validation_loss"'
 #: Sections of config.yaml that are read for all runs.
 _SECTIONS = ("stage", "training")
 
@@ -54,26 +56,39 @@ def read_metrics(run_dir: Path) -> Lines:
 
 
 def read_last_metrics(run_dir: Path, *, validations: bool) -> Lines:
-    """Return the last lines of metrics.jsonl.
+    """Return the lines in the last FIRST_BYTES of metrics.jsonl.
 
     Args:
         run_dir: the run directory.
-        validations: read back to the last validation, at most MOST_BYTES.
+        validations: before them, return the last validation, if it is within MOST_BYTES and not among them.
     """
-    path = run_dir / metrics_file.FILE
     try:
-        with open(path, "rb") as handle:
-            size, wanted, text = os.fstat(handle.fileno()).st_size, FIRST_BYTES, b""
-            while len(text) < min(size, wanted):
-                handle.seek(max(size - wanted, 0))
-                text = handle.read(min(size, wanted))
-                if validations and b'"validation_loss"' not in text and wanted < MOST_BYTES:
-                    wanted *= 4
+        with open(run_dir / metrics_file.FILE, "rb") as handle:
+            begin = max(os.fstat(handle.fileno()).st_size - FIRST_BYTES, 0)
+            handle.seek(begin)
+            text = handle.read()
+            if begin:  # the first line is cut
+                cut, _, text = text.partition(b"\n")
+                begin += len(cut) + 1
+            if validations and _VALIDATION not in text:
+                text = _last_validation(handle, begin) + text
     except FileNotFoundError:
         return Lines()
-    if len(text) < size:
-        text = text.partition(b"\n")[2]  # the first line is cut
     return _metrics(text)
+
+
+def _last_validation(handle: IO[bytes], end: int) -> bytes:
+    """The line of the last validation before a place in a file; empty if there is none in the MOST_BYTES before it."""
+    size = FIRST_BYTES
+    while end > 0 and size < MOST_BYTES:
+        size = min(4 * size, MOST_BYTES)
+        handle.seek(max(end - size, 0))
+        text = handle.read(min(size, end))
+        if (place := text.rfind(_VALIDATION)) >= 0 and (first := text.rfind(b"\n", 0, place)) >= 0:
+            return text[first + 1 : text.index(b"\n", place) + 1]
+        if size >= end:
+            return text[: text.index(b"\n", place) + 1] if place >= 0 else b""
+    return b""
 
 
 def changed(run_dir: Path, name: str) -> float | None:
