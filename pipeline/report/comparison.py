@@ -98,7 +98,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     known = [one for one in flat if one]
     keys = sorted({key for one in known for key in one if not key.startswith(_OWN)})
     different = [key for key in keys if len({repr(one.get(key)) for one in known}) > 1]
-    return [tuple(f"{key}={one.get(key)}" for key in different) if one else () for one in flat]
+    return [tuple(f"{key}={one[key]}" for key in different if key in one) for one in flat]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -46,13 +46,17 @@ def is_run(folder: Path) -> bool:
 
 def read_events(run_dir: Path) -> Lines:
     """Return the events, in the order of their lines."""
-    content = _content(run_dir / events.FILE)
-    return _parsed(events.FILE, content.splitlines(), lambda line: isinstance(line.get("event"), str) and _is_number(line.get("time")))
+    content, problems = _content(run_dir / events.FILE)
+
+    def is_event(line: dict[str, Any]) -> bool:
+        return isinstance(line.get("event"), str) and _is_number(line.get("time"))
+
+    return _parsed(events.FILE, content, is_event, problems)
 
 
 def read_metrics(run_dir: Path) -> Lines:
     """Return all lines of metrics.jsonl."""
-    return _metrics(_content(run_dir / metrics_file.FILE))
+    return _metrics(*_content(run_dir / metrics_file.FILE))
 
 
 def read_last_metrics(run_dir: Path, *, validations: bool) -> Lines:
@@ -74,6 +78,8 @@ def read_last_metrics(run_dir: Path, *, validations: bool) -> Lines:
                 text = _last_validation(handle, begin) + text
     except FileNotFoundError:
         return Lines()
+    except OSError as error:
+        return Lines(problems=(_unreadable(metrics_file.FILE, error),))
     return _metrics(text)
 
 
@@ -106,7 +112,8 @@ def read_config(run_dir: Path, *, whole: bool = False) -> tuple[dict[str, Any], 
         run_dir: the run directory.
         whole: all sections; otherwise those that every run needs, which takes a fifth of the time.
     """
-    text = _content(run_dir / CONFIG).decode(errors="replace")
+    raw, problems = _content(run_dir / CONFIG)
+    text = raw.decode(errors="replace")
     if not whole:
         text = "".join(re.findall(rf"^(?:{'|'.join(_SECTIONS)}):\n(?:[ -].*\n?)*", text, re.MULTILINE))
     try:
@@ -114,14 +121,15 @@ def read_config(run_dir: Path, *, whole: bool = False) -> tuple[dict[str, Any], 
     except yaml.YAMLError as error:
         return {}, (f"{CONFIG} is damaged: {' '.join(str(error).split())[:120]}",)
     if content is None and not text:
-        return {}, ()
+        return {}, problems
     return (content, ()) if isinstance(content, dict) else ({}, (f"{CONFIG} is damaged: it is no mapping",))
 
 
 def read_manifest(run_dir: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """Return the manifest of a completed run, None if there is none, and what is wrong with the file."""
-    if not (text := _content(run_dir / MANIFEST)):
-        return None, ()
+    text, problems = _content(run_dir / MANIFEST)
+    if not text:
+        return None, problems
     try:
         content = json.loads(text)
         return {**content, "totals": dict(content["totals"])}, ()
@@ -129,24 +137,31 @@ def read_manifest(run_dir: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]
         return None, (f"{MANIFEST} is damaged, or no stage wrote it",)
 
 
-def _content(path: Path) -> bytes:
-    """The content of a file; empty if there is none."""
+def _content(path: Path) -> tuple[bytes, tuple[str, ...]]:
+    """The content of a file, empty if there is none; and why it cannot be read."""
     try:
-        return path.read_bytes()
+        return path.read_bytes(), ()
     except (FileNotFoundError, NotADirectoryError):
-        return b""
+        return b"", ()
+    except OSError as error:
+        return b"", (_unreadable(path.name, error),)
 
 
-def _metrics(text: bytes) -> Lines:
+def _unreadable(name: str, error: OSError) -> str:
+    """What is wrong with a file that exists."""
+    return f"{name} cannot be read: {error.strerror}"
+
+
+def _metrics(text: bytes, problems: tuple[str, ...] = ()) -> Lines:
     """Lines of metrics.jsonl."""
-    return _parsed(metrics_file.FILE, text.splitlines(), lambda line: isinstance(line.get("step"), int))
+    return _parsed(metrics_file.FILE, text, lambda line: isinstance(line.get("step"), int), problems)
 
 
-def _parsed(name: str, lines: Iterable[bytes], is_valid: Any) -> Lines:
+def _parsed(name: str, text: bytes, is_valid: Callable[[dict[str, Any]], bool], problems: tuple[str, ...]) -> Lines:
     """The objects of lines, and the numbers of those that are none, counted from the last line."""
     content, damaged = [], []
-    numbered = list(enumerate(reversed([line for line in lines if line.strip()]), start=1))
-    for number, line in reversed(numbered):
+    lines = [line for line in text.splitlines() if line.strip()]
+    for number, line in zip(range(len(lines), 0, -1), lines, strict=True):
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
@@ -155,12 +170,12 @@ def _parsed(name: str, lines: Iterable[bytes], is_valid: Any) -> Lines:
             content.append(parsed)
         else:
             damaged.append(number)
-    if not damaged:
-        return Lines(content)
     if damaged == [1]:
-        return Lines(content, (f"{name}: the last line is incomplete",))
-    lines_text = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
-    return Lines(content, (f"{name}: {lines_text} damaged; the last one is line {damaged[-1]} from the end",))
+        problems = (*problems, f"{name}: the last line is incomplete")
+    elif damaged:
+        lines_text = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+        problems = (*problems, f"{name}: {lines_text} damaged; the last one is line {damaged[-1]} from the end")
+    return Lines(content, problems)
 
 
 def _is_number(value: object) -> bool:

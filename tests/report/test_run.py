@@ -164,6 +164,14 @@ def test_versions_that_wrote_no_events_and_a_run_continued_by_a_newer_one(tmp_pa
     assert (new.seen[0].samples, new.seen[0].epochs) == (480, 4.8)
 
 
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.yaml", "manifest.json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    restarted(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert f"{name} cannot be read: Is a directory" in history.read(tmp_path).run.problems
+
+
 def test_a_folder_without_files(tmp_path: Path) -> None:
     found = history.read(tmp_path / "none").run
     assert (found.state, found.step, found.steps) == (State.SILENT, 0, None)
