@@ -43,6 +43,7 @@ def runs(tmp_path: Path) -> Path:
     for name in ("events.jsonl", "metrics.jsonl"):
         os.utime(folder / "lr sweep/10" / name, (BEGIN, BEGIN))
     (folder / "lr sweep/9").mkdir()
+    (folder / "imported/checkpoints/step-00000001").mkdir(parents=True)
     return folder
 
 
@@ -62,7 +63,8 @@ def test_csv_and_json_have_the_same_numbers(runs: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(tool("status", runs, "--csv", "--sort", "loss"))))
     assert [Path(row["run_dir"]).name for row in content] == ["done", "now", "10"]
     for row, one in zip(rows, content, strict=True):
-        assert row == {name: "" if value is None else str(value) for name, value in one.items() if name != "problems"}
+        expected = {name: "" if value is None else str(value) for name, value in one.items() if name != "problems"}
+        assert row | {"reason": ""} == expected | {"reason": ""}, "the reason says how long ago a run wrote"
     assert (content[0]["node_hours"], content[0]["restarts"], content[1]["seconds_left"]) == (0.25, 1, 120.0)
     assert content[2]["problems"]
 
