@@ -19,6 +19,7 @@ ORDER = (
     "stages",
     "certification",
     "launch",
+    "report",
     "planner",
     "evaluation",
     "quantization",
@@ -124,7 +125,7 @@ def test_process_groups_are_made_in_parallel_alone() -> None:
 
 
 def test_launch_and_config_load_no_torch() -> None:
-    light = [module for module in SOURCES if package(module) in ("launch", "config", "common")]
+    light = [module for module in SOURCES if package(module) in ("launch", "report", "config", "common")]
     program = f"import sys\nfor name in {light}: __import__(name)\nprint(*{{'torch', 'deepspeed', 'transformers'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == ""

@@ -60,6 +60,7 @@ class Chart:
         legend: (color, name) of each series that has a name and a point.
         lines: the series.
         x_ticks, y_ticks: (place, label).
+        markers: (place, text) of events on the horizontal axis.
     """
 
     title: str
@@ -69,6 +70,7 @@ class Chart:
     lines: list[Line]
     x_ticks: list[tuple[str, str]]
     y_ticks: list[tuple[str, str]]
+    markers: list[tuple[str, str]] = field(default_factory=list)
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
@@ -77,7 +79,7 @@ class Chart:
     bottom: int = HEIGHT - BOTTOM
 
 
-def chart(title: str, unit: str, series: Sequence[Series], across: str = "step") -> Chart:
+def chart(title: str, unit: str, series: Sequence[Series], across: str = "step", markers: Sequence[tuple[float, str]] = ()) -> Chart:
     """Return a chart of series, at least one of which has a point.
 
     Args:
@@ -85,6 +87,7 @@ def chart(title: str, unit: str, series: Sequence[Series], across: str = "step")
         unit: of the values.
         series: at most as many as there are colors.
         across: what the points are over.
+        markers: (x, text) of events, such as restarts; those outside of the points are left out.
     """
     shown = [(one, thinned(one.points)) for one in series]
     points = [point for _, some in shown for point in some]
@@ -108,7 +111,8 @@ def chart(title: str, unit: str, series: Sequence[Series], across: str = "step")
     legend = [(line.color, one.name) for line, one in zip(lines, series, strict=True) if one.name and one.points]
     x_labels = [(across_at(x), label) for x, label in zip(x_ticks, labels(x_ticks), strict=True) if first <= x <= last]
     y_labels = [(up_at(y), label) for y, label in zip(y_ticks, labels(y_ticks), strict=True)]
-    return Chart(title, unit, across, legend, lines, x_labels, y_labels)
+    marked = [(across_at(x), text) for x, text in markers if first <= x <= last]
+    return Chart(title, unit, across, legend, lines, x_labels, y_labels, marked)
 
 
 def _error(error: float | None) -> str:

@@ -191,12 +191,20 @@ class Preflight(StageConfig):
     folder: str | None = knob(None, "output: folder with a result of each node, which all nodes share; default: run_dir/preflight")
 
 
+@dataclass(frozen=True)
+class Report(StageConfig):
+    """Page of one training run, or of several for a comparison."""
+
+    compare: list[str] = knob([], "further run directories, or folders of several, to compare with run_dir")
+    out: str | None = knob(None, "output: an HTML file that loads nothing; default: run_dir/report.html")
+
+
 #: Stages with one rank per GPU.
 GPU_STAGES = ("pretrain", "finetune", "evaluate", "generate", "preflight")
 #: Stages of one task without GPUs, unless their command asks for more: the sizes of a cluster's jobs are those of training.
 ONE_TASK_STAGES = ("train_tokenizer", "certify", "convert")
 #: Stages that are no jobs.
-INTERACTIVE_STAGES = ("plan", "submit")
+INTERACTIVE_STAGES = ("plan", "submit", "report")
 #: Stages that train until all steps are done, over several jobs if necessary.
 TRAINING_STAGES = ("pretrain", "finetune")
 #: Stages whose settings are those of a parallel layout and of training samples.
@@ -238,6 +246,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
         "(stage.input) -> checkpoint; no GPU",
     ),
+    "report": (Report, "run directories -> report.html: progress, restarts, node-hours, data and comparison; also while they train"),
     "submit": (StageConfig, "settings of the other stages -> a chain of Slurm jobs, one for each stage of submit.stages"),
 }
 
@@ -269,5 +278,6 @@ READS: dict[str, tuple[str, ...]] = {
     "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
     "generate": ("tokenizer", "parallel", "precision", "cluster"),
     "convert": ("model", "tokenizer"),
+    "report": (),
     "submit": ("submit", "cluster", "dry_run"),
 }

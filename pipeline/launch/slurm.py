@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import expand_hosts
@@ -54,6 +55,14 @@ def facts(job: str) -> dict[str, str]:
 def parse_facts(printed: str) -> dict[str, str]:
     """Return the fields of one line of `scontrol show job --oneliner`."""
     return dict(re.findall(r"(?:^|\s)([\w/:]+)=(\S*)", printed))
+
+
+def seconds_of(moment: str) -> float | None:
+    """Return the seconds since 1970 of a local time of Slurm, None if it is unknown."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return None
 
 
 def is_preempted(fields: Mapping[str, str]) -> bool:

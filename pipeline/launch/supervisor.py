@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from pipeline.common import events, signals
@@ -65,7 +64,7 @@ class Supervisor:
         self._made_run_dir = False
         self._deputy: Deputy | None = None
         self._fields = slurm.facts(granted.job)
-        self._limit = _seconds_of(self._fields.get("EndTime", ""))
+        self._limit = slurm.seconds_of(self._fields.get("EndTime", "")) or float("inf")
         self._can_requeue = config is not None and self._fields.get("Requeue", "1") == "1"
         self._asked = 0.0
         self._told_to_end = False
@@ -95,7 +94,10 @@ class Supervisor:
             run_state.remove_leftovers(self._run_dir, self._granted.job)
             self._failures = run_state.failures_in_a_row(self._run_dir)
             self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
-            self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit())
+            times = {
+                name: slurm.seconds_of(self._fields.get(field, "")) for name, field in (("started", "StartTime"), ("limit", "EndTime"))
+            }
+            self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit(), **times)
             if self._config is not None:
                 snapshot.write_in_job(self._run_dir, self._arguments, self._config)
         if (action := self._preflight()) is not None:
@@ -249,14 +251,6 @@ class Supervisor:
         """Record an event of a training run."""
         if self._run_dir is not None:
             events.record(self._run_dir, event, **fields)
-
-
-def _seconds_of(moment: str) -> float:
-    """Seconds since 1970 of a local time of Slurm; infinite if it is unknown."""
-    try:
-        return datetime.fromisoformat(moment).timestamp()
-    except ValueError:
-        return float("inf")
 
 
 def _compose(arguments: Sequence[str]) -> RunConfig | None:

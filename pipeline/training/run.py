@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, shard_verification
+from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, run_events, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
@@ -105,7 +105,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
             )
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
-            with closing(saver), report_disk_full(run_dir), writer as metrics:
+            events = run_events.recorded(config, layout, hosts, state.step, training_data.samples) if ranks.rank == 0 else nullcontext()
+            with events, closing(saver), report_disk_full(run_dir), writer as metrics:
                 control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
                 state = loop.train(
                     config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step

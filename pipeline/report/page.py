@@ -1,0 +1,196 @@
+"""The page of a run, or of several for a comparison: answers, charts with every restart marked, and tables. It loads nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import charts, page
+from pipeline.common.page import Bar
+from pipeline.common.units import unit_of
+from pipeline.report.answers import Answer, answers, end, moment, short, validation
+from pipeline.report.comparison import Place, compare, names_of, verdict
+from pipeline.report.history import History
+from pipeline.report.run import duration
+from pipeline.report.starts import Start
+from pipeline.report.table import problems
+
+#: Metrics that are drawn, in order.
+_DRAWN = ("loss", "validation_loss", "grad_norm", "tokens_per_second", "lr", "skipped", "memory_gb")
+#: Share of the steps that a second chart of the loss shows, and points of a series in a comparison.
+_LAST_PART, _MEANS = 0.2, 120
+_TEMPLATE = "run_report.html.jinja"
+
+#: title, explanation, head and rows
+Table = tuple[str, str, list[str], list[list[Any]]]
+
+
+def of_run(history: History) -> str:
+    """Return the page of a run."""
+    run = history.run
+    found = answers(history)
+    restarts = [(float(start.step), f"restart at step {start.step:,}: {short(start.cause)}") for start in run.starts[1:]]
+    tables = [_starts(run.starts)] if run.starts else []
+    tables += [_spent(history)] if history.spent else []
+    tables += [_seen(history)] if history.seen else []
+    last = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
+    last += [Answer("Last error", short(run.error, 400), "bad")] if run.error else []
+    return page.render(
+        _TEMPLATE,
+        f"Training of {Path(run.run_dir).resolve().name}",
+        verdict=f"{str(run.state).capitalize()}: {end(run)}",
+        level=found[0].level,
+        more=run.run_dir,
+        problems=run.problems,
+        answers=[*found, *last],
+        charts=_charts([history], restarts),
+        marked=bool(restarts),
+        first=[],
+        tables=tables,
+    )
+
+
+def of_runs(histories: Sequence[History]) -> str:
+    """Return the page that compares runs, at least two."""
+    places = compare(histories)
+    by_path = {history.run.run_dir: history for history in histories}
+    ordered = [by_path[place.run.run_dir] for place in places]
+    bad = [place.name for place, history in zip(places, ordered, strict=True) if answers(history)[0].level == "bad"]
+    shown = ordered[: len(charts.COLORS)]
+    more = f"The charts show the first {len(shown)} of {len(ordered)} runs." if len(shown) < len(ordered) else ""
+    head = ["run", "state", "step", "loss", "validation loss", "above the best", "tokens/s", "node-hours", "lost", "restarts", "left"]
+    rows = [_compared(place, history) for place, history in zip(places, ordered, strict=True)]
+    tables: list[Table] = [("Runs, the best one first", _NOISE, head, rows)]
+    if any(place.values for place in places):
+        tables.append(
+            ("Settings that differ", "", ["run", "settings"], [[place.name, short(", ".join(place.values), 400)] for place in places])
+        )
+    return page.render(
+        _TEMPLATE,
+        f"{len(places)} runs",
+        verdict=verdict(places),
+        level="",
+        more=more,
+        problems=problems([(place.name, place.run) for place in places]),
+        answers=[
+            Answer("Which run is best, and by how much?", verdict(places)),
+            Answer("Are they alive?", f"{', '.join(bad)}: see the table" if bad else "no run has failed", "bad" if bad else "good"),
+            Answer("When does the last one end?", _last_end(places)),
+        ],
+        charts=_charts(shown, []),
+        marked=False,
+        first=tables,
+        tables=[],
+    )
+
+
+def _last_end(places: Sequence[Place]) -> str:
+    """The run that ends last, of those that are running."""
+    running = [place for place in places if place.run.seconds_left is not None]
+    if not running:
+        return "none is running"
+    last = max(running, key=lambda place: place.run.seconds_left or 0.0)
+    return f"{last.name}: {end(last.run)}"
+
+
+_NOISE = (
+    "Loss: mean of the last 20 training steps. The errors are standard errors of the validation; runs that read the same samples differ "
+    "less by chance than they say."
+)
+
+
+def _compared(place: Place, history: History) -> list[Any]:
+    """The row of a run in a comparison."""
+    run = place.run
+    behind = "-" if place.behind is None else f"{place.behind:.4f}" + ("" if place.error is None else f" +- {place.error:.4f}")
+    return [
+        place.name,
+        str(run.state),
+        f"{run.step:,} of {run.steps:,}" if run.steps is not None else f"{run.step:,}",
+        "-" if run.loss is None else f"{run.loss:.4f}",
+        validation(run),
+        behind,
+        "-" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        "-" if run.node_hours is None else f"{run.node_hours:.2f}",
+        f"{history.lost:.2f}" if history.spent else "-",
+        str(run.restarts) if run.starts else "-",
+        "-" if run.seconds_left is None else duration(run.seconds_left),
+    ]
+
+
+def _charts(histories: Sequence[History], markers: Sequence[tuple[float, str]]) -> list[charts.Chart]:
+    """The charts of the metrics that a run has."""
+    names = names_of([Path(history.run.run_dir) for history in histories]) if len(histories) > 1 else [""]
+    drawn = []
+    for metric in _DRAWN:
+        series = [
+            charts.Series(name, history.columns.get(metric, []), dict(history.columns.get(f"{metric}_stderr", [])))
+            for name, history in zip(names, histories, strict=True)
+        ]
+        if not any(one.points for one in series) or (metric == "skipped" and not any(value for s in series for _, value in s.points)):
+            continue
+        title, several = metric.replace("_", " "), len(series) > 1 and metric != "validation_loss"
+        if several:  # lines of all steps would hide each other
+            series = [charts.Series(one.name, _means(one.points)) for one in series]
+        drawn.append(charts.chart(f"{title}, means" if several else title, unit_of(metric), series, markers=markers))
+        if metric == "loss" and (late := _late(series)):
+            drawn.append(charts.chart(f"loss, last {_LAST_PART:.0%} of the steps", unit_of(metric), late, markers=markers))
+    return drawn
+
+
+def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The means of intervals of a series, at most _MEANS of them."""
+    size = -(-len(points) // _MEANS) or 1
+    parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts]
+
+
+def _late(series: Sequence[charts.Series]) -> list[charts.Series]:
+    """The last part of the steps, where the first losses do not set the scale; empty for short runs."""
+    last = max((step for one in series for step, _ in one.points), default=0)
+    late = [charts.Series(one.name, [(s, v) for s, v in one.points if s >= (1 - _LAST_PART) * last]) for one in series]
+    return late if any(len(one.points) >= 20 for one in late) else []
+
+
+def _starts(starts: Sequence[Start]) -> Table:
+    """The table of starts."""
+    head = ["start", "at", "job", "nodes", "from step", "layout", "time", "why it ended"]
+    rows: list[list[Any]] = [
+        [
+            number,
+            moment(start.begin),
+            start.job.id if start.job else "-",
+            ", ".join(start.nodes) if len(start.nodes) <= 4 else f"{len(start.nodes)}: {start.nodes[0]} to {start.nodes[-1]}",
+            start.step,
+            start.layout or "-",
+            "-" if start.end is None else duration(start.end - start.begin),
+            short(start.reason) or ("finished" if start.code == 0 else "-"),
+        ]
+        for number, start in enumerate(starts, start=1)
+    ]
+    return "Starts", "", head, rows
+
+
+def _spent(history: History) -> Table:
+    """The table of node-hours."""
+    whole = history.run.node_hours or 0.0
+    note = "Training: steps that count. A failure has the time after the last checkpoint of its start, and the time until it was noticed."
+    rows: list[list[Any]] = [
+        [short(one.kind), "yes" if one.lost else "", one.count, f"{one.node_hours:.3f}", Bar(one.node_hours, whole)]
+        for one in history.spent
+    ]
+    return "Node-hours", note, ["spent on", "lost", "starts", "node-hours", "share"], rows
+
+
+def _seen(history: History) -> Table:
+    """The table of corpora."""
+    total = sum(one.samples for one in history.seen)
+    rows: list[list[Any]] = [
+        [one.corpus or "all data", one.samples, one.tokens, "-" if one.epochs is None else f"{one.epochs:.3f}", Bar(one.samples, total)]
+        for one in sorted(history.seen, key=lambda one: -one.samples)
+    ]
+    blended = (history.config.get("data") or {}).get("blend")
+    note = "" if blended or len(rows) < 2 else "The shards are read in one order: in proportion to the tokens of each corpus."
+    return "Data", note, ["corpus", "samples", "tokens", "epochs", "share"], rows

@@ -1,0 +1,254 @@
+"""The jobs of a run and the starts of its ranks, from its events. Events of versions that wrote fewer of them are read as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Actions after which a job is over.
+_LAST_ACTIONS = ("end", "requeue", "chain")
+
+
+@dataclass
+class Job:
+    """A Slurm job, or its part between two stays in the queue.
+
+    Attributes:
+        id: of Slurm.
+        nodes: number of its nodes, spares included.
+        begin: seconds since 1970; Slurm's own time if it is known.
+        end: seconds since 1970; None if no end is recorded.
+        limit: end of its time limit, seconds since 1970.
+        action: what followed: end, requeue or chain; empty if no end is recorded.
+        code: its exit code.
+        reason: of the action.
+        next: id of the next job of a chain.
+    """
+
+    id: str
+    nodes: int
+    begin: float
+    end: float | None = None
+    limit: float | None = None
+    action: str = ""
+    code: int | None = None
+    reason: str = ""
+    next: str | None = None
+
+
+@dataclass
+class Start:
+    """A start of the ranks.
+
+    Attributes:
+        begin: seconds since 1970.
+        job: the Slurm job; None outside of Slurm.
+        nodes: names of the nodes of the ranks.
+        step: of the checkpoint that it continues, 0 for none.
+        layout: sizes of the axes, ZeRO stage and micro-batch; empty if it is unknown.
+        version: version and commit of the program; empty if it is unknown.
+        ready: when the weights were loaded and training began, seconds since 1970; None if it is unknown.
+        cause: why the ranks were started again; empty for the first start.
+        end: seconds since 1970; None if no end is recorded.
+        last: time of its last event.
+        end_step: of the newest checkpoint at its end; None if it is unknown.
+        code: exit code of the ranks.
+        failed: whether they failed; a run that goes on later has not.
+        reason: why they ended.
+        place: node and line of the error.
+    """
+
+    begin: float
+    job: Job | None
+    nodes: tuple[str, ...]
+    step: int
+    layout: str = ""
+    version: str = ""
+    ready: float | None = None
+    cause: str = ""
+    end: float | None = None
+    last: float = 0.0
+    end_step: int | None = None
+    code: int | None = None
+    failed: bool = False
+    reason: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Life:
+    """What the events of a run tell.
+
+    Attributes:
+        jobs: in order; of job arrays or restarts in the queue, each stay is one.
+        starts: in order.
+        corpora: samples of an epoch of each corpus, of the last start that names them.
+        last: time of the last event, None without events.
+        problems: what is missing.
+    """
+
+    jobs: tuple[Job, ...]
+    starts: tuple[Start, ...]
+    corpora: dict[str, int]
+    last: float | None
+    problems: tuple[str, ...]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the last start, and of its job, is recorded."""
+        return bool(self.starts) and self.starts[-1].end is not None and all(job.end is not None for job in self.jobs[-1:])
+
+
+def life_of(events: Sequence[dict[str, Any]]) -> Life:
+    """Return the jobs and starts that events tell of; unknown events and fields are ignored."""
+    reader = _Reader()
+    for event in events:
+        reader.read(event)
+    return reader.result(events[-1]["time"] if events else None)
+
+
+class _Reader:
+    """Reads events one after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._starts: list[Start] = []
+        self._corpora: dict[str, int] = {}
+        self._problems: list[str] = []
+        self._cause = ""
+
+    def read(self, event: dict[str, Any]) -> None:
+        """Read an event."""
+        match event["event"]:
+            case "job_start":
+                self._job_start(event)
+            case "chain":
+                if (job := self._job(event)) is not None:
+                    job.next = _text(event, "next") or None
+            case "ranks_start":
+                self._start(event)
+            case "run_start":
+                self._run_start(event)
+            case "ranks_end":
+                self._ranks_end(event)
+            case "run_end":
+                self._run_end(event)
+            case "action":
+                self._action(event)
+
+    def result(self, last: float | None) -> Life:
+        """Return what was read."""
+        return Life(tuple(self._jobs), tuple(self._starts), self._corpora, last, tuple(self._problems))
+
+    def _job(self, event: dict[str, Any]) -> Job | None:
+        """The job of an event, if it is the current one."""
+        job = self._jobs[-1] if self._jobs else None
+        return job if job is not None and job.end is None and job.id == str(event.get("job")) else None
+
+    def _open(self) -> Start | None:
+        """The start that has not ended."""
+        return self._starts[-1] if self._starts and self._starts[-1].end is None else None
+
+    def _job_start(self, event: dict[str, Any]) -> None:
+        """A job begins; an open one was killed with its supervisor."""
+        if self._jobs and self._jobs[-1].end is None:
+            self._abandon(f"job {self._jobs[-1].id} ended without a record: killed, or its first node was lost")
+        begin = _number(event, "started")
+        nodes = event.get("nodes")
+        size = len(nodes) if isinstance(nodes, list) else 1
+        self._jobs.append(Job(str(event.get("job")), size, event["time"] if begin is None else begin, limit=_number(event, "limit")))
+
+    def _start(self, event: dict[str, Any]) -> Start:
+        """The ranks are started."""
+        if self._open() is not None:
+            self._abandon("the ranks ended without a record: killed")
+        nodes = event.get("nodes")
+        start = Start(
+            begin=event["time"],
+            job=self._job(event),
+            nodes=tuple(map(str, nodes)) if isinstance(nodes, list) else (),
+            step=max(int(_number(event, "step") or 0), 0),
+            layout=_text(event, "layout"),
+            version=_text(event, "version"),
+            cause=self._cause if self._starts else "",
+            last=event["time"],
+        )
+        self._starts.append(start)
+        return start
+
+    def _run_start(self, event: dict[str, Any]) -> None:
+        """The ranks begin to train; outside of Slurm this is the first event of a start."""
+        start = self._open()
+        if start is None or start.ready is not None or start.job is None or start.job is not self._job(event):
+            start = self._start(event)
+        start.ready = start.last = event["time"]
+        start.step = max(int(_number(event, "step") or 0), 0)
+        start.layout = _text(event, "layout") or start.layout
+        start.version = _text(event, "version")
+        corpora = event.get("corpora")
+        if isinstance(corpora, dict):
+            self._corpora = {str(name): int(count) for name, count in corpora.items() if isinstance(count, int)}
+
+    def _run_end(self, event: dict[str, Any]) -> None:
+        """Rank 0 ends. In a job, the end of all ranks follows."""
+        if (start := self._open()) is None:
+            return
+        start.last = event["time"]
+        if start.job is None:
+            code = int(_number(event, "code") or 0)
+            self._close(start, event, code, failed=code in (1, 2))
+        else:
+            start.reason, start.place = _text(event, "reason"), _text(event, "where")
+
+    def _ranks_end(self, event: dict[str, Any]) -> None:
+        """All ranks have ended. Without ranks, the preflight left too few nodes."""
+        if (start := self._open()) is not None:
+            self._close(start, event, int(_number(event, "code") or 0), failed=bool(event.get("failed")))
+            start.place = " ".join(part for part in (_text(event, "host"), _text(event, "where")) if part)
+
+    def _close(self, start: Start, event: dict[str, Any], code: int, *, failed: bool) -> None:
+        """A start ends."""
+        start.end = start.last = event["time"]
+        start.code, start.failed, start.reason = code, failed, _text(event, "reason") or start.reason
+        if lost := event.get("lost"):
+            start.reason = f"{', '.join(map(str, lost))} lost: {start.reason}" if start.reason else f"{', '.join(map(str, lost))} lost"
+        step = _number(event, "step")
+        start.end_step = None if step is None else max(int(step), 0)
+        self._cause = start.reason or f"exit code {code}"
+
+    def _action(self, event: dict[str, Any]) -> None:
+        """The job decides what follows."""
+        kind, reason = _text(event, "action"), _text(event, "reason")
+        if (start := self._open()) is not None:  # decided by the deputy, when the first node was lost
+            self._close(start, {**event, "step": None}, int(_number(event, "code") or 0), failed=True)
+        if kind != "restart" and self._starts and not self._starts[-1].failed:
+            self._cause = reason
+        job = self._jobs[-1] if self._jobs else None
+        if kind in _LAST_ACTIONS and job is not None and job.end is None:
+            job.end, job.action, job.reason, job.code = event["time"], kind, reason, int(_number(event, "code") or 0)
+
+    def _abandon(self, why: str) -> None:
+        """An end was not recorded: it is the last event before."""
+        self._problems.append(f"{why}; its node-hours are counted up to its last event")
+        self._cause = why
+        start = self._open()
+        if start is not None:
+            start.end, start.failed, start.reason = start.last, True, why
+        if self._jobs and self._jobs[-1].end is None and why.startswith("job"):
+            job = self._jobs[-1]
+            last = [one.last for one in self._starts if one.job is job]
+            job.end, job.reason = max([job.begin, *last]), why
+
+
+def _text(event: dict[str, Any], name: str) -> str:
+    """A text of an event, in one line; empty if it has none."""
+    value = event.get(name)
+    return " ".join(value.split()) if isinstance(value, str) else ""
+
+
+def _number(event: dict[str, Any], name: str) -> float | None:
+    """A number of an event; None if it has none."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None

@@ -1,0 +1,145 @@
+"""The table of runs: as text, CSV and JSON, with the numbers of run.Run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipeline.report import run as runs
+from pipeline.report import run_files
+from pipeline.report.answers import short
+from pipeline.report.run import Run, State, duration
+
+#: Columns of CSV and JSON: attributes of Run.
+COLUMNS = (
+    *("run_dir", "state", "reason", "stage", "step", "steps", "loss", "validation_loss", "validation_loss_stderr", "validation_step"),
+    *("tokens", "tokens_per_second", "seconds_per_step", "seconds_left", "restarts", "node_hours", "nodes", "job", "skipped"),
+    *("save_failures", "error", "last_sign"),
+)
+#: Folders below a given one in which runs are searched, such as FOLDER/SWEEP/POINT.
+DEPTH = 3
+#: Folders that no run is in, and that may have many files.
+_NEVER = ("checkpoints", "snapshots", "shards", "tokens", "tokenizer", "hf", "wandb", "evaluations")
+#: Runs that are named with a problem.
+_NAMED = 4
+#: Threads that wait for the file system.
+_THREADS = 16
+
+
+def runs_below(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """Return the run directories in a folder, in the order of their names; the folder itself if it is one. No run is looked into.
+
+    Args:
+        folder: which exists.
+        depth: levels of subfolders.
+    """
+    if run_files.is_run(folder):
+        return [folder]
+    if depth == 0:
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            inside = [entry.name for entry in entries if entry.name not in _NEVER and entry.name[0] != "." and entry.is_dir()]
+    except OSError:  # a folder of someone else, or one that was removed in the meantime
+        return []
+    return [found for name in sorted(inside, key=lambda name: (len(name), name)) for found in runs_below(folder / name, depth - 1)]
+
+
+def read_all(run_dirs: Sequence[Path], now: float | None = None) -> list[Run]:
+    """Return the runs, in their order; files are read by several threads."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(lambda run_dir: runs.read(run_dir, now), run_dirs))
+
+
+def text(rows: Sequence[Run], width: int) -> str:
+    """Return the table for a terminal, and below it what is damaged.
+
+    Args:
+        rows: the runs, at least one.
+        width: columns of the terminal; a row is cut there.
+    """
+    folder = os.path.commonpath([Path(run.run_dir).absolute().parent for run in rows])
+    head = ("run", "state", "step", "loss", "validation", "tokens/s", "left", "restarts", "node-h", "job", "why")
+    cells = [head, *((os.path.relpath(run.run_dir, folder), *cells_of(run)[1:]) for run in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = {2, 3, 5, 6, 7, 8}
+    lines = [
+        "  ".join(cell.rjust(size) if n in right else cell.ljust(size) for n, (cell, size) in enumerate(zip(line, widths, strict=True)))
+        for line in cells
+    ]
+    lines = [line.rstrip() if len(line.rstrip()) <= width else f"{line[: width - 1]}…" for line in lines]
+    states = Counter(run.state for run in rows)
+    counts = ", ".join(f"{states[state]} {state}" for state in State if states[state])
+    return "\n".join([f"{folder}: {counts}", "", *lines, *_problems(rows, folder)])
+
+
+def _problems(rows: Sequence[Run], folder: str) -> list[str]:
+    """A line for each problem, with the runs that have it."""
+    lines = problems([(os.path.relpath(run.run_dir, folder), run) for run in rows])
+    return ["", *lines] if lines else []
+
+
+def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
+    """Return a line for each problem of runs.
+
+    Args:
+        rows: names and runs.
+    """
+    found: dict[str, list[str]] = {}
+    for name, run in rows:
+        for problem in run.problems:
+            found.setdefault(problem, []).append(name)
+    return [
+        f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}: {problem}"
+        for problem, names in found.items()
+    ]
+
+
+def cells_of(run: Run) -> tuple[str, ...]:
+    """Return the cells of a row of text(); "-" for what is not known."""
+    error = "" if run.validation_loss_stderr is None else f" +- {run.validation_loss_stderr:.3f}"
+    return (
+        run.run_dir,
+        str(run.state),
+        f"{run.step:,}/{run.steps:,}" if run.steps is not None else f"{run.step:,}",
+        "-" if run.loss is None else f"{run.loss:.4f}",
+        "-" if run.validation_loss is None else f"{run.validation_loss:.4f}{error}",
+        "-" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        "-" if run.seconds_left is None else duration(run.seconds_left),
+        str(run.restarts) if run.starts else "-",
+        "-" if run.node_hours is None else f"{run.node_hours:.2f}",
+        run.job or "-",
+        short(run.reason, 80),
+    )
+
+
+def as_csv(rows: Iterable[Run]) -> str:
+    """Return the table as CSV."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(values_of(run) for run in rows)
+    return out.getvalue()
+
+
+def as_json(rows: Iterable[Run]) -> str:
+    """Return the table as JSON: a list of objects, also with the problems of each run."""
+    return json.dumps([values_of(run) | {"problems": list(run.problems)} for run in rows], indent=1, allow_nan=False) + "\n"
+
+
+def values_of(run: Run) -> dict[str, Any]:
+    """The columns of a run."""
+    return {name: _plain(getattr(run, name)) for name in COLUMNS}
+
+
+def _plain(value: Any) -> Any:
+    """A value that CSV and JSON have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

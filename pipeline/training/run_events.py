@@ -1,0 +1,93 @@
+"""Events of a training run in RUN/events.jsonl, beside those of the job that starts its ranks: run_start and run_end."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.checkpoint import catalog
+from pipeline.common import events, git_commit
+from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.samples import Dataset
+
+
+@contextmanager
+def recorded(config: RunConfig, layout: Layout, hosts: Sequence[str], step: int, samples: Dataset) -> Iterator[None]:
+    """Record the begin and the end of a block that trains. Only rank 0 calls it.
+
+    Args:
+        config: configuration of the run.
+        layout: of its ranks.
+        hosts: host name of each rank.
+        step: number of steps made before.
+        samples: the training data.
+    """
+    run_dir = Path(config.run_dir)
+    text = f"{layout.axes_text()}, ZeRO {config.parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"
+    events.record(
+        run_dir,
+        "run_start",
+        step=step,
+        nodes=sorted(set(hosts)),
+        ranks=len(hosts),
+        layout=text,
+        version=git_commit.version(),
+        corpora=epochs(samples),
+    )
+    written = _identity(run_dir)
+    try:
+        yield
+    except ToBeContinued as stopped:
+        _end(run_dir, written, stopped.code, stopped.reason or "asked to stop by a signal")
+        raise
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error.violations[0]) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        where = "" if isinstance(error, UserError) else f"{last.filename}:{last.lineno} ({last.name})"
+        _end(run_dir, written, 2 if isinstance(error, UserError) else 1, reason.partition("\n")[0], where)
+        raise
+    _end(run_dir, written, 0, "finished")
+
+
+def _identity(run_dir: Path) -> tuple[int, int] | None:
+    """Device and inode of the file; None if it does not exist."""
+    try:
+        found = (run_dir / events.FILE).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _end(run_dir: Path, written: tuple[int, int] | None, code: int, reason: str, where: str = "") -> None:
+    """Record the end, with the step of the newest checkpoint, -1 for none.
+
+    Args:
+        run_dir: of the run.
+        written: identity of the file with the begin: a directory that was removed, or has become that of another run, gets no line.
+        code: exit code.
+        reason: in one line.
+        where: file and line of an error.
+    """
+    if written is None or _identity(run_dir) != written:
+        return
+    complete = catalog.complete(run_dir)
+    step = catalog.step_of(complete[-1]) if complete else -1
+    events.record(run_dir, "run_end", step=step, code=code, reason=reason, where=where)
+
+
+def epochs(samples: Dataset) -> dict[str, int]:
+    """Return the samples of one epoch of each corpus; without a blend, in proportion to the tokens of the corpora of the shards."""
+    if samples.schedule is not None:
+        return {corpus.name: int(count) for corpus, count in zip(samples.corpora, samples.counts.tolist(), strict=True)}
+    tokens: dict[str, int] = {}
+    for shard in samples.corpora[0].shards:
+        name = str(shard.entry.get("corpus", ""))
+        tokens[name] = tokens.get(name, 0) + int(shard.entry.get("tokens", 0))
+    count, total = int(np.sum(samples.counts)), sum(tokens.values())
+    return {name: round(count * own / total) for name, own in tokens.items()} if total else {"": count}

@@ -1,0 +1,185 @@
+"""stage=report: the page of a run and of several. At first look it answers:
+
+- Is it alive?
+- When does it end?
+- Is the loss healthy?
+- What changed at the last restart?
+- How many node-hours were lost, and to what?
+- Which corpus was seen how often?
+- Which run is best, and by how much, with the noise of validation?
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.report import answers, comparison, history, page, table
+from tests.helpers import pipeline
+from tests.report.builder import events, restarted, steps, validation, write
+
+QUESTIONS = {
+    "Is it alive?": "finished: 100 steps; job 7 on 2 nodes; last written",
+    "When does it end?": "step 100 of 100 (100.0 %), ended ",
+    "Is the loss healthy?": "3.0644 over the last 20 steps, falling (-0.0186 +- 0.0046 from the 25 steps before to the last 25); no spikes",
+    "What changed at the last restart?": "because: b lost: RuntimeError: peer; without b; with c; layout data 4 -> tensor 2 x data 2",
+    "How many node-hours were lost, and to what?": (
+        "0.18 of 0.25 (between starts, preflight and spare nodes: 0.14; b lost: RuntimeError: peer: 0.02; start-up: 0.02)"
+    ),
+    "Which corpus was seen how often?": "web 75.0 %, 0.6 epochs; books 25.0 %, 2 epochs",
+    "Last validation": "3.0200 +- 0.0100 at step 100",
+}
+
+
+def answered(text: str) -> dict[str, str]:
+    """The answers of a page."""
+    found = re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)</dd>", text, re.DOTALL)
+    return {html.unescape(question): html.unescape(answer) for question, answer in found}
+
+
+def test_the_page_of_a_run_answers_the_questions(tmp_path: Path) -> None:
+    run_dir = restarted(tmp_path / "runs" / "a <b>")
+    printed = pipeline("stage=report", f"run_dir='{run_dir}'")
+    text = (run_dir / "report.html").read_text()
+    found = answered(text)
+    for question, part in QUESTIONS.items():
+        assert part in found[question], question
+        assert question == "Last validation" or question in printed
+    for chart in ("loss", "validation loss", "grad norm", "tokens per second", "lr"):
+        assert f'aria-label="{chart}"' in text
+    assert text.count("<title>restart at step 40: b lost: RuntimeError: peer</title>") == 4, "charts that begin before step 40 show it"
+    assert "a &lt;b&gt;" in text
+    assert "a <b>" not in text
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    text = page.of_run(history.read(restarted(tmp_path)))
+    assert not re.findall(r"<script|<link|<img|<iframe|\bsrc=|\bhref=|url\(|@import", text)
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
+    lines = steps(1, 100_000)
+    lines[56_788]["loss"] = 99.0
+    write(tmp_path, lines, total=200_000)
+    found = history.read(tmp_path)
+    text = page.of_run(found)
+    assert len(text.encode()) < 2_000_000
+    assert found.health is not None
+    assert found.health.spikes == (56_789,)
+    assert ">100</text>" in text, "the spike sets the scale of the chart"
+
+
+def compared(tmp_path: Path, losses: dict[str, tuple[float | None, float | None]]) -> list[history.History]:
+    for number, (name, (loss, error)) in enumerate(losses.items()):
+        lines = [*steps(1, 50), *([validation(50, loss, error)] if loss is not None else [])]
+        write(tmp_path / name, lines, total=50, lr=(number + 1) * 1e-4, done=50)
+    return [history.read(tmp_path / name) for name in losses]
+
+
+@pytest.mark.parametrize(
+    "losses, expected",
+    [
+        ({"x": (3.10, 0.01), "y": (3.00, 0.01)}, "y has the lowest validation loss (3.0000), 0.1000 below x, more than 2 standard errors"),
+        ({"x": (3.02, 0.01), "y": (3.00, 0.01)}, "0.0200 below x; within the noise of validation (2 standard errors) of it: x"),
+        ({"x": (3.02, None), "y": (3.00, 0.01)}, "0.0200 below x; the noise of validation is not known"),
+        ({"x": (3.00, 0.01), "y": (3.00, 0.01)}, "x, y have the same validation loss, 3.0000"),
+        ({"x": (None, None), "y": (3.00, 0.01)}, "y: 3.0000; no other run was validated"),
+        ({"x": (None, None), "y": (None, None)}, "x has the lowest training loss"),
+    ],
+)
+def test_which_run_is_best(tmp_path: Path, losses: dict, expected: str) -> None:
+    assert expected in comparison.verdict(comparison.compare(compared(tmp_path, losses)))
+
+
+def test_the_page_of_several_runs(tmp_path: Path) -> None:
+    compared(tmp_path / "sweep", {"0": (3.10, 0.01), "1": (3.00, 0.01), "2": (None, None)})
+    events(tmp_path / "sweep/2", (0, "run_start", {"step": 0}), (5, "run_end", {"code": 1, "reason": "CUDA error"}), job=None)
+    (tmp_path / "sweep/2/manifest.json").unlink()
+    restarted(tmp_path / "other")
+    command = ("stage=report", f"run_dir={tmp_path}/sweep", f"stage.compare=[{tmp_path}/other]", f"stage.out={tmp_path}/all.html")
+    printed = pipeline(*command)
+    text = (tmp_path / "all.html").read_text()
+    found = answered(text)
+    best = "1 has the lowest validation loss (3.0000), 0.0200 below other; within the noise of validation (2 standard errors) of it: other"
+    assert found["Which run is best, and by how much?"].startswith(best)
+    assert best in printed
+    assert found["Are they alive?"] == "2: see the table"
+    assert "optimizer.lr=0.0002" in text
+    assert "3.0000 +- 0.0100 at step 50" in text
+    assert "0.1000 +- 0.0141" in text
+
+
+def test_table_terminal_and_page_have_the_same_numbers(tmp_path: Path) -> None:
+    found = history.read(restarted(tmp_path / "run"))
+    (row,) = table.read_all([tmp_path / "run"])
+    assert {**vars(row)} == {**vars(found.run)}
+    view = "\n".join(answers.lines(found, 1000))
+    text = html.unescape(page.of_run(found))
+    for answer in answers.answers(found):
+        assert answer.text in view
+        assert answer.text in text
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (("run_dir={0}/rans",), "does not exist"),
+        (("run_dir={0}/empty",), "contains no training run: neither events.jsonl nor metrics.jsonl"),
+        (("run_dir={0}/runs", "stage.compare=[{0}/empty]"), "stage.compare="),
+        (("run_dir={0}/runs", "stage.outt=x"), "stage.outt"),
+        (("run_dir={0}/runs", "stage.out=/proc/x.html"), "cannot be written"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, settings: tuple[str, ...], expected: str) -> None:
+    (tmp_path / "empty").mkdir()
+    restarted(tmp_path / "runs")
+    printed = pipeline("stage=report", *(setting.format(tmp_path) for setting in settings), expect=2)
+    assert expected in printed
+    assert "fix:" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    """The browser; tests that draw pages are skipped without it, the others read their HTML."""
+    if (found := shutil.which("chromium") or shutil.which("chromium-browser")) is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("several", [False, True], ids=["run", "comparison"])
+def test_the_page_fits_the_screen(chromium: str, tmp_path: Path, width: int, several: bool) -> None:
+    """In a frame of that width, nothing is wider than it, the first answers are visible without scrolling, and the charts are drawn."""
+    one = history.read(restarted(tmp_path / "runs" / ("a-long-name-" * 8)))
+    text = page.of_runs([one, *compared(tmp_path, {"x": (3.1, 0.01), "y": (3.0, 0.01)})]) if several else page.of_run(one)
+    script = """<script>onload = () => { const page = document.querySelector("iframe").contentDocument
+      const box = (one) => one.getBoundingClientRect()
+      document.body.dataset.result = [page.documentElement.scrollWidth, Math.round(box(page.querySelector("dt")).bottom),
+        [...page.querySelectorAll("polyline")].filter((line) => box(line).width > 100).length].join(" ") }</script>"""
+    frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(text)}"></iframe>'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><meta charset=utf-8><body>{script}{frame}")
+    command = [
+        chromium,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+        "--window-size=1400,1000",
+    ]
+    done = subprocess.run(
+        [*command, "--dump-dom", f"file://{tmp_path}/frame.html"], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = re.search(r'data-result="(\d+) (\d+) (\d+)"', done.stdout)
+    assert found, done.stderr[-2000:]
+    wide, first_answer, drawn = map(int, found.groups())
+    assert wide <= width
+    assert first_answer < 900
+    assert drawn >= 4

@@ -1,0 +1,129 @@
+"""tools/status and tools/watch: the table of runs as text, CSV and JSON, and a run that is followed to its end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, environment
+from tests.report.builder import BEGIN, events, restarted, steps, validation, write
+
+
+def tool(name: str, *arguments: object, expect: int = 0, **more: str) -> str:
+    """Run a tool as users do; what it printed, both streams."""
+    command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, env=environment(**more), text=True, timeout=120, check=False, **streams)
+    assert done.returncode == expect, done.stdout
+    return done.stdout
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A finished run, one that is running, a damaged one in a sweep, and folders without runs."""
+    folder = tmp_path / "runs"
+    restarted(folder / "done")
+    (folder / "done/checkpoints/step-00000100/metrics.jsonl").parent.mkdir(parents=True)
+    (folder / "done/checkpoints/step-00000100/metrics.jsonl").touch()
+    write(folder / "now", [*steps(1, 30, seconds=2.0), validation(30, 3.25)], total=90)
+    events(folder / "now", (0, "run_start", {"nodes": ["a"], "step": 0}), job=None)
+    write(folder / "lr sweep/10", [])
+    (folder / "lr sweep/10/config.yaml").unlink()
+    (folder / "lr sweep/10/events.jsonl").write_text("{\n")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        os.utime(folder / "lr sweep/10" / name, (BEGIN, BEGIN))
+    (folder / "lr sweep/9").mkdir()
+    (folder / "imported/checkpoints/step-00000001").mkdir(parents=True)
+    return folder
+
+
+def test_the_table(runs: Path) -> None:
+    lines = tool("status", runs).splitlines()
+    assert lines[0] == f"{runs}: 1 running, 1 finished, 1 silent"
+    rows = {line[:11].rstrip(): re.split(r"  +", line) for line in lines[3:6]}
+    assert rows["done"][1:10] == ["finished", "100/100", "3.0644", "3.0200 +- 0.010", "128", "-", "1", "0.25", "7"]
+    assert rows["now"][1:8] == ["running", "30/90", rows["now"][3], "3.2500 +- 0.010", "64", "2 min", "0"]
+    assert rows["lr sweep/10"][1] == "silent"
+    assert "lr sweep/10: events.jsonl: the last line is incomplete" in lines
+    assert "lr sweep/10: config.yaml is missing or damaged: the number of steps is not known" in lines
+
+
+def test_csv_and_json_have_the_same_numbers(runs: Path) -> None:
+    content = json.loads(tool("status", runs, "--json", "--sort", "loss"))
+    rows = list(csv.DictReader(io.StringIO(tool("status", runs, "--csv", "--sort", "loss"))))
+    assert [Path(row["run_dir"]).name for row in content] == ["done", "now", "10"]
+    for row, one in zip(rows, content, strict=True):
+        expected = {name: "" if value is None else str(value) for name, value in one.items() if name != "problems"}
+        assert row | {"reason": ""} == expected | {"reason": ""}, "the reason says how long ago a run wrote"
+    assert (content[0]["node_hours"], content[0]["restarts"], content[1]["seconds_left"]) == (0.25, 1, 120.0)
+    assert content[2]["problems"]
+
+
+def test_mistakes_are_named(runs: Path) -> None:
+    assert "there is no such folder" in tool("status", runs / "nowhere", expect=2)
+    assert "no training run within 3 levels" in tool("status", runs / "lr sweep/9", expect=2)
+    assert "no training run within 0 levels" in tool("status", runs, "--depth", 0, expect=2)
+    assert "is no run directory" in tool("watch", runs, expect=2)
+    assert "must be above 0" in tool("watch", runs / "now", "--every", 0, expect=2)
+
+
+def test_no_checkpoint_is_listed_and_no_torch_is_loaded(runs: Path) -> None:
+    program = f"""
+import sys, builtins, os
+opened = []
+sys.addaudithook(lambda event, values: opened.append(str(values[0])) if event in ("os.scandir", "os.listdir", "open") else None)
+sys.argv = ["status", {str(runs)!r}]
+import runpy
+try: runpy.run_path({str(ROOT / "tools/status")!r}, run_name="__main__")
+except SystemExit as end: assert end.code == 0
+below = sorted(set(name for name in opened if name.startswith({str(runs)!r})))
+assert any(name.endswith("done/metrics.jsonl") for name in below), below
+assert not [name for name in below if "checkpoints" in name], below
+assert not {{"torch", "numpy", "hydra", "omegaconf"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], env=environment(), check=True, capture_output=True, timeout=120)
+
+
+def test_watch_once(runs: Path) -> None:
+    printed = tool("watch", runs / "now", "--once", COLUMNS="100")
+    assert f"{runs}/now  [##########....................]" in printed
+    assert "step 30 of 90 (33.3 %), 2 min left at 2 s a step" in printed
+    assert "3.2500 +- 0.0100 at step 30" in printed
+    assert re.search(r"^loss [▁▂▃▄▅▆▇█]{30} last 30 steps$", printed, re.MULTILINE)
+
+
+def test_watch_follows_a_run_to_its_end(runs: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/watch"), str(runs / "now"), "--every", "0.05"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
+        assert watch.stdout is not None
+        assert "running: step 30 of 90" in watch.stdout.readline()
+        with open(runs / "now/metrics.jsonl", "a") as handle:
+            handle.write(json.dumps(steps(31, 31)[0]) + "\n")
+        assert "running: step 31 of 90" in watch.stdout.readline()
+        write_time = time.time()
+        with open(runs / "now/events.jsonl", "a") as handle:
+            handle.write(json.dumps({"time": write_time, "event": "run_end", "job": None, "code": 1, "reason": "CUDA error"}) + "\n")
+        assert "CUDA error" in watch.stdout.readline()
+        assert watch.wait(60) == 1
+
+
+def test_watch_on_a_terminal_draws_the_view_again(runs: Path) -> None:
+    restart = [sys.executable, str(ROOT / "tools/watch"), str(runs / "done")]
+    leader, follower = os.openpty()
+    done = subprocess.run(restart, stdout=follower, env=environment(COLUMNS="90"), timeout=60, check=True)
+    os.close(follower)
+    text = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert done.returncode == 0
+    assert text.startswith("\033[H\033[2J")
+    assert "What changed at the last restart?" in text
