@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipeline.common import events
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
 from pipeline.launch import job, moldable, slurm
@@ -18,6 +20,8 @@ from pipeline.launch.allocation import Allocation
 
 log = logging.getLogger("pipeline")
 
+#: Seconds between looks for jobs that wait for this one; those of stage=submit are submitted right after it.
+_MOVES = (0.0, 20.0, 60.0, 600.0)
 #: sbatch options that the next job takes from the variables of this one.
 _FROM_VARIABLES = {
     "job-name": "SLURM_JOB_NAME",
@@ -29,6 +33,16 @@ _FROM_VARIABLES = {
     "mem": "SLURM_MEM_PER_NODE",
     "mem-per-cpu": "SLURM_MEM_PER_CPU",
 }
+#: And from its fields: option, name in `scontrol show job`. Slurm does not tell --signal and some others.
+_FROM_FIELDS = (
+    ("time", "TimeLimit"),
+    ("output", "StdOut"),
+    ("nodelist", "ReqNodeList"),
+    ("exclude", "ExcNodeList"),
+    ("constraint", "Features"),
+    ("reservation", "Reservation"),
+    ("comment", "Comment"),
+)
 
 
 def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
@@ -47,12 +61,13 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         found += [f"--nodes={len(granted.nodes)}"]
         found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
         found += ["--no-kill"] * (config.cluster.spares > 0)
-    found += [f"--{name}={fields[field]}" for name, field in (("time", "TimeLimit"), ("output", "StdOut")) if fields.get(field)]
+    found += [f"--{name}={fields[field]}" for name, field in _FROM_FIELDS if fields.get(field, "(null)") != "(null)"]
+    found += ["--no-requeue"] * (fields.get("Requeue") == "0")
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 
-def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> str | None:
-    """Submit the next job of the chain and return its id, None if Slurm refuses it, which is logged.
+def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> NextJob | None:
+    """Submit the next job of the chain, unless it waits already; returns None if Slurm refuses it, which is logged.
 
     Args:
         config: of the run.
@@ -60,6 +75,8 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         granted: the nodes of this job.
         fields: of this job, from slurm.facts.
     """
+    if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):
+        return NextJob(granted.job, before)
     script = f"{batch_scripts(Path.cwd()) or 'slurm'}/{config.stage.name}.sbatch"
     kept = [argument for argument in arguments if not argument.startswith("stage=")]
     command = ["sbatch", "--parsable", *options(config, granted, fields, os.environ), script, *kept]
@@ -69,14 +86,61 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         log.error("the next job of the chain was not submitted, so the run ends with this one: %s", error)
         return None
     log.info("job %s is the next one of the chain", number)
-    return number
+    return NextJob(granted.job, number)
 
 
-def hand_over(current: str, successor: str, exclude: Sequence[str]) -> None:
-    """Let the next job continue the run: without some nodes, and with the jobs that wait for this one."""
-    try:
-        slurm.move_dependents(current, successor)
+def _earlier(run_dir: Path, job: str) -> str | None:
+    """The next job that this one submitted before Slurm put it back into the queue; None if it does not wait any more."""
+    known = [event.get("next") for event in events.read(run_dir) if event["event"] == "chain" and event.get("job") == job]
+    number = known[-1] if known else None
+    return number if number is not None and slurm.facts(number).get("JobState") == "PENDING" else None
+
+
+class NextJob:
+    """The next job of a chain, which waits in the queue while this one runs.
+
+    Jobs that wait for the success of this one wait for the next one from the beginning: when the node of this job is lost, nobody can move
+    them any more, and Slurm would cancel them.
+
+    Args:
+        current: id of this job.
+        number: id of the next one.
+    """
+
+    def __init__(self, current: str, number: str) -> None:
+        self._current, self.number = current, number
+        self._moves = iter(_MOVES)
+        self._move_at = time.time() + next(self._moves)
+
+    def look(self) -> None:
+        """Move the jobs that have been submitted since; called again and again."""
+        if time.time() >= self._move_at:
+            self._move_at = time.time() + next(self._moves, _MOVES[-1])
+            self._move(self._current, self.number)
+
+    def finish(self) -> None:
+        """End the chain, as the run is finished: the jobs that wait for its success wait for this job again."""
+        if self._move(self.number, self._current):
+            slurm.cancel(self.number)
+
+    def cancel(self) -> None:
+        """End the chain; Slurm cancels the jobs that wait for its success."""
+        slurm.cancel(self.number)
+
+    def hand_over(self, exclude: Sequence[str]) -> None:
+        """Let the next job continue the run, without some nodes."""
+        self._move(self._current, self.number)
         if exclude:
-            slurm.command(["scontrol", "update", f"JobId={successor}", f"ExcNodeList={','.join(exclude)}"])
-    except slurm.SlurmError as error:
-        log.warning("job %s continues, but was not changed: %s", successor, error)
+            try:
+                slurm.command(["scontrol", "update", f"JobId={self.number}", f"ExcNodeList={','.join(exclude)}"])
+            except slurm.SlurmError as error:
+                log.warning("job %s continues, and may run on %s: %s", self.number, ", ".join(exclude), error)
+
+    def _move(self, job: str, successor: str) -> bool:
+        """Let jobs that wait for one job wait for another one; returns whether that succeeded."""
+        try:
+            slurm.move_dependents(job, successor)
+        except slurm.SlurmError as error:
+            log.warning("the jobs that wait for job %s were not changed: %s", job, error)
+            return False
+        return True

@@ -148,11 +148,14 @@ def main(job: str, host: str, port: str, run_dir: str) -> int:
     fields = slurm.facts(job)
     if fields.get("JobState") != "RUNNING" or fields.get("Restarts") != (os.environ.get("SLURM_RESTART_COUNT") or "0"):
         return 0
-    refused = slurm.requeue(job, [host])
-    reason = f"{host}, the node of the batch script, does not answer" + (f"; the job was not requeued: {refused}" if refused else "")
-    with suppress(OSError):
+    reason = f"{host}, the node of the batch script, does not answer"
+    with suppress(OSError):  # before the request: Slurm ends this process as well
         allocation.exclude(Path(run_dir), [host], reason)
     events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=[host])
+    if refused := slurm.requeue(job, [host]):
+        events.record(
+            Path(run_dir), "action", action="end", reason=f"{reason}; the job was not requeued: {refused}", code=1, exclude=[host]
+        )
     return int(bool(refused))
 
 

@@ -94,8 +94,8 @@ class Placement:
             slurm.resize(job, least, most, self.granted.tasks_per_node)
 
     def lost(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Return the nodes that do not answer."""
-        others = [node for node in nodes if node != self.granted.nodes[0]]  # this process runs on the first one
+        """Return the nodes that do not answer, of those that the ranks had and of the spares."""
+        others = [node for node in self.granted.nodes[1:] if node in {*nodes, *self.good()}]  # this process runs on the first one
         return tuple(sorted(set(others) - slurm.answering(others))) if others else ()
 
     def _nodes(self) -> list[str]:

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from pipeline.common import ends
 from pipeline.common.ends import End
+from pipeline.common.errors import TERMINATED
 
 log = logging.getLogger("pipeline")
 
@@ -35,6 +36,8 @@ _LINES = 10_000
 #: What srun prints of a task that a signal has ended, and the exit code that stands for it.
 _SIGNALS = {"Killed": 137, "Out Of Memory": 137, "Segmentation fault": 139, "Bus error": 135, "Aborted": 134, "Terminated": 143}
 _TASK = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<task>\d+)\S*: (?P<cause>[A-Z][\w ]*)")
+#: What srun prints when a step is ended from outside.
+_ABORTED = re.compile("forcing job termination|Timed out waiting for job step|Job step aborted|CANCELLED AT")
 #: A shell starts each rank, so that a signal before Python has its handlers does not end the process.
 SHELL = ("sh", "-c", 'trap "" USR1; exec "$@"', "sh")
 
@@ -135,8 +138,11 @@ def judge(code: int, failures: Sequence[End], rank_0: End | None, lines: Sequenc
         lines: messages of srun.
     """
     own = next((end for end in failures if not end.follows), None)
-    if code == 0 or (rank_0 is not None and rank_0.code == 0 and own is None):
+    if rank_0 is not None and rank_0.code == 0 and own is None:
         return 0, None  # rank 0 ends with 0 after all ranks have done their work
+    if code == 0 and own is None and not failures:
+        aborted = any(_ABORTED.search(line) for line in lines)  # srun exits with 0 when it leaves tasks behind that did not end
+        return (TERMINATED if aborted else 0), None
     if own is not None:
         return own.code, own
     if rank_0 is not None and not failures:

@@ -14,13 +14,14 @@ class Kind(StrEnum):
     """What a job does after its ranks have ended.
 
     END: it ends. RESTART: it starts the ranks again, on the nodes that it has. REQUEUE: it goes back to the queue under the same id.
-    CHAIN: the next job of the chain continues.
+    CHAIN: the next job of the chain continues. REQUEUED: Slurm itself has put it back into the queue, and ends it.
     """
 
     END = "end"
     RESTART = "restart"
     REQUEUE = "requeue"
     CHAIN = "chain"
+    REQUEUED = "requeued"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Situation:
         seconds_left: until the time limit of the job.
         preempted: Slurm takes the nodes for another job.
         canceled: this job was told to end, by SIGTERM to its script; srun gets the signal as well, and kills the ranks.
+        requeued: Slurm has put the job back into the queue, because a node was lost or somebody asked for it.
         can_requeue: whether Slurm would put the job back into the queue.
         chain: whether the next job of a chain waits.
         stopped: a user asked the run to stop.
@@ -78,6 +80,7 @@ class Situation:
     seconds_left: float = float("inf")
     preempted: bool = False
     canceled: bool = False
+    requeued: bool = False
     can_requeue: bool = True
     chain: bool = False
     stopped: bool = False
@@ -85,6 +88,8 @@ class Situation:
     has_phase: bool = False
 
 
+#: Exit code of ranks that refuse their configuration or inputs.
+_INVALID = 2
 #: A job with less time until its limit is not worth another start of its ranks, seconds.
 LEAST_SECONDS = 180.0
 
@@ -102,6 +107,8 @@ def decide(now: Situation) -> Action:
             if now.stopped
             else Action(Kind.END, 0, "finished")
         )
+    if now.requeued:
+        return Action(Kind.REQUEUED, TERMINATED, "Slurm has put the job back into the queue")
     if now.preempted:
         return _later(now, "preempted", ())
     if (now.canceled and now.code != CONTINUE) or (now.code == TERMINATED and now.first is None):
@@ -116,6 +123,8 @@ def decide(now: Situation) -> Action:
         return _later(now, f"the next steps have {now.phase} nodes", ())
     if now.first is not None and now.first.final:
         return Action(Kind.END, now.code, now.first.reason)
+    if now.first is None and now.code == _INVALID:  # the ranks could not record why
+        return Action(Kind.END, now.code, "the ranks refused their settings or inputs, see above")
     if now.failures >= now.most_failures:
         return Action(Kind.END, now.code, f"{now.failures} failures in a row without a further checkpoint (cluster.max_retries)")
     if not (now.progress or _is_passing(now)):

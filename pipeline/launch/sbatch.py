@@ -85,7 +85,8 @@ def rejection(message: str, text: str) -> Violation:
                 f"cluster.{key}", _option(text, option), rule, f"set cluster.{key}; sinfo and sacctmgr show what the cluster has"
             )
     size = " ".join(re.findall(r"^#SBATCH (--(?:partition|nodes|ntasks-per-node|cpus-per-task|mem|gpus-per-node)=.*)$", text, re.MULTILINE))
-    fix = "set cluster.partition, cluster.nodes, cluster.tasks_per_node, cluster.cpus_per_task, cluster.memory or cluster.gpus_per_node; "
+    fix = "set cluster.partition, cluster.nodes, cluster.spares, cluster.tasks_per_node, cluster.cpus_per_task, cluster.memory "
+    fix += "or cluster.gpus_per_node; "
     return Violation("cluster", size, rule, f"{fix}scontrol show partition and scontrol show node have the limits")
 
 

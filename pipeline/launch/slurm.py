@@ -70,6 +70,16 @@ def is_preempted(fields: Mapping[str, str]) -> bool:
     return fields.get("PreemptTime", "None") not in ("None", "Unknown", "")
 
 
+def is_requeued(fields: Mapping[str, str], restarts: int) -> bool:
+    """Return whether Slurm has put a job back into the queue since it was started for the (`restarts` + 1)-th time."""
+    return fields.get("Restarts", "").isdecimal() and int(fields["Restarts"]) > restarts
+
+
+def is_out_of_time(fields: Mapping[str, str]) -> bool:
+    """Return whether Slurm ends a job because of its time limit."""
+    return fields.get("Reason") == "TimeLimit"
+
+
 def hosts(nodelist: str) -> list[str]:
     """Return the nodes of a node list, empty for none or for one that cannot be read."""
     try:
@@ -156,7 +166,11 @@ def cancel(job: str) -> None:
 
 
 def move_dependents(job: str, successor: str) -> None:
-    """Let the jobs of this user that wait for the success of a job wait for that of its successor instead."""
+    """Let the jobs of this user that wait for the success of a job wait for that of another one instead.
+
+    Raises:
+        SlurmError: a command failed.
+    """
     printed = command(["squeue", "--me", "--noheader", "--states=PENDING", "--format=%A %E"])
     for line in printed.splitlines():
         waiting, _, dependency = line.partition(" ")

@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.common import events, signals
@@ -60,7 +61,7 @@ class Supervisor:
         self._blamed: list[str] = []
         self._failures = 0
         self._launches = 0
-        self._next: str | None = None
+        self._next: chain.NextJob | None = None
         self._made_run_dir = False
         self._deputy: Deputy | None = None
         self._fields = slurm.facts(granted.job)
@@ -80,7 +81,7 @@ class Supervisor:
             return self._run()
         except (UserError, CheckFailed):
             if self._next is not None:
-                slurm.cancel(self._next)
+                self._next.cancel()
             if self._deputy is not None:
                 self._deputy.close()
             raise
@@ -104,16 +105,13 @@ class Supervisor:
             return self._leave(action)
         if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
             self._next = chain.submit(self._config, self._arguments, self._granted, self._fields)
-            self._record("chain", next=self._next)
+            self._record("chain", next=None if self._next is None else self._next.number)
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
         if self._run_dir is not None and no_kill and self._can_requeue:
             self._deputy = Deputy(self._granted.job, self._run_dir)
         while True:
             action = self._launch()
             self._record("action", action=str(action.kind), reason=action.reason, code=action.code, exclude=list(action.exclude))
-            self._placement.exclude(action.exclude, action.reason)
-            if action.exclude and self._run_dir is not None:
-                allocation.exclude(self._run_dir, action.exclude, action.reason)
             if action.kind is not Kind.RESTART:
                 return self._leave(action)
             log.warning("starting the ranks again, %s", f"without {', '.join(action.exclude)}" if action.exclude else "on the same nodes")
@@ -134,9 +132,8 @@ class Supervisor:
             return None
         found = preflight_step.run(self._config, nodes, folder, self._granted.tasks_per_node)
         shutil.rmtree(folder, ignore_errors=True)
-        self._placement.exclude(found, "the preflight found it bad")
-        if found and self._run_dir is not None:
-            allocation.exclude(self._run_dir, found, "the preflight found it bad")
+        for node, reason in found.items():
+            self._exclude([node], f"preflight: {reason}")
         if len(nodes) - len(found) >= self._placement.fewest(self._placement.most()):
             return None
         self._failures += 1
@@ -166,8 +163,11 @@ class Supervisor:
         step = run_state.newest_step(self._run_dir)
         progress = step > before
         stopped = ended.code == 0 and run_state.was_stopped(self._run_dir, ended.started)
-        preempted = ended.code != 0 and slurm.is_preempted(slurm.facts(self._granted.job))
-        failed = not preempted and not (ended.code in (0, CONTINUE, TERMINATED) and ended.first is None)
+        fields = {} if ended.code == 0 else slurm.facts(self._granted.job)
+        preempted, requeued = slurm.is_preempted(fields), slurm.is_requeued(fields, self._granted.restarts)
+        if slurm.is_out_of_time(fields) and not preempted:  # it came before the ranks could end
+            ended = replace(ended, code=CONTINUE, first=None)
+        failed = not (preempted or requeued) and not (ended.code in (0, CONTINUE, TERMINATED) and ended.first is None)
         counts = failed or (ended.code == CONTINUE and not progress)
         self._failures = (0 if progress else self._failures) + counts
         lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()
@@ -188,6 +188,7 @@ class Supervisor:
                 seconds_left=self._limit - time.time(),
                 preempted=preempted,
                 canceled=signal.SIGTERM in signals.received,
+                requeued=requeued,
                 can_requeue=self._can_requeue,
                 chain=self._next is not None,
                 stopped=stopped,
@@ -197,6 +198,8 @@ class Supervisor:
         )
         self._blamed += [host] * bool(host)
         first = ended.first
+        self._exclude(set(action.exclude) & set(lost), "it does not answer")
+        self._exclude(set(action.exclude) - set(lost), action.reason if first is None else f"rank {first.rank}: {first.reason}")
         self._record(
             "ranks_end",
             code=ended.code,
@@ -216,9 +219,12 @@ class Supervisor:
         """Pass on signals that reached this process, and ask for a checkpoint before the time limit."""
         if self._next is not None and signal.SIGTERM in signals.received and not self._told_to_end:
             self._told_to_end = True
-            if not slurm.is_preempted(slurm.facts(self._granted.job)):
-                slurm.cancel(self._next)  # at once: a job that is canceled may be killed before its ranks have ended
+            fields = slurm.facts(self._granted.job)
+            if not (slurm.is_preempted(fields) or slurm.is_requeued(fields, self._granted.restarts) or slurm.is_out_of_time(fields)):
+                self._next.cancel()  # at once: a job that is canceled may be killed before its ranks have ended
                 self._next = None
+        if self._next is not None:
+            self._next.look()
         now = time.time()
         late = self._limit - now < LEAD and self._trains
         if (late or signal.SIGUSR1 in signals.received) and now - self._asked > REPEAT:
@@ -238,14 +244,20 @@ class Supervisor:
             time.sleep(REQUEUED)  # Slurm ends this process
             return action.code
         if self._next is not None and action.kind is Kind.CHAIN:
-            chain.hand_over(self._granted.job, self._next, action.exclude)
-            self._placement.resize(self._next)
-            log.info("job %s continues: %s", self._next, action.reason)
-        elif self._next is not None:
-            slurm.cancel(self._next)
+            self._next.hand_over(action.exclude)
+            self._placement.resize(self._next.number)
+            log.info("job %s continues: %s", self._next.number, action.reason)
+        elif self._next is not None and action.kind is not Kind.REQUEUED:
+            (self._next.finish if action.code == 0 else self._next.cancel)()
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
             run_state.remove_if_unused(self._run_dir)
         return action.code
+
+    def _exclude(self, nodes: Collection[str], reason: str) -> None:
+        """Leave out nodes, in this job and in later ones of the run."""
+        self._placement.exclude(nodes, reason)
+        if nodes and self._run_dir is not None:
+            allocation.exclude(self._run_dir, nodes, reason)
 
     def _record(self, event: str, **fields: object) -> None:
         """Record an event of a training run."""

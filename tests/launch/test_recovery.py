@@ -32,7 +32,9 @@ PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=Tr
         (Situation(75, progress=True, canceled=True), Kind.REQUEUE, 75, ()),
         (Situation(143, preempted=True), Kind.REQUEUE, 143, ()),
         (Situation(137, KILLED, preempted=True), Kind.REQUEUE, 137, ()),
+        (Situation(143, requeued=True, canceled=True, chain=True), Kind.REQUEUED, 143, ()),
         (Situation(2, MISTAKE, progress=True), Kind.END, 2, ()),
+        (Situation(2, progress=True), Kind.END, 2, ()),  # the disk is full: the ranks could not record their mistake
         (Situation(1, ERROR), Kind.END, 1, ()),  # before any checkpoint: the next attempt would end in the same way
         (Situation(1, ERROR, progress=True, nodes=1, needed=2), Kind.RESTART, 1, ()),
         (Situation(1, ERROR, progress=True, failures=3, nodes=1, needed=2), Kind.END, 1, ()),
@@ -82,6 +84,8 @@ LATE = ["srun: error: n1: task 0: Exited with exit code 1", *LINES[1:2], "srun: 
     "code, failures, rank_0, lines, expected",
     [
         (0, [], None, [], (0, None, None)),
+        (0, [], None, ["srun: forcing job termination", "srun: error: Timed out waiting for job step to complete"], (143, None, None)),
+        (0, [], End(0, "n1", 0.0, 0, ""), ["srun: forcing job termination"], (0, None, None)),
         (143, [], None, LINES, (137, 1, "n2")),
         (1, [LOST_PEER], LOST_PEER, LATE, (137, 1, "n2")),
         (1, [LOST_PEER, ERROR], LOST_PEER, LINES, (1, 3, "n2")),
@@ -99,6 +103,14 @@ def test_the_exit_code_is_that_of_the_first_failure(
 ) -> None:
     found, first = rank_step.judge(code, failures, rank_0, lines)
     assert (found, None if first is None else first.rank, None if first is None else first.host) == expected
+
+
+def test_what_slurm_does_with_a_job() -> None:
+    assert slurm.is_requeued({"Restarts": "2"}, 1)
+    assert not slurm.is_requeued({"Restarts": "1"}, 1)
+    assert not slurm.is_requeued({}, 0)
+    assert slurm.is_out_of_time({"Reason": "TimeLimit"})
+    assert not slurm.is_out_of_time({"Reason": "None"})
 
 
 def test_fields_of_a_job() -> None:
