@@ -47,6 +47,7 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         found += [f"--nodes={len(granted.nodes)}"]
         found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
         found += ["--no-kill"] * (config.cluster.spares > 0)
+    found += ["--no-requeue"] if fields.get("Requeue") == "0" else []  # slurm/STAGE.sbatch has --requeue
     found += [f"--{name}={fields[field]}" for name, field in (("time", "TimeLimit"), ("output", "StdOut")) if fields.get(field)]
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 

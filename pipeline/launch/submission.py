@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config import hardware
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.paths import batch_scripts
-from pipeline.config.schema import ClusterConfig, RunConfig
-from pipeline.launch import job
+from pipeline.config.schema import RunConfig
+from pipeline.launch import job, live, site
 
 
 def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_weights: bool) -> Iterator[str]:
@@ -20,7 +21,7 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
         arguments: of `python -m pipeline`, for this job.
         has_weights: whether the job has a checkpoint to start from.
     """
-    cluster = config.cluster
+    cluster = live.corrected(config.cluster)
     if cluster.tasks_per_node == 1 and world_size != cluster.nodes:
         yield f"choose cluster=NAME, or set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}, for the sbatch line"
         return
@@ -30,6 +31,8 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
     if (config.stage.name == "finetune" or config.lora.rank) and not has_weights:
         yield "  checkpoint.initialize_from is not set: add the run directory or checkpoint with the weights of this model"
     yield from _gpus(cluster)
+    if text := site.other_architecture(cluster):
+        yield f"  {text}"
 
 
 def _gpus(cluster: ClusterConfig) -> Iterator[str]:

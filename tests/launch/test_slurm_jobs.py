@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from pipeline.common.errors import UserError
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.cluster import ClusterConfig
 from pipeline.launch import job
 from pipeline.launch import sbatch as submission
 from tests.helpers import ROOT, SHARDS, pipeline, same_files
