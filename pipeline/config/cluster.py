@@ -24,7 +24,7 @@ class QueueConfig:
 class ClusterConfig:
     """Slurm options of a job on one cluster."""
 
-    name: str = knob("local", "ClusterName of Slurm; batch jobs source slurm/sites/NAME.sh")
+    name: str = knob("local", "name of the site")
     account: str | None = knob(None, "Slurm account (project budget)")
     partition: str | None = knob(None, "Slurm partition; default: that of the first of cluster.queues that fits")
     qos: str | None = knob(None, "Slurm quality of service; default: that of the first of cluster.queues that fits")

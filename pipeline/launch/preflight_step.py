@@ -40,7 +40,10 @@ SEARCH_LIMITS = 10
 #: Fixes of what fails on most nodes, by check.
 _FIXES = {
     "file system": ("run_dir", "free space or inodes, or choose a run_dir on another file system"),
-    "network": ("cluster.fabric", "load the network plugin of NCCL in slurm/sites/NAME.sh (NCCL_NET, modules), or correct cluster.fabric"),
+    "network": (
+        "cluster.fabric",
+        "load the plugin of NCCL (cluster.modules, cluster.environment.NCCL_NET), or correct cluster.fabric",
+    ),
     "GPUs": ("cluster.gpus_per_node", "request the GPUs of the job (sbatch --gpus-per-node), or correct cluster.gpus_per_node"),
     "host names": ("cluster.host_suffix", "correct it, or ask the site about its name server"),
 }
