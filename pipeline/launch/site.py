@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from pipeline.common.errors import UserError
@@ -65,6 +66,7 @@ def _variables_after(cluster: ClusterConfig) -> dict[str, str]:
         key, value = ("cluster.modules", cluster.modules) if cluster.modules else ("cluster.setup", cluster.setup)
         rule = f"cannot be set up on the node {platform.node()}: {said or f'exit code {done.returncode}'}"
         raise UserError.of(key, value, rule, "correct cluster.modules or cluster.setup; module avail lists what there is")
+    sys.stderr.buffer.write(done.stderr)
     return dict(item.split("=", 1) for item in done.stdout.decode(errors="surrogateescape").split("\0") if "=" in item)
 
 

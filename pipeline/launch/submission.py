@@ -9,7 +9,7 @@ from pipeline.config import hardware
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
-from pipeline.launch import job, live, site
+from pipeline.launch import job, live, queues, site
 
 
 def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_weights: bool) -> Iterator[str]:
@@ -24,6 +24,10 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
     cluster = live.corrected(config.cluster)
     if cluster.tasks_per_node == 1 and world_size != cluster.nodes:
         yield f"choose cluster=NAME, or set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}, for the sbatch line"
+        return
+    nodes = -(-world_size // cluster.tasks_per_node)
+    if misfit := list(queues.violations(cluster, *job.node_range(cluster, config.stage.name, nodes))):
+        yield from (f"{violation.key}={violation.value}: {violation.rule}: {violation.fix}" for violation in misfit)
         return
     yield job.sbatch_line(cluster, config.stage.name, world_size, arguments, batch_scripts(Path.cwd()))
     for key in job.missing(cluster):
