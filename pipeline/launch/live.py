@@ -34,12 +34,13 @@ class Limits:
 
 
 def parse_partitions(printed: str) -> dict[str, Limits]:
-    """Return the limits by partition from `scontrol show partition --oneliner`."""
+    """Return the limits by partition from `scontrol show partition --oneliner`; no job has more nodes than the partition."""
     found = {}
     for line in printed.splitlines():
         fields = slurm.parse_facts(line)
         if name := fields.get("PartitionName"):
-            found[name] = Limits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), _number(fields.get("MaxNodes")))
+            most = _number(fields.get("MaxNodes")) or _number(fields.get("TotalNodes"))
+            found[name] = Limits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
     return found
 
 

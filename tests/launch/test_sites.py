@@ -131,7 +131,7 @@ def test_what_is_wrong_in_the_file_of_a_site_is_named(changes: dict[str, object]
 
 PARTITIONS = """\
 PartitionName=booster AllowGroups=ALL AllowQos=ALL Default=YES QoS=N/A MaxNodes=384 MaxTime=12:00:00 MinNodes=0 State=UP TotalNodes=936
-PartitionName=batch AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=04:00:00 MinNodes=1 State=UP
+PartitionName=batch AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=04:00:00 MinNodes=1 State=UP TotalNodes=9800
 """
 
 
@@ -147,6 +147,7 @@ def test_limits_that_slurm_tells_replace_those_of_the_file() -> None:
 def test_a_partition_with_several_entries_only_bounds_them() -> None:
     changed, said = live.with_limits(at("frontier"), live.parse_partitions(PARTITIONS), {})
     assert [queue.max_time for queue in changed.queues] == ["02:00:00", "04:00:00", "04:00:00", "24:00:00"]
+    assert [queue.max_nodes for queue in changed.queues] == [91, 183, 9800, 64]
     assert len(said) == 2
 
 
