@@ -1,5 +1,6 @@
-# Sourced by every batch script: sets up the environment of the cluster.
-# Settings of a cluster are in slurm/sites/NAME.sh, NAME being ClusterName in the output of `scontrol show config`.
+# Sourced by every batch script: finds the Python of the job.
+# conf/cluster/NAME.yaml describes a cluster. What its Python needs to start in plain `sbatch slurm/STAGE.sbatch`, beside an active .venv, is in
+# slurm/sites/NAME.sh, NAME being ClusterName in the output of `scontrol show config`.
 # PIPELINE_SLURM is the folder of this file, slurm/ in the working directory by default; PIPELINE_PYTHON is the interpreter, python by default.
 # Commands outside of a checkout set them in the jobs that they render and print.
 
@@ -17,7 +18,7 @@ else
 fi
 
 if ! "${PIPELINE_PYTHON:-python}" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("hydra"))' 2>/dev/null; then
-  echo "site.sh: ${PIPELINE_PYTHON:-python} is not a Python with the packages of tools/install: activate its environment in slurm/sites/NAME.sh" >&2
+  echo "site.sh: ${PIPELINE_PYTHON:-python} is not a Python with the packages of tools/install: activate its environment in cluster.setup or slurm/sites/NAME.sh" >&2
   exit 2
 fi
 

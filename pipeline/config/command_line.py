@@ -153,7 +153,8 @@ def _with_quoted_items(override: str) -> str:
     """Quote the items of a list of overrides or of options, [parallel.tensor=1], as Hydra's grammar requires because of the sign "="."""
     key, _, value = override.partition("=")
     if not re.fullmatch(
-        r"[+]*((evaluation|cluster)\.sbatch|evaluation\.overrides|submit\.overrides\.\w+|cluster\.layouts\.\d+)", key
+        r"[+]*((evaluation|cluster)\.sbatch|cluster\.(srun|launch|setup)|evaluation\.overrides|submit\.overrides\.\w+|cluster\.layouts\.\d+)",
+        key,
     ) or not re.fullmatch(r"\[.*\]", value, re.DOTALL):
         return override
     items, depth, quote = [""], 0, ""

@@ -9,6 +9,7 @@ from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.data import DataConfig, DedupConfig, RampupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
 from pipeline.config.lora import LoraConfig
 
@@ -270,76 +271,6 @@ class EvaluationConfig:
     sbatch: list[str] = knob([], "additional sbatch options of the evaluation jobs, each in command-line form")
     overrides: list[str] = knob(
         [], 'settings in which the evaluation jobs differ from the run, such as "parallel.tensor=1", each in quotes'
-    )
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Slurm options of a job on one cluster."""
-
-    name: str = knob("local", "ClusterName of Slurm; batch jobs source slurm/sites/NAME.sh")
-    account: str | None = knob(None, "Slurm account (project budget)")
-    partition: str | None = knob(None, "Slurm partition")
-    qos: str | None = knob(None, "Slurm quality of service")
-    nodes: int = knob(1, "nodes per job", unit="nodes", at_least=1)
-    min_nodes: int | None = knob(
-        None,
-        "training: fewest nodes that a job starts with, cluster.nodes being the most; it continues on as many after the loss of others. "
-        "The layout is chosen for the nodes that there are; default: cluster.nodes",
-        unit="nodes",
-        at_least=1,
-    )
-    layouts: dict[int, list[str]] = knob(
-        {},
-        "training: layouts by the number of nodes. From that number on, up to the next one, these settings replace those of the "
-        'configuration, such as {4: ["parallel.tensor=2"]}',
-    )
-    choose_layout: str = knob(
-        "configured",
-        "training: layout for the nodes that there are: that of the configuration with cluster.layouts, or the planner's fastest one "
-        "(stage=plan stage.search=true) for cluster.hardware",
-        choices=("configured", "planner"),
-    )
-    tasks_per_node: int = knob(1, "ranks per node, one per GPU", unit="ranks", at_least=1)
-    cpus_per_task: int = knob(1, "CPU cores per rank", unit="cores", at_least=1)
-    gpus_per_node: int = knob(0, "GPUs per node; 0 requests none", unit="GPUs", at_least=0)
-    hardware: str | None = knob(
-        None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
-    )
-    check_memory: bool = knob(
-        True, "refuse a training job that does not fit in the memory of cluster.hardware (plan, dry run, Slurm launcher)"
-    )
-    network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
-    memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
-    time: str = knob("01:00:00", "wall-clock limit in Slurm format")
-    spares: int = knob(
-        0, "nodes of a job beyond those that its ranks need; one of them replaces a node that fails", unit="nodes", at_least=0
-    )
-    continuation: str = knob(
-        "requeue",
-        "how a run that is longer than its job continues: the job is put back into the queue, or each job submits the next one",
-        choices=("requeue", "chain"),
-    )
-    max_retries: int = knob(
-        3, "failures in a row without a further checkpoint after which a job is not started again", unit="failures", at_least=1
-    )
-    host_suffix: str = knob("", "suffix appended to the name of the first node to select its fast network (i on JUWELS)")
-    sbatch: list[str] = knob([], "additional sbatch options, each in command-line form")
-    required: list[str] = knob([], "options of this group without which the cluster refuses jobs, such as account")
-    preflight: str = knob(
-        "auto",
-        "test the nodes of a training job before its ranks start, and leave out bad ones; auto: jobs with GPUs and several nodes",
-        choices=("auto", "on", "off"),
-    )
-    preflight_seconds: float = knob(
-        120.0, "preflight: time limit of one step, from its start to the last all-reduce", unit="s", at_least=10, at_most=3600
-    )
-    slow_factor: float = knob(
-        1.3, "preflight: a node is bad whose matrix product or all-reduce inside takes more than this many times the median", above=1
-    )
-    free_gb: float = knob(1.0, "preflight: free space that the file system of run_dir must have", unit="GB", at_least=0)
-    fabric: str | None = knob(
-        None, "preflight: network that NCCL must use between nodes, as its log names it, such as IB or AWS Libfabric; default: any"
     )
 
 

@@ -62,7 +62,7 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
         found += ["--no-kill"] * (config.cluster.spares > 0)
     found += [f"--{name}={fields[field]}" for name, field in _FROM_FIELDS if fields.get(field, "(null)") != "(null)"]
-    found += ["--no-requeue"] * (fields.get("Requeue") == "0")
+    found += ["--no-requeue"] * (fields.get("Requeue") == "0")  # slurm/STAGE.sbatch has --requeue
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 

@@ -19,11 +19,12 @@ import xxhash
 from pipeline.checkpoint import native
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import command_line, compose
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.rules.evaluation import reads_average
-from pipeline.config.schema import ClusterConfig, EvaluationConfig, RunConfig
+from pipeline.config.schema import EvaluationConfig, RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import record
 from pipeline.launch import job, sbatch
@@ -112,15 +113,18 @@ def _kinds(wanted: EvaluationConfig) -> list[str]:
 
 
 def _cluster(wanted: EvaluationConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
-    """The sbatch options of the jobs: those of the cluster, in the account and partition of this job where the cluster names none."""
+    """The sbatch options of the jobs: those of the cluster, in the account and partition of this job where the cluster names none.
+
+    Where the cluster has queues, the partition is that of the first one that fits.
+    """
     return dataclasses.replace(
         cluster,
         nodes=wanted.nodes,
         tasks_per_node=wanted.tasks_per_node,
         time=wanted.time,
         account=cluster.account or environment.get("SLURM_JOB_ACCOUNT"),
-        partition=cluster.partition or environment.get("SLURM_JOB_PARTITION"),
-        qos=cluster.qos or environment.get("SLURM_JOB_QOS"),
+        partition=cluster.partition or (None if cluster.queues else environment.get("SLURM_JOB_PARTITION")),
+        qos=cluster.qos or (None if cluster.queues else environment.get("SLURM_JOB_QOS")),
         sbatch=[*cluster.sbatch, "--dependency=singleton", *wanted.sbatch],
     )
 

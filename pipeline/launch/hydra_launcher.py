@@ -31,12 +31,13 @@ from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose, layout
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
-from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, local_sweep, moldable, sbatch, snapshot, sweep_table
+from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, local_sweep, moldable, queues, sbatch, snapshot, sweep_table
 from pipeline.launch.sweep_table import Point
 
 log = logging.getLogger("pipeline")
@@ -193,6 +194,8 @@ class SlurmLauncher(ValidatingLauncher):
         for one in submissions:
             one.state = _state(one.run.config.run_dir, one.run.config.training.steps, earlier.get(one.run.config.run_dir), waiting)
         new = [one for one in submissions if not one.state]
+        if crowded := list(queues.too_many([_options(one.run) for one in new])):
+            raise UserError(crowded)
         if used := [v for one in new for v in in_use.violations(Path(one.run.config.run_dir), [one.run.config.stage.name], queue)]:
             raise UserError(used)
         if found := sbatch.rejected([one.text for one in new]):

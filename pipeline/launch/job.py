@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.common import slurm_time
 from pipeline.common.errors import Violation
 from pipeline.common.ranks import Ranks
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import key_of
 from pipeline.config.paths import batch_scripts
-from pipeline.config.schema import ClusterConfig
 from pipeline.config.stages import GPU_STAGES, ONE_TASK_STAGES, TRAINING_STAGES
+from pipeline.launch import queues, site
 
 log = logging.getLogger("pipeline")
 
@@ -62,6 +64,7 @@ class Job:
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render the batch script passed to sbatch."""
+    cluster = placed(cluster, job.stage, cluster.nodes)
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {_directive(option)}" for option in _options(job, cluster)]
     variables = {
@@ -73,6 +76,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     script = f"{job.scripts or 'slurm'}/{job.stage}.sbatch"
     lines += [
         "set -euo pipefail",
+        *site.shell_lines(cluster, job.stage),
         *(f"export {name}={shlex.quote(str(value))}" for name, value in variables.items() if value),
         " \\\n  ".join(["exec bash " + shlex.quote(script), *map(shlex.quote, job.overrides)]),
     ]
@@ -87,7 +91,7 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     yield "--open-mode=append"  # a requeued job continues its log
     yield from size_options(cluster, job.stage, cluster.nodes)
     if job.stage in TRAINING_STAGES:
-        yield "--requeue"
+        yield requeue_option(cluster)
         yield f"--signal=USR1@{SIGNAL_SECONDS}"
     if job.after:
         yield f"--dependency=afterok:{job.after}"
@@ -97,6 +101,24 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
             yield option
 
 
+def node_range(cluster: ClusterConfig, stage: str, nodes: int) -> tuple[int, int]:
+    """Return the fewest and the most nodes that a job asks for, with the spare nodes of training."""
+    if stage not in TRAINING_STAGES:
+        return nodes, nodes
+    least = nodes if cluster.min_nodes is None else min(cluster.min_nodes, nodes)
+    return least + cluster.spares, nodes + cluster.spares
+
+
+def placed(cluster: ClusterConfig, stage: str, nodes: int) -> ClusterConfig:
+    """Return the options of a job with the partition, QoS and time of the first queue that fits (queues.placed)."""
+    return queues.placed(cluster, *node_range(cluster, stage, nodes))
+
+
+def requeue_option(cluster: ClusterConfig) -> str:
+    """Return whether Slurm may put a training job back into the queue, as an sbatch option: not at sites that continue by a chain."""
+    return "--requeue" if cluster.continuation == "requeue" else "--no-requeue"
+
+
 def size_options(cluster: ClusterConfig, stage: str, nodes: int) -> list[str]:
     """Return the sbatch options for a number of nodes. A training job has spare nodes besides, and accepts fewer, such as --nodes=8-64.
 
@@ -104,10 +126,11 @@ def size_options(cluster: ClusterConfig, stage: str, nodes: int) -> list[str]:
     range asks for the cores of a node, and the supervisor starts cluster.tasks_per_node ranks on each. Jobs that can go on without a node
     are kept by Slurm (--no-kill).
     """
-    spares, least = (cluster.spares, cluster.min_nodes) if stage in TRAINING_STAGES else (0, None)
-    if least is None or least >= nodes:
-        return [f"--nodes={nodes + spares}", f"--ntasks-per-node={cluster.tasks_per_node}", *["--no-kill"] * bool(spares)]
-    return [f"--nodes={least + spares}-{nodes + spares}", f"--mincpus={cluster.tasks_per_node * cluster.cpus_per_task}", "--no-kill"]
+    least, most = node_range(cluster, stage, nodes)
+    if least == most:
+        spares = stage in TRAINING_STAGES and cluster.spares > 0
+        return [f"--nodes={most}", f"--ntasks-per-node={cluster.tasks_per_node}", *["--no-kill"] * spares]
+    return [f"--nodes={least}-{most}", f"--mincpus={cluster.tasks_per_node * cluster.cpus_per_task}", "--no-kill"]
 
 
 def site_options(cluster: ClusterConfig, stage: str) -> Iterator[str]:
@@ -169,6 +192,9 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
     size = size_options(cluster, stage, nodes)
     if nodes * cluster.tasks_per_node != world_size and cluster.min_nodes is None:  # the last node has fewer ranks
         size.append(f"--ntasks={world_size}")
+    if stage in TRAINING_STAGES and cluster.continuation != "requeue":  # slurm/STAGE.sbatch has --requeue
+        size.append(requeue_option(cluster))
+    cluster = placed(cluster, stage, nodes)
     kept = [o for o in overrides if not re.match(r"\+*(stage=|dry_run[.=])", o)]
     variables = ["env", f"PIPELINE_SLURM={scripts}", f"PIPELINE_PYTHON={sys.executable}"] if scripts else []
     return shlex.join([*variables, "sbatch", *size, *site_options(cluster, stage), f"{scripts or 'slurm'}/{stage}.sbatch", *kept])
@@ -194,15 +220,18 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
     unknown = [key for key in cluster.required if key not in REQUIRABLE]
     found += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
     # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
-    if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED", cluster.time):
+    if cluster.time != queues.LONGEST and not slurm_time.is_limit(cluster.time):
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
         found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
+    else:
+        found += queues.violations(cluster, *node_range(cluster, stage, cluster.nodes))
     return found
 
 
 def missing(cluster: ClusterConfig) -> list[str]:
     """Return the keys that the cluster requires (cluster.required) and that are not set."""
     given = [option.lstrip("-").partition("=")[0] for option in cluster.sbatch]
+    given += ["partition"] * any(queue.partition for queue in cluster.queues) + ["qos"] * any(queue.qos for queue in cluster.queues)
     return [key for key in cluster.required if getattr(cluster, key, None) is None and key not in given]
 
 

@@ -6,19 +6,21 @@ import dataclasses
 from collections.abc import Sequence
 
 from pipeline.config import layout
-from pipeline.config.schema import ClusterConfig, DryRunConfig, RunConfig
+from pipeline.config.cluster import ClusterConfig
+from pipeline.config.schema import DryRunConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job, moldable
+from pipeline.launch import job, live, moldable
 
 
 def options(config: RunConfig, own: Sequence[str]) -> ClusterConfig:
-    """Return the sbatch options of a job.
+    """Return the sbatch options of a job, in the first queue that fits; where Slurm is installed, with the limits that it tells.
 
     Args:
         config: of the job.
         own: settings of this job alone (job.one_task).
     """
-    return job.one_task(moldable.cluster_at(config), config.stage.name, own)
+    cluster = live.corrected(job.one_task(moldable.cluster_at(config), config.stage.name, own))
+    return job.placed(cluster, config.stage.name, cluster.nodes)
 
 
 def expected(config: RunConfig, overrides: Sequence[str], own: Sequence[str]) -> tuple[RunConfig, int]:

@@ -14,9 +14,10 @@ from pipeline.checkpoint import catalog
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import layouts
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import key_of
 from pipeline.config.layout import Layout
-from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import job
 from pipeline.launch.legal_layouts import LegalLayouts, Planned, has_model

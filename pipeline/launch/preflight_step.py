@@ -23,7 +23,7 @@ from pipeline.common.ranks import expand_tasks
 from pipeline.config.command_line import quoted
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import slurm
+from pipeline.launch import site, slurm
 from pipeline.preflight import file_system, judge, node_result, report
 from pipeline.preflight.search import search
 
@@ -40,7 +40,10 @@ SEARCH_LIMITS = 10
 #: Fixes of what fails on most nodes, by check.
 _FIXES = {
     "file system": ("run_dir", "free space or inodes, or choose a run_dir on another file system"),
-    "network": ("cluster.fabric", "load the network plugin of NCCL in slurm/sites/NAME.sh (NCCL_NET, modules), or correct cluster.fabric"),
+    "network": (
+        "cluster.fabric",
+        "load the plugin of NCCL (cluster.modules, cluster.environment.NCCL_NET), or correct cluster.fabric",
+    ),
     "GPUs": ("cluster.gpus_per_node", "request the GPUs of the job (sbatch --gpus-per-node), or correct cluster.gpus_per_node"),
     "host names": ("cluster.host_suffix", "correct it, or ask the site about its name server"),
 }
@@ -74,6 +77,7 @@ def run(config: RunConfig, nodes: Sequence[str], folder: Path, tasks_per_node: i
     """
     started = time.monotonic()
     run_dir = Path(config.run_dir)
+    site.prepare(config)
     try:
         _prepare(folder, config)
         steps = _Steps(config, folder, tasks_per_node or _tasks_of_job() or config.cluster.tasks_per_node)
@@ -176,7 +180,7 @@ class _Steps:
     """
 
     def __init__(self, config: RunConfig, folder: Path, tasks_per_node: int) -> None:
-        self._folder, self._tasks = folder, tasks_per_node
+        self._config, self._folder, self._tasks = config, folder, tasks_per_node
         cluster = config.cluster
         self.seconds = cluster.preflight_seconds
         self._overrides = [
@@ -231,7 +235,8 @@ class _Steps:
             f"--ntasks={len(nodes) * tasks}",
             f"--ntasks-per-node={tasks}",
         ]
-        command += [os.environ.get("PIPELINE_PYTHON", sys.executable), "-m", "pipeline", "stage=preflight", *self._overrides]
+        command += site.srun_options(self._config, tasks)
+        command += site.rank_command(self._config, ["stage=preflight", *self._overrides], sys.executable)
         environment = {name: value for name, value in os.environ.items() if name != ends.VARIABLE}  # records of the ranks of training
         environment["SLURM_EXPORT_ENV"] = "ALL"  # as in slurm/site.sh
         command.append(f"stage.folder={quoted(str(folder.absolute()))}")

@@ -65,7 +65,7 @@ def words(options: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the srun command of the ranks.
 
     Args:
-        options: of srun: which nodes and how many tasks; empty for all of the job.
+        options: of srun: those of the site (site.srun_options), which nodes and how many tasks; empty for all of the job.
         command: of a rank.
     """
     return ["srun", "--kill-on-bad-exit=1", *options, *SHELL, *command]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.slurm_time import seconds
 from pipeline.launch import slurm
 
 #: Timeout of sbatch, seconds.
@@ -209,16 +209,6 @@ def _too_long(text: str, limits: Mapping[str, str]) -> Violation | None:
         return None
     rule = f"exceeds the time limit of the partition {partition or '(default)'}, {' and '.join(longest)}: the job would wait for ever"
     return Violation("cluster.time", time, rule, "reduce cluster.time, or choose another cluster.partition")
-
-
-def seconds(time: str) -> float:
-    """Return a time of Slurm in seconds: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]], or UNLIMITED."""
-    if (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)) is None:
-        return math.inf
-    days, first, second, third = (int(part or 0) for part in found.groups())
-    if found[1] or found[4]:  # the first number is hours
-        return ((days * 24 + first) * 60 + second) * 60 + third
-    return first * 60 + second
 
 
 def _options(text: str) -> str:

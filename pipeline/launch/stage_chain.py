@@ -10,10 +10,11 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose, other_commands
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import Command, key_of, quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
-from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, TRAINING_STAGES, Evaluate
 from pipeline.launch import in_use, job, job_memory, job_size, moldable
 

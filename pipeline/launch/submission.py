@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config import hardware
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.paths import batch_scripts
-from pipeline.config.schema import ClusterConfig, RunConfig
-from pipeline.launch import job
+from pipeline.config.schema import RunConfig
+from pipeline.launch import job, live, queues, site
 
 
 def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_weights: bool) -> Iterator[str]:
@@ -20,9 +21,13 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
         arguments: of `python -m pipeline`, for this job.
         has_weights: whether the job has a checkpoint to start from.
     """
-    cluster = config.cluster
+    cluster = live.corrected(config.cluster)
     if cluster.tasks_per_node == 1 and world_size != cluster.nodes:
         yield f"choose cluster=NAME, or set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}, for the sbatch line"
+        return
+    nodes = -(-world_size // cluster.tasks_per_node)
+    if misfit := list(queues.violations(cluster, *job.node_range(cluster, config.stage.name, nodes))):
+        yield from (f"{violation.key}={violation.value}: {violation.rule}: {violation.fix}" for violation in misfit)
         return
     yield job.sbatch_line(cluster, config.stage.name, world_size, arguments, batch_scripts(Path.cwd()))
     for key in job.missing(cluster):
@@ -30,6 +35,8 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
     if (config.stage.name == "finetune" or config.lora.rank) and not has_weights:
         yield "  checkpoint.initialize_from is not set: add the run directory or checkpoint with the weights of this model"
     yield from _gpus(cluster)
+    if text := site.other_architecture(cluster):
+        yield f"  {text}"
 
 
 def _gpus(cluster: ClusterConfig) -> Iterator[str]:

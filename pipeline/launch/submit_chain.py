@@ -14,7 +14,7 @@ from pipeline.common import locks
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
-from pipeline.launch import conf_copy, in_use, moldable, sbatch, snapshot, stage_chain
+from pipeline.launch import conf_copy, in_use, moldable, queues, sbatch, site, snapshot, stage_chain
 from pipeline.launch.stage_chain import Link
 
 log = logging.getLogger("pipeline")
@@ -38,6 +38,8 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
     for link in links:
         if text := moldable.idle_text(link.config):
             log.warning("%s: %s", link.stage, text)
+    if text := site.other_architecture(config.cluster):
+        log.warning("%s", text)
     if config.dry_run.enabled:
         print("\n".join(stage_chain.rendered(links, run_dir, snapshot=snapshot.path(run_dir))), end="")
         return
@@ -56,6 +58,7 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
         found.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
     try:
         links = stage_chain.links(config, arguments)
+        found += queues.too_many([link.cluster for link in links])
     except UserError as error:
         found += error.violations
     return found, links

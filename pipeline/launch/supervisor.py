@@ -28,7 +28,7 @@ from pipeline.config import layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import allocation, chain, explanation, moldable, preflight_step, rank_step, recovery, run_state, slurm, snapshot
+from pipeline.launch import allocation, chain, explanation, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
 from pipeline.launch.allocation import Allocation
 from pipeline.launch.deputy import Deputy
 from pipeline.launch.placement import Placement
@@ -89,6 +89,7 @@ class Supervisor:
     def _run(self) -> int:
         """See run()."""
         self._check()
+        site.prepare(self._config)
         if self._run_dir is not None:
             self._made_run_dir = not self._run_dir.exists()
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -153,11 +154,11 @@ class Supervisor:
             self._deputy.watch(self._placement.good(), self._granted.nodes[0])
         before = run_state.newest_step(self._run_dir)
         folder = run_state.folder(self._run_dir, self._granted, f"ranks-{self._launches}")
-        options = self._granted.step_options(nodes, again=self._launches > 0)
+        options = site.srun_options(self._config, self._granted.tasks_per_node)
+        options += self._granted.step_options(nodes, again=self._launches > 0)
         self._launches += 1
         self._record("ranks_start", nodes=nodes, step=before, layout=shape.layout)
-        python = os.environ.get("PIPELINE_PYTHON") or "python"
-        ended = rank_step.run(rank_step.words(options, [python, "-m", "pipeline", *shape.overrides]), folder, self._look)
+        ended = rank_step.run(rank_step.words(options, site.rank_command(self._config, shape.overrides)), folder, self._look)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         step = run_state.newest_step(self._run_dir)

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipeline.common.errors import UserError
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.cluster import ClusterConfig
 
 
 def check_gpus(cluster: ClusterConfig) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from pipeline.config import hardware as hardware_files
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
-from pipeline.config.schema import ClusterConfig, PrecisionConfig
+from pipeline.config.schema import PrecisionConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.registry import family_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.cluster import ClusterConfig
 from pipeline.preflight import nccl_log
 from pipeline.preflight.node_result import PHASES, Result
 

@@ -20,7 +20,7 @@ import torch
 from pipeline.common import git_commit
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.cluster import ClusterConfig
 from pipeline.parallel import device as rank_device
 from pipeline.parallel import node_groups
 from pipeline.parallel.mesh import destroy_process_group

@@ -11,7 +11,7 @@ from pipeline.config import compose
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job, moldable, submission
+from pipeline.launch import job, live, moldable, submission
 from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
 
@@ -29,7 +29,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if config.stage.name == "finetune":
         config = finetuning.complete(config, world_size, overrides=compose.task_arguments())
     arguments = compose.task_arguments()
-    if violations := [*job.violations(config.cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)]:
+    cluster = live.corrected(config.cluster)
+    if violations := [*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)]:
         raise UserError(violations)
     if ranks.rank > 0:
         return  # single-process mode: additional ranks do nothing

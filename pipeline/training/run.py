@@ -18,9 +18,10 @@ from pipeline.common import signals
 from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
-from pipeline.config.schema import ClusterConfig, PrecisionConfig, RunConfig
+from pipeline.config.schema import PrecisionConfig, RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of

@@ -102,7 +102,7 @@ def test_help_lists_stages_and_keys() -> None:
         "stage=convert",
         "parallel.zero_stage=1",
         "at most 3",
-        "cluster=devcluster",
+        "cluster=alps|devcluster|",
         "model=",
         "training.steps=1000",
     ):

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import UserError
 from pipeline.config import paths
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.cluster import ClusterConfig
 from pipeline.launch import job, rank_step, sbatch
 from tests.helpers import ROOT
 

@@ -17,8 +17,8 @@ import pytest
 import transformers
 
 from pipeline.common.errors import UserError
-from pipeline.config.schema import ClusterConfig
-from pipeline.launch import job
+from pipeline.config.cluster import ClusterConfig, QueueConfig
+from pipeline.launch import job, live
 from pipeline.launch import sbatch as submission
 from tests.helpers import ROOT, SHARDS, pipeline, same_files
 
@@ -350,3 +350,13 @@ def test_a_rejected_sweep_is_canceled_completely(tmp_path: Path) -> None:
 def test_sbatch_errors_are_reported() -> None:
     with pytest.raises(UserError, match="invalid partition specified: nope"):
         submission.submit("#!/bin/bash\n#SBATCH --partition=nope\ntrue\n")
+
+
+def test_limits_of_the_partitions_are_read() -> None:
+    """As `scontrol` of this cluster prints them, for a site whose file says something else."""
+    partitions = live.parse_partitions(command("scontrol", "show", "partition", "--oneliner"))
+    assert partitions["batch"].max_nodes == 4
+    site = ClusterConfig(name="mine", queues=[QueueConfig("batch", max_nodes=64)])
+    changed, said = live.with_limits(site, partitions, {})
+    assert changed.queues[0].max_nodes == 4
+    assert said == ["partition batch: max_nodes is 4 in Slurm, and 64 in cluster=mine; that of Slurm is used"]

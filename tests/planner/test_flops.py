@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pipeline.config import hardware as hardware_files
-from pipeline.config.schema import ClusterConfig, PrecisionConfig
+from pipeline.config.cluster import ClusterConfig
+from pipeline.config.schema import PrecisionConfig
 from pipeline.planner.flops import peak_flops
 
 #: torch.cuda.get_device_name() -> file of conf/hardware/, and the dense 16-bit peak of the manufacturer's data sheet, TFLOP/s.

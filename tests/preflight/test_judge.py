@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from pipeline.config.schema import ClusterConfig
+from pipeline.config.cluster import ClusterConfig
 from pipeline.preflight import judge, report
 
 NODES = [f"n{i}" for i in range(8)]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pipeline.common import slurm_time
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import hardware, layouts
-from pipeline.config.schema import ClusterConfig, RunConfig
+from pipeline.config.cluster import ClusterConfig
+from pipeline.config.schema import RunConfig
 
 
 def violations(cluster: ClusterConfig) -> Iterator[Violation]:
-    """Yield the violations of cluster.hardware, which names a file that describes a GPU, and of cluster.fabric."""
+    """Yield the violations of cluster.hardware, which names a file that describes a GPU, of cluster.fabric, and of the site."""
+    yield from _queue_violations(cluster)
+    yield from _site_violations(cluster)
     if cluster.hardware is not None:
         try:
             hardware.load(cluster.hardware)
@@ -20,6 +25,34 @@ def violations(cluster: ClusterConfig) -> Iterator[Violation]:
     if cluster.fabric is not None and not cluster.fabric.strip():
         rule = "must be the name of a network in the log of NCCL"
         yield Violation("cluster.fabric", repr(cluster.fabric), rule, "set it to IB, AWS Libfabric or Socket, or leave it out")
+
+
+def _queue_violations(cluster: ClusterConfig) -> Iterator[Violation]:
+    """Yield the entries of cluster.queues whose limits contradict each other."""
+    for number, queue in enumerate(cluster.queues):
+        key = f"cluster.queues.{number}"
+        if queue.max_nodes is not None and queue.max_nodes < queue.min_nodes:
+            yield Violation(f"{key}.max_nodes", queue.max_nodes, f"must not be below min_nodes={queue.min_nodes}", "correct the entry")
+        if queue.max_time is not None and not slurm_time.is_limit(queue.max_time):
+            fix = 'write hours:minutes:seconds or days-hours, quoted in a YAML file: "24:00:00"'
+            yield Violation(f"{key}.max_time", queue.max_time, "must be a time limit of Slurm", fix)
+        if queue.max_running is not None and queue.max_submitted is not None and queue.max_running > queue.max_submitted:
+            rule = f"must not exceed max_submitted={queue.max_submitted}, which counts running jobs, too"
+            yield Violation(f"{key}.max_running", queue.max_running, rule, "correct the entry")
+
+
+def _site_violations(cluster: ClusterConfig) -> Iterator[Violation]:
+    """Yield what is wrong with the cores of a node, variables, and options of srun."""
+    tasks, cores = cluster.tasks_per_node, cluster.cpus_per_task
+    if cluster.cores is not None and tasks * cores > cluster.cores:
+        rule = f"asks for {tasks * cores} cores a node for {tasks} tasks, and cluster.cores={cluster.cores}"
+        yield Violation("cluster.cpus_per_task", cores, rule, f"set it to {max(1, cluster.cores // tasks)}, or correct cluster.cores")
+    for name in cluster.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield Violation("cluster.environment", name, "is not the name of a variable", "use letters, digits and _")
+    for option in cluster.srun:
+        if not option.startswith("-"):
+            yield Violation("cluster.srun", option, "must be an srun option in command-line form", "write --name=value")
 
 
 def layout_violations(config: RunConfig) -> Iterator[Violation]:
