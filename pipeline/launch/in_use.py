@@ -31,11 +31,11 @@ def chain_jobs(run_dir: Path) -> dict[int, str]:
     return {int(entry["job"]): str(entry["stage"]) for entry in _entries(run_dir / CHAIN, "jobs")}
 
 
-def _entries(record: Path, key: str = "") -> list[dict[str, Any]]:
-    """The jobs of a record; empty without one, or if it is damaged."""
+def _entries(record: Path, key: str) -> list[dict[str, Any]]:
+    """The jobs of a record; empty without one, or if it is damaged. Earlier versions wrote the record of a sweep without a key."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        return list(content[key] if key else content)
+        return list(content if isinstance(content, list) else content[key])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -52,7 +52,9 @@ def queued(run_dir: Path, stages: Sequence[str], queue: Sequence[QueuedJob]) -> 
     """
     folder = run_dir.absolute()
     recorded = {*chain_jobs(run_dir)}
-    recorded |= {entry["job"] for entry in _entries(run_dir.parent / SWEEP) if Path(entry.get("run_dir", "")).absolute() == folder}
+    recorded |= {
+        entry["job"] for entry in _entries(run_dir.parent / SWEEP, "points") if Path(entry.get("run_dir", "")).absolute() == folder
+    }
     names = {job_name(stage, run_dir) for stage in stages}
     return {
         job.number: job.name

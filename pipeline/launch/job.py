@@ -48,6 +48,7 @@ class Job:
         python: the interpreter, unless the file of the site sets another one; that of its environment when None (python_of).
         snapshot: the snapshot of what was submitted (launch/snapshot.py).
         after: id of the job that must succeed before this one starts; without success, Slurm cancels this one.
+        waits_for: id of the job that must have ended before this one starts.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Job:
     python: Path | None = None
     snapshot: Path | None = None
     after: str | None = None
+    waits_for: str | None = None
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
@@ -96,6 +98,8 @@ def _options(job: Job, cluster: ClusterConfig) -> Iterator[str]:
     if job.after:
         yield f"--dependency=afterok:{job.after}"
         yield "--kill-on-invalid-dep=yes"
+    if job.waits_for:
+        yield f"--dependency=afterany:{job.waits_for}"
     for option in site_options(cluster, job.stage):  # the first job of a chain waits for what the user names, and so the others do
         if not (job.after and re.match(r"--dependency\b|-d\b", option)):
             yield option

@@ -181,7 +181,7 @@ def rejected(texts: Sequence[str]) -> dict[int, Violation]:
 
 def _answer(text: str) -> Violation | None:
     """Why a job would be rejected."""
-    own = re.sub(r"^#SBATCH (--dependency=afterok:JOB_OF_.*|--kill-on-invalid-dep=.*)\n", "", text, flags=re.MULTILINE)
+    own = re.sub(r"^#SBATCH (--dependency=after\w+:JOB_OF_.*|--kill-on-invalid-dep=.*)\n", "", text, flags=re.MULTILINE)
     try:
         run(own, ["--test-only"])
     except UserError as error:
@@ -217,12 +217,15 @@ def _options(text: str) -> str:
     return "\n".join(line for line in lines if not re.match(r"#SBATCH --(job-name|output|dependency|kill-on-invalid-dep)\b", line))
 
 
-def submit_all(texts: Sequence[Callable[[Sequence[int]], str]], environment: Mapping[str, str] | None = None) -> list[int]:
+def submit_all(
+    texts: Sequence[Callable[[Sequence[int]], str]], environment: Mapping[str, str] | None = None, limit: str | None = None
+) -> list[int]:
     """Submit jobs in order and return their ids. If one is rejected, or the command is interrupted, cancel the jobs submitted before.
 
     Args:
         texts: of each job, a function from the ids of the jobs before it to its script.
         environment: as in submit.
+        limit: pattern of rejections after which the jobs submitted before remain, and the others are left out.
 
     Raises:
         UserError: as submit.
@@ -232,6 +235,8 @@ def submit_all(texts: Sequence[Callable[[Sequence[int]], str]], environment: Map
         for text in texts:
             job_ids.append(submit(text(job_ids), environment))
     except BaseException as error:
+        if job_ids and limit and isinstance(error, UserError) and re.search(limit, str(error)):
+            return job_ids
         if job_ids and not cancel(job_ids):
             submitted = " ".join(map(str, job_ids))
             rule = "were submitted before the error and could not be canceled"

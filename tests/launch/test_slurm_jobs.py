@@ -206,7 +206,7 @@ def test_stages_are_submitted_as_a_chain(own: Path, tmp_path: Path) -> None:
 def test_a_sweep_reads_the_users_own_files(own: Path, shards: Path, tmp_path: Path) -> None:
     words = ["stage=train_tokenizer", "tokenizer.vocab_size=270,290", f"data.shards={shards}", "tokenizer.path=${run_dir}/tokenizer"]
     pipeline("-m", *words, f"--config-dir={own}", "experiment=mine", f"run_dir={tmp_path}/sweep", "cluster.sbatch=[--export=NONE]", *SLURM)
-    for entry in json.loads((tmp_path / "sweep" / "sweep.json").read_text()):
+    for entry in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]:
         assert "0 entries)" in succeeded(entry["job"], Path(entry["log"]))
     assert len(list((tmp_path / "sweep" / "snapshots").glob("*/jobs/*.sbatch"))) == 2
 
@@ -264,7 +264,7 @@ def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Pat
         "-m", "stage=pretrain", "optimizer.lr=1e-4,1e-3", f"data.tokens={tokens}", f"run_dir='{sweep}'", *MODEL, *TRAINING,
         "parallel.pipeline=1", "parallel.zero_stage=0", "cluster.nodes=2", "cluster.tasks_per_node=1", "cluster.sbatch=[--hold]", *SLURM,
     )  # fmt: skip
-    record = json.loads((sweep / "sweep.json").read_text())
+    record = json.loads((sweep / "sweep.json").read_text())["points"]
     assert len(record) == 2
     for entry in record:
         assert f"job {entry['job']}: {entry['run_dir']}" in printed
@@ -298,7 +298,7 @@ def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, 
     assert second[:2] == [f"queued as job {numbers[0]}", "finished"]
     numbers.append(int(second[2].removeprefix("job ")))
     command("scancel", *map(str, numbers[::2]))
-    assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 3
+    assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]) == 3
     assert "PIPELINE_CONF" in command("scontrol", "write", "batch_script", str(numbers[2]), "-")
 
 

@@ -331,3 +331,25 @@ def test_a_snapshot_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Mo
 def test_job_arrays_with_empty_variables() -> None:
     with pytest.raises(UserError, match="SLURM_ARRAY_TASK_COUNT=: must be an integer"):
         ranks.array_task({"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_COUNT": "", "SLURM_ARRAY_TASK_MIN": "1"})
+
+
+def test_a_sweep_is_throttled_extended_and_submitted_up_to_the_limit(checkout: Path, slurm: Path) -> None:
+    os.chdir(checkout)
+    words = ["-m", "stage=shard", "data.input=[x.jsonl]", "hydra/launcher=slurm", "run_dir=runs/a sweep"]
+    (checkout / "x.jsonl").write_text("{}\n")
+    seeds = ("data.seed=1,2,3", "hydra.launcher.at_once=2")
+    said = pipeline(*words, *seeds)
+    assert [line.partition(":")[0] for line in said.splitlines() if "data.seed" in line] == ["job 7", "job 8", "job 9"]
+    texts = submitted(slurm)
+    assert ["--dependency=afterany:7" in text for text in texts.values()] == [False, False, True]
+    assert "--job-name=a_sweep-2\n" in texts[9]
+
+    queue(slurm, 7, 8, 9)
+    (slurm / "full").touch()  # job 10 is the last one that Slurm accepts
+    (slurm / "sbatch").write_text((slurm / "sbatch").read_text().replace("$number = 7 ]", "$number = 10 ]"))
+    said = pipeline(*words, "data.shard_megabytes=1,2", "data.seed=1,2")
+    lines = {line.rpartition("  ")[2]: line.partition(":")[0] for line in said.splitlines() if "runs/a sweep/" in line}
+    assert list(lines.values()) == ["job 10", "not submitted", "not submitted", "not submitted"]
+    assert "Slurm accepts no more jobs of this user" in said
+    points = json.loads((checkout / "runs/a sweep/sweep.json").read_text())["points"]
+    assert [(point["number"], point["job"]) for point in points] == [*((n, 7 + n) for n in range(4)), (4, None), (5, None), (6, None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.command_line import quoted
-from pipeline.launch import job_memory
+from pipeline.launch import job_memory, sweep_manifest
 from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
 from tests.training.one_rank import TINY, lines, newest, run
@@ -92,13 +93,54 @@ def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(json.dumps([{"run_dir": f"{tmp_path}/0", "overrides": ["optimizer.lr=1.0"]}]))
-    message = pipeline(
-        "-m", "optimizer.lr=1e-4", f"run_dir={tmp_path}", "cluster.time=soon", "hydra.sweeper.max_batch_size=2", *SLURM, expect=2
-    )
+    (tmp_path / "sweep.json").write_text(json.dumps([{"run_dir": f"{tmp_path}/same", "overrides": ["optimizer.lr=1.0"]}]))
+    words = ["-m", "stage=pretrain", f"run_dir={tmp_path}", "cluster.time=soon", "hydra.sweeper.max_batch_size=2", *SLURM]
+    message = pipeline(*words, "hydra.launcher.at_once=0", expect=2)
     assert message.startswith("3 problems")
-    for text in ("contains another sweep", "cluster.time=soon", "hydra.sweeper.max_batch_size=2"):
+    for text in ("hydra.launcher.at_once=0: must be at least 1", "cluster.time=soon", "hydra.sweeper.max_batch_size=2"):
         assert text in message
+    assert "is that of another point" in pipeline(*words, "hydra.sweep.subdir=same", expect=2)
+
+
+def test_a_folder_with_runs_of_no_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "metrics.jsonl").write_text('{"step": 1}\n')
+    message = pipeline("-m", "stage=pretrain", "optimizer.lr=1e-4,1e-3", f"run_dir={tmp_path}", expect=2)
+    assert f"run_dir={tmp_path}/1: has a run that is not of this sweep" in message
+
+
+def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
+    words = ["-m", "stage=pretrain", "optimizer.lr=1e-4", f"run_dir={tmp_path}", *SLURM]
+    one = sweep_manifest.Entry(sweep_manifest.point_id(["optimizer.lr=1e-3"]), 3, f"{tmp_path}/3", ("optimizer.lr=1e-3",), job=7)
+    sweep_manifest.Manifest(tmp_path, {one.id: one}).write()
+    assert sweep_manifest.read(tmp_path).sorted() == [one]
+    path = tmp_path / "sweep.json"
+    path.write_text(path.read_text().replace("1e-3", "2e-3"))
+    assert f"point 3=optimizer.lr=2e-3: has the id {one.id}, which is that of other settings" in pipeline(*words, expect=2)
+    path.write_text(path.read_text()[:50])
+    assert "has a sweep.json that cannot be read" in pipeline(*words, expect=2)
+
+
+KEYS = st.sampled_from(["optimizer.lr", "model.layers", "data.seed", "cluster.nodes"])
+
+
+@given(
+    lists=st.lists(
+        st.dictionaries(KEYS, st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), min_size=1), min_size=1, max_size=4
+    ),
+)
+def test_points_keep_their_numbers_however_they_are_listed(lists: list[dict[str, list[int]]]) -> None:
+    """A sweep extended along any list, with the lists in any order; its points have different numbers without a gap."""
+    manifest = sweep_manifest.Manifest(Path("sweep"), {})
+    known: dict[str, int] = {}
+    for values in lists:
+        points = [[f"{key}={value}" for key, value in zip(values, chosen, strict=True)] for chosen in itertools.product(*values.values())]
+        for settings_, options in sweep_manifest.split([["stage=pretrain", *point, "run_dir=sweep"] for point in points]):
+            point = sweep_manifest.point_id(settings_)
+            number = manifest.number(point)
+            assert known.setdefault(point, number) == number
+            manifest = manifest.with_point(sweep_manifest.Entry(point, number, f"sweep/{number}", settings_, options))
+    assert sorted(known.values()) == list(range(len(known)))
 
 
 @settings(deadline=None)

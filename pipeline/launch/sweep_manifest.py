@@ -1,0 +1,158 @@
+"""The manifest of a sweep, SWEEP/sweep.json: its points with their numbers and settings, and the jobs that were submitted for them.
+
+The id of a point is a hash of its settings, so a point keeps its number, which names its run directory, in whichever order and with
+whichever further values the points are listed the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from pipeline.common.atomic_files import atomic_file, report_disk_full
+from pipeline.common.errors import UserError, Violation
+
+#: In the folder of a sweep.
+NAME = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A point of a sweep.
+
+    Attributes:
+        id: hash of the settings.
+        number: of the point; the default name of its run directory.
+        run_dir: its run directory.
+        overrides: its settings, as on the command line.
+        options: settings of its job, group cluster, that all points of a command have; they are not part of the id.
+        job: the newest job; None for a point that was not submitted.
+        log: the output of that job.
+    """
+
+    id: str
+    number: int
+    run_dir: str
+    overrides: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    job: int | None = None
+    log: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The points of a sweep.
+
+    Attributes:
+        folder: of the sweep.
+        entries: its points, by id.
+        config_dirs: folders of --config-dir.
+    """
+
+    folder: Path
+    entries: dict[str, Entry]
+    config_dirs: tuple[str, ...] = ()
+
+    def number(self, point: str) -> int:
+        """Return the number of a point by its id: its own, or the next one that is free."""
+        if (entry := self.entries.get(point)) is not None:
+            return entry.number
+        return max((entry.number for entry in self.entries.values()), default=-1) + 1
+
+    def with_point(self, entry: Entry) -> Manifest:
+        """Return the manifest with a point; one that it has keeps its job."""
+        known = self.entries.get(entry.id)
+        kept = entry if known is None else replace(entry, job=known.job, log=known.log)
+        return replace(self, entries=self.entries | {entry.id: kept})
+
+    def with_job(self, point: str, job: int, log: str) -> Manifest:
+        """Return the manifest with the job that was submitted for a point."""
+        return replace(self, entries=self.entries | {point: replace(self.entries[point], job=job, log=log)})
+
+    def other(self, run_dir: str, point: str) -> Entry | None:
+        """Return the point with a run directory, if it is another one; None if there is none."""
+        return next((entry for entry in self.entries.values() if entry.run_dir == run_dir and entry.id != point), None)
+
+    def write(self) -> None:
+        """Write the manifest.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        content = {"config_dirs": self.config_dirs, "points": [asdict(entry) for entry in self.sorted()]}
+        with report_disk_full(self.folder), atomic_file(self.folder / NAME, "w") as handle:
+            json.dump(content, handle, indent=1)
+            handle.write("\n")
+
+    def sorted(self) -> list[Entry]:
+        """Return the points in the order of their numbers."""
+        return sorted(self.entries.values(), key=lambda entry: entry.number)
+
+
+def point_id(settings: Sequence[str]) -> str:
+    """Return the id of a point: 8 hexadecimal digits that depend on its settings, not on their order."""
+    return xxhash.xxh3_64_hexdigest("\n".join(sorted(settings)).encode())[:8]
+
+
+def split(points: Sequence[Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Split the overrides of the points of a command into those that make a point, and the options of its job.
+
+    Args:
+        points: the overrides of each point. The run directory is left out, and dry_run. Keys of the group cluster are options, unless the
+            command sweeps over them.
+    """
+    common = set.intersection(*map(set, points)) if len(points) > 1 else {word for point in points for word in point}
+
+    def is_option(word: str) -> bool:
+        return word in common and re.match(r"\+*cluster[.=]", word) is not None
+
+    found = []
+    for point in points:
+        own = [word for word in point if not re.match(r"\+*(dry_run[.=]|run_dir=)", word)]
+        found.append((tuple(word for word in own if not is_option(word)), tuple(word for word in own if is_option(word))))
+    return found
+
+
+def read(folder: Path) -> Manifest:
+    """Read the manifest of a sweep; without one, it has no points.
+
+    Raises:
+        UserError: it is damaged, or was edited so that a point's settings are not those of its id.
+    """
+    path = folder / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = list(_entries(content))
+    except FileNotFoundError:
+        return Manifest(folder, {})
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "restore it, or choose another run_dir"
+        raise UserError.of("run_dir", str(folder), f"has a {NAME} that cannot be read: {type(error).__name__}: {error}", fix) from error
+    edited = [entry for entry in found if entry.id != point_id(entry.overrides)]
+    if edited:
+        fix = f"restore {path}, or remove these points from it and start the sweep again"
+        raise UserError(
+            [
+                Violation(f"point {e.number}", " ".join(e.overrides), f"has the id {e.id}, which is that of other settings", fix)
+                for e in edited
+            ]
+        )
+    folders = content.get("config_dirs", ()) if isinstance(content, dict) else ()
+    return Manifest(folder, {entry.id: entry for entry in found}, tuple(folders))
+
+
+def _entries(content: Any) -> Iterator[Entry]:
+    """Yield the points of a manifest, also of one without ids and numbers, which earlier versions wrote."""
+    for place, point in enumerate(content["points"] if isinstance(content, dict) else content):
+        if "id" not in point:
+            name = Path(point["run_dir"]).name
+            settings, options = split([point["overrides"]])[0]
+            number = int(name) if name.isdecimal() else place
+            point |= {"id": point_id(settings), "number": number, "overrides": settings, "options": options}
+        yield Entry(**point | {"overrides": tuple(point["overrides"]), "options": tuple(point["options"])})

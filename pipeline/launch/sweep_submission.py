@@ -1,0 +1,209 @@
+"""The jobs of a sweep: those of points that are neither finished nor in the queue are checked, submitted and recorded.
+
+Nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from pipeline.common import locks
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.atomic_files import make_folder
+from pipeline.common.errors import UserError, Violation
+from pipeline.config.cluster import ClusterConfig
+from pipeline.config.command_line import quoted
+from pipeline.config.paths import batch_scripts
+from pipeline.config.schema import RunConfig
+from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, moldable, sbatch, snapshot
+from pipeline.launch.sweep_manifest import Entry, Manifest
+
+log = logging.getLogger("pipeline")
+
+#: What Slurm says when a user has as many jobs in the queue as allowed.
+_LIMIT = r"MaxSubmitJob|MaxJobCount|temporarily unable to accept"
+
+
+@dataclass
+class Point:
+    """A point and its job.
+
+    Attributes:
+        entry: of the manifest.
+        config: the configuration.
+        words: overrides, in the order of the command line.
+        state: finished, queued, or its new job; empty while it is to be submitted.
+        text: the script of the job.
+    """
+
+    entry: Entry
+    config: RunConfig
+    words: tuple[str, ...]
+    state: str = ""
+    text: str = ""
+
+    @cached_property
+    def options(self) -> ClusterConfig:
+        """The sbatch options of the job."""
+        return job_size.options(self.config, self.words)
+
+
+def violations(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | None) -> list[Violation]:
+    """Return why the jobs of points cannot be submitted, as far as it is known without asking Slurm.
+
+    Args:
+        points: to be submitted.
+        config_dirs: folders of --config-dir.
+        at_once: as of `submit`.
+    """
+    found: dict[str, Violation] = {}
+    if not any(point.config.dry_run.enabled for point in points):
+        found |= {str(v): v for v in sbatch.absent()}
+    for point in points:
+        words = _arguments(point, config_dirs)
+        found |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
+        found |= {str(v): v for v in moldable.violations(point.config, words)}
+        found |= {str(v): v for v in job_memory.violations(point.config, words)}
+        own = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
+        if at_once is not None and own:
+            rule = f"would replace the dependencies between the jobs of hydra.launcher.at_once={at_once}"
+            found["dependency"] = Violation("cluster.sbatch", own[0], rule, "remove one of both")
+    if at_once is not None and at_once < 1:
+        found["at_once"] = Violation(
+            "hydra.launcher.at_once", at_once, "must be at least 1", "set the number of jobs that may run at a time"
+        )
+    for text in {text for point in points if (text := moldable.idle_text(point.config))}:
+        log.warning("%s", text)
+    return list(found.values())
+
+
+def render(points: Sequence[Point], manifest: Manifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
+    """Render the jobs of points, with names in place of the ids of the jobs that they wait for.
+
+    Returns:
+        The folders for the copy of the configuration files and for the snapshot that the jobs name.
+    """
+    conf, taken = conf_copy.hashed(manifest.folder, config_dirs), snapshot.path(manifest.folder)
+    for place, point in enumerate(points):
+        before = f"JOB_OF_{points[place - at_once].entry.number}" if at_once is not None and place >= at_once else None
+        point.text = job.render(_job(point, manifest.folder, conf, taken, before), point.options)
+    return conf, taken
+
+
+def submit(
+    points: Sequence[Point], manifest: Manifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
+) -> Manifest:
+    """Submit the jobs of valid points that are neither finished nor in the queue, and set the state of every point.
+
+    If Slurm rejects a job, those submitted before it are canceled; if it has reached its limit of jobs, they remain.
+
+    Args:
+        points: of the sweep, or some of them.
+        manifest: of the sweep; points that it lacks are added.
+        config_dirs: folders of --config-dir.
+        arguments: the command, for the snapshot.
+        at_once: at most so many of the submitted jobs run at a time; each later one waits for the end of an earlier one. None: all of them.
+
+    Returns:
+        The manifest, which is written.
+
+    Raises:
+        UserError: a point is in use by another job, Slurm is not there or rejects a job, or the disk is full. No job is left.
+    """
+    make_folder(manifest.folder / snapshot.FOLDER)
+    with locks.claimed(manifest.folder / snapshot.FOLDER, "run_dir"):  # two commands at the same time
+        queue = sbatch.queue()
+        for point in points:
+            point.state = _state(point, manifest.entries.get(point.entry.id), {queued.number for queued in queue})
+        new = [point for point in points if not point.state]
+        if used := [v for point in new for v in in_use.violations(Path(point.entry.run_dir), [point.config.stage.name], queue)]:
+            raise UserError(used)
+        conf, taken = render(new, manifest, config_dirs, at_once)
+        if found := sbatch.rejected([point.text for point in new]):
+            raise UserError(list({str(v): v for v in found.values()}.values()))
+        for point in points:
+            manifest = manifest.with_point(point.entry)
+        for point in new:
+            make_folder(Path(point.entry.run_dir))  # Slurm opens the log file in it when the job starts
+        if new:
+            conf_copy.write(conf, config_dirs)
+            names = [str(point.entry.number) for point in new]
+            configs = dict(zip(names, (snapshot.resolved(point.config) for point in new), strict=True))
+            snapshot.write(taken, arguments, configs, dict(zip(names, (point.text for point in new), strict=True)))
+        numbers = _submitted(new, manifest.folder, conf, taken, at_once)
+        for point, number in zip(new, numbers, strict=False):
+            point.state = f"job {number}"
+            manifest = manifest.with_job(point.entry.id, number, _log(point, str(number)))
+        for point in new[len(numbers) :]:
+            point.state = "not submitted"
+        if len(numbers) < len(new):
+            log.warning(
+                "Slurm accepts no more jobs of this user: the same command submits the other %d points later", len(new) - len(numbers)
+            )
+        try:
+            manifest.write()
+        except BaseException:  # the jobs would be unknown to the next command
+            sbatch.cancel(numbers)
+            raise
+    return manifest
+
+
+def _submitted(new: Sequence[Point], folder: Path, conf: Path, taken: Path, at_once: int | None) -> list[int]:
+    """Submit the jobs, and return their ids: less than there are points at the limit of Slurm. Without jobs, there is no snapshot."""
+
+    def text(number: int, job_ids: Sequence[int]) -> str:
+        before = str(job_ids[number - at_once]) if at_once is not None and number >= at_once else None
+        return job.render(_job(new[number], folder, conf, taken, before), new[number].options)
+
+    try:
+        return sbatch.submit_all([partial(text, number) for number in range(len(new))], limit=_LIMIT)
+    except BaseException:
+        shutil.rmtree(taken, ignore_errors=True)
+        raise
+
+
+def _state(point: Point, before: Entry | None, queue: Iterable[int]) -> str:
+    """The state of a point: finished, queued, or empty if it is to be submitted."""
+    manifest = Path(point.entry.run_dir) / MANIFEST
+    if before is not None and before.job is not None and before.job in queue:
+        return f"queued as job {before.job}"
+    if not manifest.is_file():
+        return ""
+    totals: Mapping[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["totals"]
+    return "finished" if totals.get("step", 0) >= point.config.training.steps else ""
+
+
+def _arguments(point: Point, config_dirs: Sequence[Path]) -> list[str]:
+    """The arguments of `python -m pipeline` on this machine for a point."""
+    return [*(f"--config-dir={folder}" for folder in config_dirs), *point.words]
+
+
+def _log(point: Point, job_id: str) -> str:
+    """Return the path of the job output. With job_id="%j" it is a pattern for sbatch, in which % is escaped as %%."""
+    folder = str(Path.cwd() / point.entry.run_dir)
+    return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{job_id}.out"
+
+
+def _job(point: Point, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
+    """Create the Slurm job of a point. The stage is set by the script; run_dir is the last override."""
+    overrides = [o for o in point.words if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
+    scripts = batch_scripts(Path.cwd())
+    return job.Job(
+        name=f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:40]}-{point.entry.number}",
+        stage=point.config.stage.name,
+        overrides=(*overrides, f"run_dir={quoted(point.entry.run_dir)}"),
+        directory=Path.cwd(),
+        output=_log(point, "%j"),
+        conf=conf,
+        scripts=scripts,
+        python=job.python_of(Path.cwd(), scripts),
+        snapshot=taken,
+        waits_for=before,
+    )
