@@ -22,9 +22,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from pipeline.common import ranks
-from pipeline.common.metrics_file import FILE as METRICS
 from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.metrics_file import FILE as METRICS
 from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
