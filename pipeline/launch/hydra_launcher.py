@@ -174,8 +174,7 @@ class SlurmLauncher(ValidatingLauncher):
         runs, manifest = self.runs(job_overrides)
         own = compose.own_folders(self.config.hydra)
         points = [sweep_submission.Point(run.entry, run.config, run.overrides) for run in runs]
-        if found := [*self._violations(), *sweep_submission.violations(points, own, self._at_once)]:
-            raise UserError(found)
+        sweep_submission.refuse(points, own, self._at_once, self._violations())
         if any(run.config.dry_run.enabled for run in runs):
             sweep_submission.render(points, manifest, own, self._at_once)
             print("\n".join(point.text for point in points), end="")

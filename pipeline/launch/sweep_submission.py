@@ -55,6 +55,16 @@ class Point:
         return job_size.options(self.config, self.words)
 
 
+def refuse(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | None, also: Iterable[Violation] = ()) -> None:
+    """Refuse points whose jobs cannot be submitted; arguments as those of `violations`.
+
+    Raises:
+        UserError: with all violations, and those of `also`.
+    """
+    if found := [*also, *violations(points, config_dirs, at_once)]:
+        raise UserError(found)
+
+
 def violations(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | None) -> list[Violation]:
     """Return why the jobs of points cannot be submitted, as far as it is known without asking Slurm.
 

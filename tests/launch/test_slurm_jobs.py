@@ -61,6 +61,14 @@ def sbatch(log: Path, *words: object) -> int:
     return int(command("sbatch", "--parsable", f"--output={log}", *map(str, words)))
 
 
+def tool(name: str, *words: object) -> str:
+    """Run a program of tools/ and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / name, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
+
+
 def ended(number: int, seconds: float = 400) -> dict[str, str]:
     """Wait until a job has ended and return its fields from scontrol."""
     for _ in range(int(seconds * 4)):
@@ -297,9 +305,17 @@ def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, 
     second = submit("1e-4", "3e-4", "1e-3")
     assert second[:2] == [f"queued as job {numbers[0]}", "finished"]
     numbers.append(int(second[2].removeprefix("job ")))
-    command("scancel", *map(str, numbers[::2]))
-    assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]) == 3
     assert "PIPELINE_CONF" in command("scontrol", "write", "batch_script", str(numbers[2]), "-")
+    assert re.findall(r"^(\d)  optimizer\.lr=\S+ +(\w+)", tool("sweep", "status", tmp_path / "sweep"), re.MULTILINE) == [
+        ("0", "pending"), ("1", "not"), ("2", "pending"),
+    ]  # fmt: skip
+    assert f"canceled 2 jobs: {numbers[0]} {numbers[2]}" in tool("sweep", "cancel", tmp_path / "sweep")
+    for number in numbers[::2]:
+        ended(number)
+    again = tool("sweep", "resubmit", tmp_path / "sweep", "--points", "1", "2").splitlines()
+    assert [line.partition(": ")[2] for line in again] == [f"{tmp_path}/sweep/1", f"{tmp_path}/sweep/2"]
+    assert again[0].startswith("finished")
+    assert tool("sweep", "cancel", tmp_path / "sweep") == f"canceled 1 jobs: {again[1].partition(':')[0].removeprefix('job ')}\n"
 
 
 def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""The points of a submitted sweep: what each does by Slurm and by the files of its run, and jobs for those that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.common.errors import UserError
+from pipeline.config import compose
+from pipeline.config.command_line import quoted
+from pipeline.config.rules import check
+from pipeline.launch import job_size, slurm, sweep_manifest, sweep_submission
+from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_submission import Point
+from pipeline.report import run as runs
+from pipeline.report.run import Run
+
+#: State of a point whose run directory has no file of a run.
+NOT_STARTED = "not started"
+
+
+@dataclass(frozen=True)
+class PointState:
+    """A point at this moment.
+
+    Attributes:
+        entry: of the manifest.
+        values: the settings that differ between the points.
+        state: what Slurm says of its newest job (pending, with the reason; running), else what the files of its run say.
+        reason: why, in one line.
+        run: the numbers of its run; None if it has not begun.
+    """
+
+    entry: Entry
+    values: tuple[str, ...]
+    state: str
+    reason: str
+    run: Run | None
+
+
+def read(manifest: Manifest) -> list[PointState]:
+    """Return the points of a sweep, in the order of their numbers. Without an answer of Slurm, the files of the runs tell alone."""
+    entries = manifest.sorted()
+    common = set.intersection(*(set(entry.overrides) for entry in entries)) if len(entries) > 1 else set()
+    queue = _queue([entry.job for entry in entries if entry.job is not None])
+    found = []
+    for entry in entries:
+        folder = Path(entry.run_dir)
+        run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
+        state, reason = (NOT_STARTED, "") if run is None else (str(run.state), run.reason)
+        if entry.job in queue:
+            state, reason = queue[entry.job][0].lower(), queue[entry.job][1]
+        found.append(PointState(entry, tuple(word for word in entry.overrides if word not in common), state, reason, run))
+    return found
+
+
+def _queue(jobs: Sequence[int]) -> dict[int | None, tuple[str, str]]:
+    """The jobs that wait or run: id -> state and reason; empty if there is no Slurm."""
+    try:
+        printed = slurm.command(["squeue", "--me", "--noheader", "--format=%A|%T|%r"]) if jobs else ""
+    except slurm.SlurmError:
+        return {}
+    lines = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
+    return {int(number): (state, "" if reason == "None" else reason) for number, state, reason in lines if int(number) in jobs}
+
+
+def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[Point]:
+    """Submit the points that are neither finished nor in the queue, with the configuration files as they are now.
+
+    Args:
+        manifest: of the sweep.
+        numbers: only these points; empty for all.
+        arguments: the command, for the snapshot.
+        at_once: as of sweep_submission.submit.
+
+    Returns:
+        The points, with their new states.
+
+    Raises:
+        UserError: a point is not valid any more, or Slurm rejects its job. No job is left.
+    """
+    compose.register()
+    own = [Path(folder) for folder in manifest.config_dirs]
+    points = []
+    for entry in manifest.sorted():
+        if numbers and entry.number not in numbers:
+            continue
+        words = (*entry.options, *entry.overrides)
+        found = [*(f"--config-dir={folder}" for folder in own), *words, f"run_dir={quoted(entry.run_dir)}"]
+        config = compose.recompose(found)
+        check.check(*job_size.expected(config, found, words))
+        points.append(Point(entry, config, words))
+    sweep_submission.refuse(points, own, at_once)
+    sweep_submission.submit(points, manifest, own, arguments, at_once)
+    return points
+
+
+def cancel(manifest: Manifest) -> list[int]:
+    """Cancel the jobs of a sweep that wait or run, and return their ids.
+
+    Raises:
+        slurm.SlurmError: scancel failed.
+    """
+    jobs = [number for number in _queue([entry.job for entry in manifest.entries.values() if entry.job is not None]) if number is not None]
+    if jobs:
+        slurm.command(["scancel", *map(str, jobs)])
+    return jobs
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Return the manifest of a sweep.
+
+    Raises:
+        UserError: the folder has none, or it is damaged.
+    """
+    manifest = sweep_manifest.read(folder)
+    if not manifest.entries:
+        fix = "name the run_dir of a sweep, the folder above those of its runs"
+        raise UserError.of("SWEEP", str(folder), f"has no {sweep_manifest.NAME}", fix)
+    return manifest
