@@ -306,7 +306,7 @@ def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, 
     assert second[:2] == [f"queued as job {numbers[0]}", "finished"]
     numbers.append(int(second[2].removeprefix("job ")))
     assert "PIPELINE_CONF" in command("scontrol", "write", "batch_script", str(numbers[2]), "-")
-    assert re.findall(r"^(\d)  optimizer\.lr=\S+ +(\w+)", tool("sweep", "status", tmp_path / "sweep"), re.MULTILINE) == [
+    assert re.findall(r"^(\d) +optimizer\.lr=\S+ +(\w+)", tool("sweep", "status", tmp_path / "sweep"), re.MULTILINE) == [
         ("0", "pending"), ("1", "not"), ("2", "pending"),
     ]  # fmt: skip
     assert f"canceled 2 jobs: {numbers[0]} {numbers[2]}" in tool("sweep", "cancel", tmp_path / "sweep")
