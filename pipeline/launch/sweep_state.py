@@ -49,13 +49,13 @@ def read(manifest: Manifest) -> list[PointState]:
         folder = Path(entry.run_dir)
         run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
         state, reason = (NOT_STARTED, "") if run is None else (str(run.state), run.reason)
-        if entry.job in queue:
+        if entry.job is not None and entry.job in queue:
             state, reason = queue[entry.job][0].lower(), queue[entry.job][1]
         found.append(PointState(entry, tuple(word for word in entry.overrides if word not in common), state, reason, run))
     return found
 
 
-def _queue(jobs: Sequence[int]) -> dict[int | None, tuple[str, str]]:
+def _queue(jobs: Sequence[int]) -> dict[int, tuple[str, str]]:
     """The jobs that wait or run: id -> state and reason; empty if there is no Slurm."""
     try:
         printed = slurm.command(["squeue", "--me", "--noheader", "--format=%A|%T|%r"]) if jobs else ""
@@ -102,7 +102,7 @@ def cancel(manifest: Manifest) -> list[int]:
     Raises:
         slurm.SlurmError: scancel failed.
     """
-    jobs = [number for number in _queue([entry.job for entry in manifest.entries.values() if entry.job is not None]) if number is not None]
+    jobs = sorted(_queue([entry.job for entry in manifest.entries.values() if entry.job is not None]))
     if jobs:
         slurm.command(["scancel", *map(str, jobs)])
     return jobs
