@@ -192,7 +192,8 @@ def finish_interrupted(run_dir: Path) -> None:
         OSError: a file cannot be written.
     """
     _finish_pending(run_dir)
-    current, found = catalog.read(run_dir), catalog.listed(run_dir)
+    current = catalog.read(run_dir)
+    found = sorted({*catalog.listed(run_dir), *map(catalog.step_of, catalog.complete(run_dir))})
     if current.complete != found:
         catalog.write(run_dir, replace(current, complete=found))
 

@@ -62,9 +62,9 @@ def verify(folder: Path, progress: Progress = lambda _: None) -> list[Damage]:
 
 
 def lost(run_dir: Path) -> list[Path]:
-    """Folders of checkpoints that the catalog names and that have no index."""
+    """Folders of checkpoints that the catalog names and that do not exist."""
     folders = [catalog.folder_of(run_dir, step) for step in catalog.read(run_dir).complete]
-    return [folder for folder in folders if not (folder / native.INDEX).is_file()]
+    return [folder for folder in folders if not folder.is_dir()]
 
 
 def pending(run_dir: Path) -> list[str]:

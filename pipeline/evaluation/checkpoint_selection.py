@@ -27,7 +27,7 @@ def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[s
         DamagedCheckpointError: the checkpoint was removed since it was chosen.
     """
     if not (path / native.INDEX).is_file():
-        raise native.removed(path)
+        raise native.unreadable(path, path / native.INDEX, "is missing")
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
     return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **averaged.settings_of(stage.weights), **settings}
 
