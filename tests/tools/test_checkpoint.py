@@ -100,14 +100,36 @@ def test_diff_is_empty_whatever_layout_and_format(tool, tmp_path):
     folders = [small_checkpoints.write(tmp_path / name, state, 7, **layout) for name, layout in layouts.items()]
     folders.append(small_checkpoints.write_format_1(tmp_path / "e", state, 7))
     for folder in folders:
-        assert tool("diff", folders[0], folder) == (0, "5 tensors are equal, 0 differ\n")
+        assert tool("diff", folders[0], folder, "--read") == (0, "5 tensors are equal, 0 differ\n")
+        code, text = tool("diff", folders[0], folder)
+        assert (code, text.startswith("5 tensors are equal")) == (0, True)
 
 
-def test_tensors_with_equal_digests_are_not_read(tool, tmp_path):
+@pytest.mark.parametrize("damaged", ["A", "B", "both"])
+def test_tensors_with_equal_digests_are_read_on_request_only(tool, tmp_path, damaged):
     a, b = (small_checkpoints.write(tmp_path / name, small_checkpoints.state(), 7) for name in "ab")
-    for path in b.glob("*.safetensors"):
-        path.unlink()
-    assert tool("diff", a, b)[0] == 0
+    assert tool("diff", a, b) == (0, "5 tensors are equal (5 by digest, not read; --read reads them), 0 differ\n")
+    for folder in {"A": [a], "B": [b], "both": [a, b]}[damaged]:
+        path = folder / "rank-00001.safetensors"
+        path.write_bytes(bytes(path.stat().st_size))
+    assert tool("diff", a, b)[0] == 0, "the digests are those of the indexes"
+    code, text = tool("diff", a, b, "--read")
+    assert code == 2
+    assert "rank-00001.safetensors" in text
+    assert json.loads(tool("diff", a, b, "--json")[1])["by_digest"] == 5
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", native.PARTS])
+@pytest.mark.parametrize("missing", [True, False])
+def test_diff_refuses_files_that_are_missing_or_short(tool, tmp_path, name, missing, write):
+    a, b = (write(tmp_path / run, small_checkpoints.state(), 7) for run in "ab")
+    if not (path := b / name).exists():
+        pytest.skip("format 1 has no such file")
+    path.unlink() if missing else path.write_bytes(path.read_bytes()[:-8])
+    code, text = tool("diff", a, b)
+    assert code == 2
+    assert f"{path}: {'is missing' if missing else 'has '}" in text
+    assert write is small_checkpoints.write_format_1 or tool("diff", a, b, "--settings") == (0, "")
 
 
 def test_diff_names_settings_and_tensors(tool, tmp_path, write):
@@ -131,7 +153,8 @@ def test_diff_names_settings_and_tensors(tool, tmp_path, write):
     code, text = tool("diff", a, b)
     assert code == 1
     assert "optimizer.lr" in text
-    assert "3 tensors are equal, 3 differ" in text
+    assert "3 tensors are equal" in text
+    assert ", 3 differ\n" in text
     assert tool("diff", a, b, "--tensors")[1].count("train_state") == 0
     assert tool("diff", a, a, "--settings") == (0, "")
 
