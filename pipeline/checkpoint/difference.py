@@ -53,12 +53,14 @@ class Difference:
     """How two checkpoints differ.
 
     Attributes:
+        paths: the folders of both.
         settings: dotted key -> its two values; counters of the run are below "train_state".
         tensors: those that differ.
         equal: number of tensors that are equal.
         by_digest: how many of these are equal by the digests of both, and were not read.
     """
 
+    paths: tuple[Path, Path]
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     tensors: list[TensorDifference] = field(default_factory=list)
     equal: int = 0
@@ -93,7 +95,7 @@ def compare(
         UserError: one of them is damaged.
     """
     both = inspection.read(a), inspection.read(b)
-    found = Difference(_settings(*both) if settings else {})
+    found = Difference((a, b), _settings(*both) if settings else {})
     if tensors:
         for side in both:
             check_sizes(side.path, side.index)

@@ -194,7 +194,7 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
         folders = complete(run_dir)
         if not folders:
             raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
-        return folders[-1]
+        return with_index(folders[-1])
     if not (Path(which) / INDEX).is_file():
         raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
@@ -212,13 +212,20 @@ def find_start(where: str, key: str, fix: str) -> Path:
     run_dir, step = checkpoint_paths.split(folder)
     folders = complete(run_dir)
     if step is None and folders:
-        return folders[-1]
+        return with_index(folders[-1])
     if (named := folder_of(run_dir, step or 0)) in folders:
-        return named
+        return with_index(named)
     if folders:
         steps = ("..., " if len(folders) > 10 else "") + ", ".join(str(step_of(path)) for path in folders[-10:])
         raise UserError.of(key, where, f"is not a complete checkpoint; {run_dir} has those of steps {steps}", fix)
     raise UserError.of(key, where, "contains no checkpoint", fix)
+
+
+def with_index(folder: Path) -> Path:
+    """Return a complete checkpoint of a run; raises DamagedCheckpointError if its index was lost."""
+    if not (folder / INDEX).is_file():
+        raise unreadable(folder, folder / INDEX, "is missing")
+    return folder
 
 
 def damaged(run_dir: Path) -> list[Path]:
@@ -283,7 +290,7 @@ def unreadable(folder: Path, where: Path, rule: str, fix: str = REMEDY) -> Damag
     if folder.is_dir():
         return DamagedCheckpointError.of("checkpoint", where, rule, fix)
     rule = "does not exist; the job of a run removes the checkpoints that checkpoint.keep and checkpoint.keep_every do not keep"
-    fix = "use another checkpoint; `tools/checkpoint keep PATH NAME` keeps one for ever"
+    fix = "use a newer checkpoint, or `tools/checkpoint keep PATH NAME` before you read one, which keeps it for ever"
     return DamagedCheckpointError.of("checkpoint", folder, rule, fix)
 
 
