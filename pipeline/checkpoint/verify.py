@@ -172,7 +172,7 @@ def damages(
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for file, found in zip(files, pool.map(of_file, zip(files, by_file, strict=True)), strict=True):
-            progress(file.bytes)
+            progress(atomic_files.size_of(folder / file.name) or 0)
             yield from found
 
 

@@ -83,6 +83,9 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
         for key, old, new in compatibility.changed_settings(checkpoint, config):
             log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
+        first = config.checkpoint.initialize_from
+        if not is_fork and first is not None and first != checkpoint.config.get("checkpoint", {}).get("initialize_from"):
+            log.warning("checkpoint.initialize_from=%s has no effect: the run continues from its own checkpoint", first)
     return state
 
 

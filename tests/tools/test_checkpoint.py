@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -241,3 +243,33 @@ def test_a_step_of_a_run_is_one_checkpoint(tool, tmp_path):
         assert code == 2
         assert "step-3: is not a complete checkpoint; " in text
         assert "has those of steps 1, 2" in text
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("read_lines", [0, 1])
+def test_the_exit_code_of_verify_does_not_depend_on_who_reads_its_output(tmp_path, damaged, read_lines):
+    """As in a pipe to head -1."""
+    for step in range(1, 4):
+        folder = small_checkpoints.write(tmp_path, small_checkpoints.state(), step)
+        if damaged:
+            (folder / native.PARTS).unlink()
+    command = [sys.executable, str(ROOT / "tools/checkpoint"), "verify", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for _ in range(read_lines):
+            process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait() == int(damaged), errors
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
+
+
+def test_a_missing_file_is_a_few_lines(tool, tmp_path):
+    folder = small_checkpoints.write(tmp_path, small_checkpoints.state(), 1)
+    (folder / "rank-00001.safetensors").unlink()
+    code, text = tool("verify", folder)
+    assert code == 1
+    lines = text.splitlines()
+    assert len(lines) == 5, lines
+    assert lines[-1] == "  rank-00001.safetensors: 2 more parts: cannot be read: No such file or directory; --json names all"
+    assert len(json.loads(tool("verify", folder, "--json")[1])["damaged"][str(folder)]) == 5

@@ -105,3 +105,18 @@ def test_a_folder_of_another_step_is_refused(tokens, run_dir):
     native.folder_of(run_dir, 2).rename(native.folder_of(run_dir, 20))
     with pytest.raises(UserError, match=r"step-00000020.*is of step 2: rename the folder to step-00000002"):
         run("pretrain", run_dir, f"data.tokens={tokens}", "training.steps=40")
+
+
+def test_every_setting_that_differs_is_named(tokens, run_dir, three, caplog):
+    """Also other weights to begin with, which have no effect on a run that continues."""
+    caplog.set_level("INFO", "pipeline")
+    changes = ("checkpoint.keep=4", "optimizer.lr=0.02", "training.steps=4", f"checkpoint.initialize_from={three}")
+    run("pretrain", run_dir, f"data.tokens={tokens}", *changes)
+    for said in ("checkpoint.keep=4, was 10", "optimizer.lr=0.02, was 0.01", f"checkpoint.initialize_from={three}, was None"):
+        assert f"changed since that checkpoint: {said}" in caplog.text
+    assert f"checkpoint.initialize_from={three} has no effect" in caplog.text
+    assert "cluster." not in caplog.text
+    caplog.clear()
+    run("pretrain", run_dir, f"data.tokens={tokens}", *changes, "training.steps=5")
+    assert "no effect" not in caplog.text
+    assert caplog.text.count("changed since") == 1
