@@ -330,6 +330,14 @@ def test_a_lost_index_is_reported_by_every_start(two: Path) -> None:
             native.read_index(native.find(two, "latest"))
 
 
+def test_a_torn_catalog_of_a_killed_writer_is_removed_by_the_next_save(two: Path) -> None:
+    torn = two / "checkpoints" / f".{catalog.CATALOG}.4242.partial"
+    torn.write_text('{"format"')
+    save_step(two, 4)
+    assert not torn.exists()
+    assert steps(two) == [3, 4]
+
+
 def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
     """The newest, every k-th, those with a name, and those that are needed."""
     for step in range(1, 10):

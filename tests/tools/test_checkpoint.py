@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.checkpoint import catalog, commit, native, stored_runs
+from pipeline.checkpoint import catalog, commit, keeping, native, stored_runs
 from tests.checkpoint import small_checkpoints
 from tests.helpers import ROOT
 
@@ -195,6 +195,17 @@ def test_a_kept_checkpoint_outlives_newer_ones(tool, tmp_path):
     catalog.prune(tmp_path, 1)
     assert native.complete(tmp_path) == [folders[0], folders[3]]
     assert "for ever, as 'before cooldown'" in tool("inspect", folders[0])[1]
+
+
+def test_a_name_is_that_of_one_checkpoint(tool, tmp_path):
+    first, second = (small_checkpoints.write(tmp_path, small_checkpoints.state(step), step) for step in (1, 2))
+    assert tool("keep", first, "best")[0] == 0
+    assert tool("keep", first, "best")[0] == 0
+    code, text = tool("keep", second, " best ")
+    assert (code, keeping.kept(tmp_path)) == (2, {first: "best"})
+    assert f"is the name of {first}" in text
+    assert tool("keep", first, "--remove")[0] == 0
+    assert tool("keep", second, "best")[0] == 0
 
 
 @pytest.mark.parametrize(
