@@ -64,8 +64,12 @@ def step_of(folder: Path) -> int:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    return [folder for step in read(run_dir).complete if ((folder := folder_of(run_dir, step)) / INDEX).is_file()]
+    """Return the complete checkpoints of a run, oldest first: those that the catalog names, without those that were removed.
+
+    A folder whose index was lost is one of them, so that reading it reports the damage. No kill leaves such a folder: a commit writes the
+    index before it renames the folder, and a removal renames the folder first.
+    """
+    return [folder for step in read(run_dir).complete if (folder := folder_of(run_dir, step)).is_dir()]
 
 
 def read(run_dir: Path) -> Catalog:

@@ -62,6 +62,8 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     pending = Pending(index.train_state.step, folder.name, writers, started)
     abandon(run_dir)
     remove_failed(folder)
+    for partial in folder.parent.glob(f".{catalog.CATALOG}.*.partial"):  # of a writer that was killed; this process alone writes it
+        partial.unlink(missing_ok=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         native.write_index(folder, replace(index, versions=index.versions or native.versions()), DRAFT)
@@ -192,7 +194,8 @@ def finish_interrupted(run_dir: Path) -> None:
         OSError: a file cannot be written.
     """
     _finish_pending(run_dir)
-    current, found = catalog.read(run_dir), catalog.listed(run_dir)
+    current = catalog.read(run_dir)
+    found = sorted({*catalog.listed(run_dir), *map(catalog.step_of, catalog.complete(run_dir))})
     if current.complete != found:
         catalog.write(run_dir, replace(current, complete=found))
 

@@ -19,6 +19,10 @@ log = logging.getLogger("pipeline")
 
 #: Keys of the head of an encoder.
 _HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
+#: Parts of the configuration whose changes are not named at a resume: they do not change training, or may not differ.
+_NOT_OF_TRAINING = frozenset(
+    {"run_dir", "stage", "model", "clean", "dedup", "evaluation", "cluster", "submit", "tracking", "dry_run"}  # clean, dedup: stage=shard
+)
 #: Settings of lora that decide which weights a run has, and trains.
 _ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
 
@@ -114,13 +118,16 @@ def check_same_model(
 
 
 def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """The settings of the run that resumes which differ from the checkpoint's and affect training: (key, old, new)."""
+    """The settings of the run that resumes which differ from the checkpoint's: (key, old, new).
+
+    Not those of its jobs and of what it shows (_NOT_OF_TRAINING), nor of the model, which may not differ.
+    """
     new, old = dataclasses.asdict(config), checkpoint.config
     found = []
-    for group in ("data", "training", "optimizer", "parallel", "precision"):
+    for group in new.keys() - _NOT_OF_TRAINING:
         before = dataclasses.asdict(type(getattr(config, group))()) | old.get(group, {})  # an older checkpoint lacks newer keys
         found += [(f"{group}.{name}", before[name], value) for name, value in new[group].items() if before[name] != value]
-    return found
+    return sorted(found, key=lambda setting: setting[0])
 
 
 def _model_differences(new: dict[str, Any], old: dict[str, Any], context_factor: float) -> dict[str, str]:

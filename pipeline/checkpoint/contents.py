@@ -15,9 +15,8 @@ from pipeline.checkpoint import native
 from pipeline.checkpoint.data_reader import Counters
 from pipeline.checkpoint.native import PARTS, FileEntry, Index, TensorEntry
 from pipeline.checkpoint.parts import NOT_STORED, padded, row_dtype, sort_rows
-from pipeline.common.errors import DamagedCheckpointError, UserError
+from pipeline.common.errors import UserError
 
-REMEDY = "remove the checkpoint folder, or set checkpoint.skip_damaged=true: checkpoint.resume=auto then continues from the previous one"
 #: The longest gap between rows of parts.npy that is read with them, bytes.
 _GAP = 4096
 
@@ -95,7 +94,7 @@ class Rows:
                         begin, end = (row - first for row in self._tensors[name].rows)
                         self._rows[name] = self._checked(name, content[begin * self._dtype.itemsize : end * self._dtype.itemsize])
         except (OSError, ValueError) as error:
-            raise DamagedCheckpointError.of("checkpoint", self._path, f"is not readable: {error}", REMEDY) from error
+            raise native.unreadable(self._path.parent, self._path, f"is not readable: {error}") from error
 
     def _checked(self, name: str, content: bytes) -> np.ndarray:
         """The rows of a weight from their bytes."""
@@ -165,7 +164,7 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 def _unreadable(folder: Path, file: FileEntry, error: Exception) -> UserError:
     path = folder / file.name
     if not path.is_file():
-        return DamagedCheckpointError.of("checkpoint", path, "is missing", REMEDY)
+        return native.unreadable(folder, path, "is missing")
     size = path.stat().st_size
     reason = f"{size} bytes, expected {file.bytes}" if size != file.bytes else str(error)
-    return DamagedCheckpointError.of("checkpoint", path, f"is not readable: {reason}", REMEDY)
+    return native.unreadable(folder, path, f"is not readable: {reason}")

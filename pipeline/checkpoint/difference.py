@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.checkpoint import inspection, native, parts, stored_runs
 from pipeline.checkpoint.inspection import Summary
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.verify import check_sizes
 
 #: Elements that are compared at a time.
 _CHUNK = 1 << 22
@@ -52,41 +53,56 @@ class Difference:
     """How two checkpoints differ.
 
     Attributes:
+        paths: the folders of both.
         settings: dotted key -> its two values; counters of the run are below "train_state".
         tensors: those that differ.
         equal: number of tensors that are equal.
+        by_digest: how many of these are equal by the digests of both, and were not read.
     """
 
+    paths: tuple[Path, Path]
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     tensors: list[TensorDifference] = field(default_factory=list)
     equal: int = 0
+    by_digest: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.settings or self.tensors)
 
 
 def compare(
-    a: Path, b: Path, *, tensors: bool = True, settings: bool = True, progress: Callable[[str], object] = lambda _: None
+    a: Path,
+    b: Path,
+    *,
+    tensors: bool = True,
+    settings: bool = True,
+    read: bool = False,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> Difference:
     """Compare two checkpoints. Memory holds one full tensor of each.
+
+    A tensor is not read if both divide it alike and have the same digests of it; that the files have the right sizes is always verified.
 
     Args:
         a: folder of a checkpoint.
         b: folder of another one, of any format and layout.
         tensors: compare the tensors.
         settings: compare the settings, the counters and the data.
+        read: read tensors with equal digests, too, which verifies all of their bytes.
         progress: called with the name of each weight before it is compared.
 
     Raises:
         UserError: one of them is damaged.
     """
     both = inspection.read(a), inspection.read(b)
-    found = Difference(_settings(*both) if settings else {})
+    found = Difference((a, b), _settings(*both) if settings else {})
     if tensors:
+        for side in both:
+            check_sizes(side.path, side.index)
         readers = Checkpoint(a), Checkpoint(b)
         for name in sorted(both[0].weights.keys() | both[1].weights.keys()):
             progress(name)
-            _compare_weight(name, both, readers, found)
+            _compare_weight(name, both, readers, found, read=read)
     return found
 
 
@@ -100,7 +116,9 @@ def _settings(a: Summary, b: Summary) -> dict[str, tuple[Any, Any]]:
     return {key: values for key in sorted(old | new) if (values := (old.get(key, ABSENT), new.get(key, ABSENT)))[0] != values[1]}
 
 
-def _compare_weight(name: str, both: tuple[Summary, Summary], readers: tuple[Checkpoint, Checkpoint], found: Difference) -> None:
+def _compare_weight(
+    name: str, both: tuple[Summary, Summary], readers: tuple[Checkpoint, Checkpoint], found: Difference, *, read: bool
+) -> None:
     """Compare all kinds of a weight."""
     sides = [side.weights.get(name) for side in both]
     for kind in dict.fromkeys(kind for side in sides if side for kind in side.kinds):
@@ -110,12 +128,13 @@ def _compare_weight(name: str, both: tuple[Summary, Summary], readers: tuple[Che
             found.tensors.append(TensorDifference(name, kind, f"not in {lacking[0]}"))
         elif shapes[0] != shapes[1]:
             found.tensors.append(TensorDifference(name, kind, f"shape {list(shapes[0])} and {list(shapes[1])}"))
-        elif _is_stored_alike(name, kind, both) or not (
-            difference := tensor_difference(name, kind, readers[0].tensor(name, kind), readers[1].tensor(name, kind))
-        ):
+        elif not read and _is_stored_alike(name, kind, both):
             found.equal += 1
-        else:
+            found.by_digest += 1
+        elif difference := tensor_difference(name, kind, readers[0].tensor(name, kind), readers[1].tensor(name, kind)):
             found.tensors.append(difference)
+        else:
+            found.equal += 1
 
 
 def _is_stored_alike(name: str, kind: str, both: tuple[Summary, Summary]) -> bool:

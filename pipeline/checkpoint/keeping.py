@@ -25,10 +25,15 @@ def keep(folder: Path, name: str) -> None:
     """Keep a checkpoint for ever. A name that it has already is replaced.
 
     Raises:
-        UserError: the name is empty or has several lines, or the run has removed the checkpoint in the meantime.
+        UserError: the name is empty or has several lines, another checkpoint of the run has it, or the run has removed the checkpoint in
+            the meantime.
     """
     if not name.strip() or not name.isprintable():
         raise UserError.of("NAME", repr(name), "must be one line of text", "give the checkpoint a name such as before-cooldown")
+    for other, known in kept(folder.parents[1]).items():
+        if known == name.strip() and other.resolve() != folder.resolve():
+            fix = f"choose another name, or release that one: tools/checkpoint keep {other} --remove"
+            raise UserError.of("NAME", repr(name), f"is the name of {other}", fix)
     with atomic_file(folder / catalog.KEEP, "w") as handle:
         handle.write(name.strip() + "\n")
     if not (folder / catalog.INDEX).is_file():

@@ -6,15 +6,16 @@ Checkpoints of format 1, which have no parts.npy, are read, too: their files are
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import checked_json
+from pipeline.checkpoint import catalog, checked_json
 from pipeline.checkpoint.catalog import INDEX, complete, folder_of, step_of
 from pipeline.checkpoint.data_file import FileEntry
 from pipeline.common.errors import DamagedCheckpointError, UserError
@@ -32,6 +33,7 @@ __all__ = [
     "TensorEntry",
     "TrainState",
     "complete",
+    "damaged",
     "describe",
     "find",
     "find_start",
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 PARTS = "parts.npy"
+#: Advice for a damaged checkpoint.
+REMEDY = "use an older checkpoint; a run continues from the previous one with checkpoint.skip_damaged=true, or if you remove the folder"
 #: The kind of tensors of averaged weights (training.ema).
 EMA = "ema"
 
@@ -190,7 +194,7 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
         folders = complete(run_dir)
         if not folders:
             raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
-        return folders[-1]
+        return with_index(folders[-1])
     if not (Path(which) / INDEX).is_file():
         raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")
     return Path(which)
@@ -208,20 +212,38 @@ def find_start(where: str, key: str, fix: str) -> Path:
     run_dir, step = checkpoint_paths.split(folder)
     folders = complete(run_dir)
     if step is None and folders:
-        return folders[-1]
+        return with_index(folders[-1])
     if (named := folder_of(run_dir, step or 0)) in folders:
-        return named
+        return with_index(named)
     if folders:
         steps = ("..., " if len(folders) > 10 else "") + ", ".join(str(step_of(path)) for path in folders[-10:])
         raise UserError.of(key, where, f"is not a complete checkpoint; {run_dir} has those of steps {steps}", fix)
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
 
+def with_index(folder: Path) -> Path:
+    """Return a complete checkpoint of a run; raises DamagedCheckpointError if its index was lost."""
+    if not (folder / INDEX).is_file():
+        raise unreadable(folder, folder / INDEX, "is missing")
+    return folder
+
+
+def damaged(run_dir: Path) -> list[Path]:
+    """Return the damaged checkpoints of a run that set_aside has renamed."""
+    return sorted((run_dir / "checkpoints").glob("step-*.damaged*"))
+
+
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not used again, and return its new path."""
+    """Rename a damaged checkpoint, so that it is not used again, and return its new path.
+
+    The caller holds the lock of the run directory.
+    """
     names = (folder.with_name(f"{folder.name}.damaged{suffix}") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
-    renamed = next(path for path in names if not path.exists())
-    return folder.rename(renamed)
+    aside = folder.rename(next(path for path in names if not path.exists()))
+    run_dir = folder.parents[1]
+    known = catalog.read(run_dir)
+    catalog.write(run_dir, replace(known, complete=[step for step in known.complete if step != step_of(folder)]))
+    return aside
 
 
 def write_index(folder: Path, index: Index, name: str = INDEX) -> None:
@@ -233,11 +255,13 @@ def read_index(folder: Path, name: str = INDEX) -> Index:
     """Read the index of a checkpoint of format 1 or 2.
 
     Raises:
-        DamagedCheckpointError: it is not readable.
+        DamagedCheckpointError: it is not readable, or of another step than the folder.
     """
     try:
         content = checked_json.read(folder / name)
         state = TrainState(**(content.pop("train_state", None) or content.pop("progress")))  # its name in older checkpoints
+        if re.fullmatch(r"step-\d+", folder.name) and state.step != step_of(folder):
+            raise ValueError(f"it is of step {state.step}: rename the folder to {folder_of(Path(), state.step).name}")
         renamed.update(content["config"])
         if content.setdefault("format", 1) == 1:
             files = [FileEntry(name, entry["bytes"], entry["xxh3"]) for name, entry in sorted(content.pop("files").items())]
@@ -249,17 +273,25 @@ def read_index(folder: Path, name: str = INDEX) -> Index:
         parts = None if (entry := content.pop("parts")) is None else PartsEntry(**entry)
         return Index(state, files=files, tensors=tensors, parts=parts, **content)
     except FileNotFoundError as error:
-        raise removed(folder, name) from error
+        raise unreadable(folder, folder / name, "is missing") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        fix = "remove the folder, or set checkpoint.skip_damaged=true, to use an older checkpoint"
-        raise DamagedCheckpointError.of("checkpoint", folder / INDEX, f"is not readable: {error}", fix) from error
+        raise unreadable(folder, folder / name, f"is not readable: {error}") from error
 
 
-def removed(folder: Path, name: str = INDEX) -> UserError:
-    """The error of a checkpoint that is gone, for example since it was removed while others read it."""
+def unreadable(folder: Path, where: Path, rule: str, fix: str = REMEDY) -> DamagedCheckpointError:
+    """The error of a checkpoint that cannot be read. If its folder is gone, a run has removed it while it was read.
+
+    Args:
+        folder: of the checkpoint.
+        where: its file that is damaged, or the folder.
+        rule: what is wrong.
+        fix: advice, unless the folder is gone.
+    """
+    if folder.is_dir():
+        return DamagedCheckpointError.of("checkpoint", where, rule, fix)
     rule = "does not exist; the job of a run removes the checkpoints that checkpoint.keep and checkpoint.keep_every do not keep"
-    fix = "use another checkpoint; `tools/checkpoint keep PATH NAME` keeps one for ever"
-    return DamagedCheckpointError.of("checkpoint", folder / name, rule, fix)
+    fix = "use a newer checkpoint, or `tools/checkpoint keep PATH NAME` before you read one, which keeps it for ever"
+    return DamagedCheckpointError.of("checkpoint", folder, rule, fix)
 
 
 def _tensor_entry(content: dict[str, Any]) -> TensorEntry:

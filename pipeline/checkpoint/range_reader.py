@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.checkpoint.contents import REMEDY, Contents, Rows
+from pipeline.checkpoint import native
+from pipeline.checkpoint.contents import Contents, Rows
 from pipeline.checkpoint.data_reader import Counters, DataFiles
+from pipeline.checkpoint.native import REMEDY
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box, box_of, overlap, padded
 from pipeline.checkpoint.read_chunk import Bytes, Damage
 from pipeline.checkpoint.read_plan import FilePlan, Integers, Source, plan
@@ -126,7 +128,9 @@ class RangeReader:
         return DamagedCheckpointError([Violation("checkpoint", self._folder, f"{request.kind} of {what} {reason}", REMEDY)])
 
     def _violations(self, damaged: list[Damage], requests: Sequence[Request], stored: list[np.void]) -> list[Violation]:
-        """One violation for each damage, which names what is lost."""
+        """One violation for each damage, which names what is lost; a single one if the checkpoint is gone."""
+        if not self._folder.is_dir():
+            return list(native.unreadable(self._folder, self._folder, "").violations)
         found = []
         for damage in damaged:
             request, row = requests[damage.source.target], stored[damage.source.number]

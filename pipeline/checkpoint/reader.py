@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.contents import REMEDY, Contents, read_contents
+from pipeline.checkpoint.contents import Contents, read_contents
 from pipeline.checkpoint.data_reader import Counters
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.native import find
+from pipeline.checkpoint.native import REMEDY, find
 from pipeline.checkpoint.parts import Box
 from pipeline.checkpoint.range_reader import RangeReader, Request
 from pipeline.common.errors import DamagedCheckpointError, Violation

@@ -18,7 +18,6 @@ from pipeline.checkpoint import native, parts
 from pipeline.checkpoint.contents import Contents
 from pipeline.checkpoint.native import Index, TensorEntry
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box
-from pipeline.common.errors import DamagedCheckpointError
 
 #: Elements that are in memory at a time.
 _CHUNK = 1 << 20
@@ -91,7 +90,7 @@ def report_damage(folder: Path) -> Iterator[None]:
         yield
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         fix = f"tools/checkpoint verify {folder} names what is damaged; use an older checkpoint"
-        raise DamagedCheckpointError.of("checkpoint", folder, f"is not readable: {error}", fix) from error
+        raise native.unreadable(folder, folder, f"is not readable: {error}", fix) from error
 
 
 def runs(folder: Path, contents: Contents) -> Iterator[StoredRun]:

@@ -61,10 +61,28 @@ def verify(folder: Path, progress: Progress = lambda _: None) -> list[Damage]:
     return list(_format_1(folder, index, progress) if index.format == 1 else _format_2(folder, index, progress))
 
 
+def check_sizes(folder: Path, index: Index) -> None:
+    """Refuse a checkpoint with a file that is missing or has another size than its index says. Reads no file.
+
+    Raises:
+        DamagedCheckpointError: names the first such file, and counts the others.
+    """
+    expected = {file.name: file.bytes for file in index.files} | ({} if index.parts is None else {native.PARTS: index.parts.bytes})
+    wrong = [
+        (name, "is missing" if found is None else f"has {found:,} bytes, expected {size:,}")
+        for name, size in expected.items()
+        if (found := atomic_files.size_of(folder / name)) != size
+    ]
+    if wrong:
+        name, rule = wrong[0]
+        more = f"; {len(wrong) - 1:,} more files are missing or of another size" if len(wrong) > 1 else ""
+        raise native.unreadable(folder, folder / name, rule + more)
+
+
 def lost(run_dir: Path) -> list[Path]:
-    """Folders of checkpoints that the catalog names and that have no index."""
+    """Folders of checkpoints that the catalog names and that do not exist."""
     folders = [catalog.folder_of(run_dir, step) for step in catalog.read(run_dir).complete]
-    return [folder for folder in folders if not (folder / native.INDEX).is_file()]
+    return [folder for folder in folders if not folder.is_dir()]
 
 
 def pending(run_dir: Path) -> list[str]:
@@ -154,7 +172,7 @@ def damages(
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for file, found in zip(files, pool.map(of_file, zip(files, by_file, strict=True)), strict=True):
-            progress(file.bytes)
+            progress(atomic_files.size_of(folder / file.name) or 0)
             yield from found
 
 

@@ -196,6 +196,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def size_of(path: Path) -> int | None:
+    """The size of a file, bytes; None if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def digest(path: Path) -> str:
     """Return the xxh3-128 checksum of a file in hexadecimal."""
     state = xxhash.xxh3_128()

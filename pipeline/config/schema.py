@@ -250,7 +250,7 @@ class CheckpointConfig:
     max_failures: int = knob(
         3, "stop the run after so many checkpoints in a row that could not be written (disk full, quota); each is tried once", at_least=1
     )
-    skip_damaged: bool = knob(False, "with resume=auto, set aside a damaged newest checkpoint and continue from the previous one")
+    skip_damaged: bool = knob(False, "with resume=auto, continue from the newest checkpoint that is whole, set aside newer ones")
 
 
 @dataclass(frozen=True)

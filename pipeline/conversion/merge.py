@@ -87,13 +87,13 @@ def _check_distinct(paths: Sequence[Path]) -> None:
         raise UserError(violations)
 
 
-def last(run_dir: Path, count: int, decay: float) -> list[Source]:
+def newest(run_dir: Path, count: int, decay: float) -> list[Path]:
     """Return the newest checkpoints of a run, oldest first.
 
     Args:
         run_dir: the run directory.
         count: number of checkpoints.
-        decay: weight of a checkpoint, relative to that of the next newer one; 1 for the plain mean.
+        decay: as for decayed.
 
     Raises:
         UserError: the run has fewer checkpoints, or a number is not legal.
@@ -106,7 +106,12 @@ def last(run_dir: Path, count: int, decay: float) -> list[Source]:
         rule = "must be 2 or more" if count < 2 else f"is more than {run_dir} has (steps {steps})"
         fix = "set it to 2 or more" if count < 2 else "reduce it; checkpoint.keep and checkpoint.keep_every of a run keep more of them"
         raise UserError.of("--last", count, rule, fix)
-    return weighted(complete[-count:], [decay**age for age in reversed(range(count))])
+    return list(map(native.with_index, complete[-count:]))
+
+
+def decayed(count: int, decay: float) -> list[float]:
+    """Return the weights of checkpoints, oldest first: that of one is `decay` times that of the next newer one."""
+    return [decay**age for age in reversed(range(count))]
 
 
 def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BYTES) -> Path:

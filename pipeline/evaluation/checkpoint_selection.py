@@ -26,10 +26,14 @@ def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[s
     Raises:
         DamagedCheckpointError: the checkpoint was removed since it was chosen.
     """
-    if not (path / native.INDEX).is_file():
-        raise native.removed(path)
+    native.with_index(path)
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
     return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **averaged.settings_of(stage.weights), **settings}
+
+
+def current(run_dir: Path, stage: Evaluate, path: Path) -> list[Path]:
+    """Return a chosen checkpoint, or the newest one by now if stage.checkpoint is "latest"."""
+    return [native.find(run_dir, stage.checkpoint) if stage.checkpoint == "latest" else path]
 
 
 def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any], steps: int = 0) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pipeline.checkpoint import averaged, peft_format, reader
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import INDEX
+from pipeline.checkpoint.newest import read_newest
 from pipeline.common import artifact, mpi
 from pipeline.common.atomic_files import digest, report_disk_full
 from pipeline.common.errors import collect_errors
@@ -50,7 +52,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 return
             ranks = Ranks()
         with mpi.world(ranks, output) as comm:
-            _export(config, stage, output, comm)
+            read_newest(lambda: _find(config, stage, output, comm), partial(_export, config, stage, output, comm), ranks=comm.size)
     elif ranks.rank > 0:
         return  # what follows runs in a single process
     elif stage.input is not None:
@@ -61,12 +63,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     else:
         output = Path(stage.output or run_dir / "adapter")
         with report_disk_full(output):
-            export_adapter(reader.find(run_dir, stage.checkpoint), output, stage.weights)
+            read_newest(lambda: [reader.find(run_dir, stage.checkpoint)], lambda path: export_adapter(path, output, stage.weights))
 
 
-def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None:
-    """Export full weights; errors as in run. Collective."""
-    path = comm.bcast(_find(config, stage, output) if comm.rank == 0 else None)
+def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm, path: Path | None = None) -> None:
+    """Export full weights of a checkpoint, if one is given; errors as in run. Collective."""
     if path is None:
         return
     tokenizer = open_tokenizer(config.tokenizer, Path(config.run_dir))
@@ -90,8 +91,14 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> None
     log.info("convert: wrote %s (step %d, %s parameters)", output, weights.step, f"{parameters:,}")
 
 
-def _find(config: RunConfig, stage: Convert, output: Path) -> Path | None:
-    """Return the checkpoint to export; None if its export is complete."""
+def _find(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> list[Path]:
+    """Return the checkpoint to export; none if its export is complete. Collective."""
+    found: list[Path] = comm.bcast(_unfinished(config, stage, output) if comm.rank == 0 else None)
+    return found
+
+
+def _unfinished(config: RunConfig, stage: Convert, output: Path) -> list[Path]:
+    """What _find returns, as rank 0 finds it."""
     path, tokenizer = collect_errors(
         lambda: reader.find(Path(config.run_dir), stage.checkpoint),
         lambda: open_tokenizer(config.tokenizer, Path(config.run_dir)),
@@ -99,9 +106,8 @@ def _find(config: RunConfig, stage: Convert, output: Path) -> Path | None:
     settings = _settings(config, stage, path, tokenizer)
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
-        return None
-    found: Path = path
-    return found
+        return []
+    return [path]
 
 
 def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> export.Quantization | None:

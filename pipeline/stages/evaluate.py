@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.checkpoint import averaged, compatibility
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
+from pipeline.checkpoint.newest import read_newest
 from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
@@ -28,6 +30,8 @@ from pipeline.training import shard_verification
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
+
+T = TypeVar("T")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
@@ -61,16 +65,28 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             if stage.checkpoint == checkpoint_selection.ALL and not evaluated_config.fits(config, path):
                 log.info("evaluate: %s is left out: it has another model than the newest checkpoint, or no adapter", path)
                 continue
-            compatibility.check_same_model(open_on_all_ranks(path), config)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
-            step = evaluated_config.load(config, stage, trainer, path).step
-            evaluated = meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
+            load = partial(_load, config, stage, trainer, settings)
+            path, step, evaluated = _read(run_dir, stage, path, load, ranks)
             found = validation_scores.evaluate(config, stage, trainer, data)
             if ranks.rank == 0:
                 validation_scores.write(run_dir, path, step, found, evaluated)
         shard_verification.finish(data.objectives())
     finally:
         meshes.destroy_process_group()
+
+
+def _read(run_dir: Path, stage: Evaluate, path: Path, load: Callable[[Path], T], ranks: Ranks) -> T:
+    """Load a chosen checkpoint; in a single process also a newer one, if the run has removed it meanwhile."""
+    find = partial(checkpoint_selection.current, run_dir, stage, path) if ranks.world_size == 1 else lambda: [path]
+    return read_newest(find, load, ranks=ranks.world_size)
+
+
+def _load(config: RunConfig, stage: Evaluate, trainer: Trainer, settings: dict[str, Any], path: Path) -> tuple[Path, int, dict[str, Any]]:
+    """Load the weights of a checkpoint into the trainer. Returns the checkpoint, its step, and what its scores depend on."""
+    compatibility.check_same_model(open_on_all_ranks(path), config)
+    step = evaluated_config.load(config, stage, trainer, path).step
+    return path, step, meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
 
 
 def _selected(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, Any], steps: int) -> list[Path]:

@@ -23,7 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
 from pipeline.training import weight_averaging
-from pipeline.training.starting_checkpoint import initial_checkpoint, is_own, starting_checkpoint
+from pipeline.training.starting_checkpoint import initial_checkpoint, is_own, older_checkpoint
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -45,17 +45,20 @@ def begin(config: RunConfig, trainer: Trainer, path: Path | None, training_data:
     if path is None and settings.initialize_from is not None:
         weights = on_rank_0(lambda: initial_checkpoint(settings.initialize_from or ""))
         return initialize(config, trainer, load_any_layout.open_on_all_ranks(weights))
+    damaged: dict[Path, DamagedCheckpointError] = {}
     while True:
         try:
-            return resume(config, trainer, path, training_data)
+            state = resume(config, trainer, path, training_data)
+            break
         except DamagedCheckpointError as error:
             if not settings.skip_damaged or path is None or not is_own(Path(config.run_dir), path):
                 raise
-            aside = on_rank_0(partial(native.set_aside, path))
-            path = on_rank_0(lambda: starting_checkpoint(Path(config.run_dir), settings))
-            if path is None:
-                raise
-            log.warning("renamed a damaged checkpoint to %s (%s), continuing from %s", aside, error.violations[0], path)
+            damaged[path] = error
+            path = on_rank_0(partial(older_checkpoint, Path(config.run_dir), damaged))
+    for folder, reason in damaged.items():  # only now: without an older checkpoint the next start has to find them
+        aside, found = on_rank_0(partial(native.set_aside, folder)), reason.violations[0]
+        log.warning("renamed a damaged checkpoint to %s (%s: %s), continuing from %s", aside, found.value, found.rule, path)
+    return state
 
 
 def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data: Objective) -> TrainState:
@@ -80,6 +83,9 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
     if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
         for key, old, new in compatibility.changed_settings(checkpoint, config):
             log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
+        first = config.checkpoint.initialize_from
+        if not is_fork and first is not None and first != checkpoint.config.get("checkpoint", {}).get("initialize_from"):
+            log.warning("checkpoint.initialize_from=%s has no effect: the run continues from its own checkpoint", first)
     return state
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import catalog, native
 from pipeline.common import signals
 from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import ToBeContinued, UserError
@@ -135,6 +135,8 @@ def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
     layout, complete = Layout.of(config, ranks.world_size), native.complete(Path(config.run_dir))
     begin = "no checkpoint yet" if config.checkpoint.fork is None else f"begins as a fork of {config.checkpoint.fork}"
     begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else begin
+    if pending := catalog.read(Path(config.run_dir)).pending:
+        begin += f", that of step {pending.step} was not finished"
     count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     here = f"{ranks.local_size} on {socket.gethostname()}"
     model = f"{config.stage.name}: {config.model.family} with {parameters:,} parameters on {count} ({here})"

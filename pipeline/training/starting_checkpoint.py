@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     """
     complete, fork = native.complete(run_dir), checkpoint.fork
     if not complete:
+        _check_none_damaged(run_dir, checkpoint)
         return None if fork is None else native.find_start(fork, "checkpoint.fork", "set it to a run directory with checkpoints, or to one")
     newest = complete[-1]
     key, value, start = "checkpoint.resume", checkpoint.resume, "starts from scratch"
@@ -43,6 +44,35 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     rule = f"{start}, but {run_dir} contains checkpoints that do not continue from it, the newest of step {native.step_of(newest)}"
     fix = "choose another run_dir, or continue from the newest: checkpoint.resume=auto without checkpoint.fork"
     raise UserError.of(key, value, rule, fix)
+
+
+def _check_none_damaged(run_dir: Path, checkpoint: CheckpointConfig) -> None:
+    """Refuse to begin a run anew, and to replace its metrics, beside the damaged checkpoints of an earlier job.
+
+    Raises:
+        UserError: checkpoint.resume is auto, and only renamed damaged checkpoints are there.
+    """
+    if checkpoint.resume == "auto" and (damaged := native.damaged(run_dir)):
+        rule = f"has no checkpoint to continue from, only damaged ones: {', '.join(path.name for path in damaged)}"
+        fix = "choose another run_dir, or set checkpoint.resume=none to start from the beginning"
+        raise UserError.of("run_dir", run_dir, rule, fix)
+
+
+def older_checkpoint(run_dir: Path, damaged: Mapping[Path, UserError]) -> Path:
+    """Return the newest checkpoint of a run that is older than its damaged ones.
+
+    Args:
+        run_dir: the run directory.
+        damaged: checkpoint -> its error.
+
+    Raises:
+        UserError: all are damaged.
+    """
+    older = [path for path in native.complete(run_dir) if native.step_of(path) < min(map(native.step_of, damaged))]
+    if older:
+        return older[-1]
+    fix = f"no older checkpoint of {run_dir} is left: choose another run_dir, or move the damaged ones away to start from the beginning"
+    raise UserError([replace(violation, fix=fix) for error in damaged.values() for violation in error.violations])
 
 
 def _is_fork(complete: Sequence[Path], fork: str) -> bool:

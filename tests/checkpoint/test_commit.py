@@ -315,8 +315,27 @@ def test_a_checkpoint_that_is_removed_while_others_read_it_is_no_damage(two: Pat
     folder = native.complete(two)[0]
     save_step(two, 4)
     for read in (native.read_index, lambda path: checkpoint_selection.settings_of(path, Evaluate(), {})):
-        with pytest.raises(UserError, match=r"step-00000002/index.json: does not exist; .*checkpoint\.keep"):
+        with pytest.raises(UserError, match=r"step-00000002: does not exist; .*checkpoint\.keep"):
             read(folder)
+
+
+def test_a_lost_index_is_reported_by_every_start(two: Path) -> None:
+    """The checkpoint stays the newest one; whoever reads it is told."""
+    folder = native.folder_of(two, 3)
+    (folder / native.INDEX).unlink()
+    for _ in range(2):
+        assert start(two) == 3
+        assert catalog.read(two).complete == [2, 3]
+        with pytest.raises(UserError, match=r"step-00000003/index.json: is missing\n.*checkpoint.skip_damaged"):
+            native.read_index(native.find(two, "latest"))
+
+
+def test_a_torn_catalog_of_a_killed_writer_is_removed_by_the_next_save(two: Path) -> None:
+    torn = two / "checkpoints" / f".{catalog.CATALOG}.4242.partial"
+    torn.write_text('{"format"')
+    save_step(two, 4)
+    assert not torn.exists()
+    assert steps(two) == [3, 4]
 
 
 def test_which_checkpoints_are_kept(tmp_path: Path) -> None:

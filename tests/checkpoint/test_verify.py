@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -123,4 +124,7 @@ def test_unfinished_saves_and_lost_checkpoints_of_a_run(tmp_path):
     [said] = verify.pending(tmp_path)
     assert said.startswith(".step-00000004.other.partial: 0 of 5 records, since 20")
     (folder / native.INDEX).unlink()
+    assert [str(damage) for damage in verify.verify(folder)] == ["index.json: is missing"]
+    assert verify.lost(tmp_path) == []
+    shutil.rmtree(folder)
     assert verify.lost(tmp_path) == [catalog.folder_of(tmp_path, 3)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.checkpoint import catalog, commit, native, stored_runs
+from pipeline.checkpoint import catalog, commit, keeping, native, stored_runs
 from tests.checkpoint import small_checkpoints
 from tests.helpers import ROOT
 
@@ -100,14 +102,36 @@ def test_diff_is_empty_whatever_layout_and_format(tool, tmp_path):
     folders = [small_checkpoints.write(tmp_path / name, state, 7, **layout) for name, layout in layouts.items()]
     folders.append(small_checkpoints.write_format_1(tmp_path / "e", state, 7))
     for folder in folders:
-        assert tool("diff", folders[0], folder) == (0, "5 tensors are equal, 0 differ\n")
+        assert tool("diff", folders[0], folder, "--read") == (0, "5 tensors are equal, 0 differ\n")
+        code, text = tool("diff", folders[0], folder)
+        assert (code, text.startswith("5 tensors are equal")) == (0, True)
 
 
-def test_tensors_with_equal_digests_are_not_read(tool, tmp_path):
+@pytest.mark.parametrize("damaged", ["A", "B", "both"])
+def test_tensors_with_equal_digests_are_read_on_request_only(tool, tmp_path, damaged):
     a, b = (small_checkpoints.write(tmp_path / name, small_checkpoints.state(), 7) for name in "ab")
-    for path in b.glob("*.safetensors"):
-        path.unlink()
-    assert tool("diff", a, b)[0] == 0
+    assert tool("diff", a, b) == (0, "5 tensors are equal (5 by digest, not read; --read reads them), 0 differ\n")
+    for folder in {"A": [a], "B": [b], "both": [a, b]}[damaged]:
+        path = folder / "rank-00001.safetensors"
+        path.write_bytes(bytes(path.stat().st_size))
+    assert tool("diff", a, b)[0] == 0, "the digests are those of the indexes"
+    code, text = tool("diff", a, b, "--read")
+    assert code == 2
+    assert "rank-00001.safetensors" in text
+    assert json.loads(tool("diff", a, b, "--json")[1])["by_digest"] == 5
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", native.PARTS])
+@pytest.mark.parametrize("missing", [True, False])
+def test_diff_refuses_files_that_are_missing_or_short(tool, tmp_path, name, missing, write):
+    a, b = (write(tmp_path / run, small_checkpoints.state(), 7) for run in "ab")
+    if not (path := b / name).exists():
+        pytest.skip("format 1 has no such file")
+    path.unlink() if missing else path.write_bytes(path.read_bytes()[:-8])
+    code, text = tool("diff", a, b)
+    assert code == 2
+    assert f"{path}: {'is missing' if missing else 'has '}" in text
+    assert write is small_checkpoints.write_format_1 or tool("diff", a, b, "--settings") == (0, "")
 
 
 def test_diff_names_settings_and_tensors(tool, tmp_path, write):
@@ -131,7 +155,8 @@ def test_diff_names_settings_and_tensors(tool, tmp_path, write):
     code, text = tool("diff", a, b)
     assert code == 1
     assert "optimizer.lr" in text
-    assert "3 tensors are equal, 3 differ" in text
+    assert "3 tensors are equal" in text
+    assert ", 3 differ\n" in text
     assert tool("diff", a, b, "--tensors")[1].count("train_state") == 0
     assert tool("diff", a, a, "--settings") == (0, "")
 
@@ -170,6 +195,17 @@ def test_a_kept_checkpoint_outlives_newer_ones(tool, tmp_path):
     catalog.prune(tmp_path, 1)
     assert native.complete(tmp_path) == [folders[0], folders[3]]
     assert "for ever, as 'before cooldown'" in tool("inspect", folders[0])[1]
+
+
+def test_a_name_is_that_of_one_checkpoint(tool, tmp_path):
+    first, second = (small_checkpoints.write(tmp_path, small_checkpoints.state(step), step) for step in (1, 2))
+    assert tool("keep", first, "best")[0] == 0
+    assert tool("keep", first, "best")[0] == 0
+    code, text = tool("keep", second, " best ")
+    assert (code, keeping.kept(tmp_path)) == (2, {first: "best"})
+    assert f"is the name of {first}" in text
+    assert tool("keep", first, "--remove")[0] == 0
+    assert tool("keep", second, "best")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -218,3 +254,33 @@ def test_a_step_of_a_run_is_one_checkpoint(tool, tmp_path):
         assert code == 2
         assert "step-3: is not a complete checkpoint; " in text
         assert "has those of steps 1, 2" in text
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("read_lines", [0, 1])
+def test_the_exit_code_of_verify_does_not_depend_on_who_reads_its_output(tmp_path, damaged, read_lines):
+    """As in a pipe to head -1."""
+    for step in range(1, 4):
+        folder = small_checkpoints.write(tmp_path, small_checkpoints.state(), step)
+        if damaged:
+            (folder / native.PARTS).unlink()
+    command = [sys.executable, str(ROOT / "tools/checkpoint"), "verify", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for _ in range(read_lines):
+            process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait() == int(damaged), errors
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
+
+
+def test_a_missing_file_is_a_few_lines(tool, tmp_path):
+    folder = small_checkpoints.write(tmp_path, small_checkpoints.state(), 1)
+    (folder / "rank-00001.safetensors").unlink()
+    code, text = tool("verify", folder)
+    assert code == 1
+    lines = text.splitlines()
+    assert len(lines) == 5, lines
+    assert lines[-1] == "  rank-00001.safetensors: 2 more parts: cannot be read: No such file or directory; --json names all"
+    assert len(json.loads(tool("verify", folder, "--json")[1])["damaged"][str(folder)]) == 5
