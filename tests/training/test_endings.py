@@ -1,6 +1,7 @@
 """How runs end: by a signal, by a suspended rank, by gradients that are not finite; and two jobs on one run directory."""
 
 import json
+import resource
 import signal
 import time
 from pathlib import Path
@@ -161,6 +162,43 @@ def test_a_run_whose_directory_is_removed_ends_with_one_message(tokens, tmp_path
     assert f"run_dir={tmp_path / 'run'}: was removed or renamed while the run was writing to it" in log
     assert "Traceback" not in log
     assert not (tmp_path / "run").exists() or [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_metrics_that_cannot_be_written_for_some_time_are_not_lost(tokens, tmp_path, started):
+    """A file-size limit that is set and lifted while the run trains: as of a full disk, it cuts a line, too."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with open(tmp_path / "log", "wb") as output:
+        settings = ("training.steps=100000", "checkpoint.every=0", "checkpoint.every_minutes=0")
+        (process,) = started(1, *arguments(tokens, tmp_path / "run", *settings), output=output.fileno())
+        wait_for_step(tmp_path / "run", 30)
+        limit = metrics.stat().st_size + 1000
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, hard))
+        deadline = time.monotonic() + 60
+        while b"kept in memory" not in (tmp_path / "log").read_bytes():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        time.sleep(0.5)
+        assert metrics.stat().st_size == limit
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        while b"without a gap" not in (tmp_path / "log").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 143
+    steps = [line["step"] for line in lines(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    log = (tmp_path / "log").read_text()
+    assert log.count("kept in memory") == 1
+    assert "is written again, without a gap" in log
+
+
+def test_a_run_that_a_full_disk_ends_says_that_it_continues(tokens, tmp_path):
+    limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "limited")
+    said = pipeline(*arguments(tokens, tmp_path / "run", "training.steps=3"), expect=2, prefix=limited, cold=True)
+    assert f"run_dir={tmp_path / 'run'}: cannot be written: File too large" in said
+    assert "training continues from the newest checkpoint" in said
 
 
 def test_files_of_a_run(tokens, tmp_path):
