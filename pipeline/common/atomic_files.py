@@ -33,12 +33,19 @@ def kind(info: os.stat_result) -> str:
 
 
 @contextmanager
-def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
-    """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises."""
+def atomic_file(path: Path, mode: str = "wb", *, parents: bool = True) -> Iterator[IO]:
+    """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises.
+
+    Args:
+        path: the file.
+        mode: of the file.
+        parents: create the folder if it is missing. Files of a folder that a user may rename meanwhile set it to False.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with _creating():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
             opened = open(partial, mode, encoding=None if "b" in mode else "utf-8")  # noqa: SIM115 (closed below)
         with opened as handle:
             yield handle

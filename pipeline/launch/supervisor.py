@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.common import events, signals
-from pipeline.common.errors import CONTINUE, TERMINATED, CheckFailed, UserError
+from pipeline.common.errors import CONTINUE, STOPPED, CheckFailed, UserError
 from pipeline.common.git_commit import commit
 from pipeline.common.progress import set_up_logging
 from pipeline.config import layout
@@ -94,7 +94,9 @@ class Supervisor:
             run_state.remove_leftovers(self._run_dir, self._granted.job)
             self._failures = run_state.failures_in_a_row(self._run_dir)
             self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
-            times = {name: slurm.seconds_of(self._fields.get(field, "")) for name, field in (("started", "StartTime"), ("limit", "EndTime"))}
+            times = {
+                name: slurm.seconds_of(self._fields.get(field, "")) for name, field in (("started", "StartTime"), ("limit", "EndTime"))
+            }
             self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit(), **times)
             if self._config is not None:
                 snapshot.write_in_job(self._run_dir, self._arguments, self._config)
@@ -165,7 +167,7 @@ class Supervisor:
         progress = step > before
         stopped = ended.code == 0 and run_state.was_stopped(self._run_dir, ended.started)
         preempted = ended.code != 0 and slurm.is_preempted(slurm.facts(self._granted.job))
-        failed = not preempted and not (ended.code in (0, CONTINUE, TERMINATED) and ended.first is None)
+        failed = not preempted and not (ended.code in (0, *STOPPED) and ended.first is None)
         counts = failed or (ended.code == CONTINUE and not progress)
         self._failures = (0 if progress else self._failures) + counts
         lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()

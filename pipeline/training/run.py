@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
@@ -36,6 +35,9 @@ from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 
+#: What Ctrl-C prints.
+_INTERRUPTED = "interrupted: the run writes a checkpoint and stops; a second Ctrl-C ends it at once, without a checkpoint"
+
 HooksOf = Callable[[RunConfig], CheckpointHooks]
 """Configuration with the number of steps -> hooks."""
 PeakFlops = Callable[[ClusterConfig, PrecisionConfig, torch.device], Peak | None]
@@ -56,7 +58,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
         ToBeContinued: a signal announced the end of the job, or the run needs other nodes, and a checkpoint has been written.
     """
-    signals.record(signal.SIGTERM)
+    signals.record_end()
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
     training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
@@ -69,7 +71,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     try:
         check_device(config, device)
         with ExitStack() as claims, Watchdog(minutes) as watchdog:
-            begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims))
+            begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims, minutes))
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
@@ -110,9 +112,10 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             )
             with events, closing(saver), run_directory.disk_errors(run_dir), writer as metrics:
                 control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
-                state = loop.train(
-                    config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
-                )
+                with signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
+                    state = loop.train(
+                        config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
+                    )
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)

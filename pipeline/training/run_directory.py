@@ -39,21 +39,23 @@ def disk_errors(run_dir: Path) -> AbstractContextManager[None]:
     return report_disk_full(run_dir, "run_dir", "training continues from the newest checkpoint")
 
 
-def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> tuple[Path | None, int]:
+def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minutes: float) -> tuple[Path | None, int]:
     """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
         run_dir: the run directory.
         checkpoint: with resume and fork.
         claims: releases the lock.
+        minutes: training.timeout_minutes, the most time to wait for the last checkpoint of the job before.
 
     Returns:
         The checkpoint to start from, None to start from scratch; and the file descriptor of the lock.
 
     Raises:
         UserError: the directory cannot be written, another job uses it, or as starting_checkpoint.
+        ToBeContinued: as claimed.
     """
-    lock = claims.enter_context(claimed(run_dir, "run_dir"))
+    lock = claims.enter_context(claimed(run_dir, "run_dir", minutes=minutes))
     with disk_errors(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.checkpoint import catalog
 from pipeline.common import events, git_commit
-from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.common.errors import INTERRUPTED, ToBeContinued, UserError
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.samples import Dataset
@@ -61,7 +61,8 @@ def recorded(
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = str(error.violations[0]) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         where = "" if isinstance(error, UserError) else f"{last.filename}:{last.lineno} ({last.name})"
-        _end(run_dir, folder, 2 if isinstance(error, UserError) else 1, reason.partition("\n")[0], where)
+        code = 2 if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        _end(run_dir, folder, code, reason.partition("\n")[0], where)
         raise
     _end(run_dir, folder, 0, "finished")
 

@@ -77,7 +77,7 @@ def full(run_dir: Path, step: int) -> Path:
 def start(run_dir: Path) -> int:
     """The step from which the next job continues."""
     with ExitStack() as claims:
-        path = run_directory.claim(run_dir, CheckpointConfig(), claims)[0]
+        path = run_directory.claim(run_dir, CheckpointConfig(), claims, 10)[0]
     assert path is not None
     return native.step_of(path)
 

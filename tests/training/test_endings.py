@@ -1,15 +1,22 @@
 """How runs end: by a signal, by a suspended rank, by gradients that are not finite; and two jobs on one run directory."""
 
+import contextlib
 import json
+import os
+import pty
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from pipeline.common import ends
-from tests.helpers import pipeline, start_ranks
+from pipeline.checkpoint import native
+from pipeline.common import ends, events
+from tests.helpers import environment, pipeline, start_ranks
 from tests.training.test_pretrain import TINY, exact, lines, run
 
 pytestmark = pytest.mark.world
@@ -43,10 +50,10 @@ def started():
 def test_a_signal_at_one_rank_writes_a_checkpoint_and_the_run_continues_bit_for_bit(tokens, tmp_path, started):
     steps = ("training.steps=40", "checkpoint.every=0")
     stopped = arguments(tokens, tmp_path / "stopped", *steps)
-    for number, (ranks, name, code) in enumerate([(2, signal.SIGTERM, 143), (1, signal.SIGUSR1, 75)]):
+    for number, (ranks, name, code) in enumerate([(2, signal.SIGTERM, 143), (1, signal.SIGUSR1, 75), (1, signal.SIGINT, 130)]):
         with open(tmp_path / "log", "wb") as output:
             processes = started(ranks, *stopped, output=output.fileno())
-            wait_for_step(tmp_path / "stopped", 3 + 12 * number)
+            wait_for_step(tmp_path / "stopped", 3 + 10 * number)
             processes[-1].send_signal(name)
             assert [process.wait(300) for process in processes] == [code] * ranks
         assert "the same command continues" in (tmp_path / "log").read_text()
@@ -55,6 +62,61 @@ def test_a_signal_at_one_rank_writes_a_checkpoint_and_the_run_continues_bit_for_
     run(1, *arguments(tokens, tmp_path / "straight", *steps)[len(TINY) + 1 :])
     for ours, theirs in zip(exact(tmp_path / "stopped"), exact(tmp_path / "straight"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_first_interrupt_of_all_ranks_writes_a_checkpoint(tokens, tmp_path, started):
+    """One that arrives twice within a second counts once."""
+    with open(tmp_path / "log", "wb") as output:
+        processes = started(2, *arguments(tokens, tmp_path / "run", "training.steps=100000"), output=output.fileno())
+        wait_for_step(tmp_path / "run", 3)
+        for process in (*processes, *processes):
+            process.send_signal(signal.SIGINT)
+        assert [process.wait(300) for process in processes] == [130, 130]
+    log = (tmp_path / "log").read_text()
+    assert log.count("interrupted: the run writes a checkpoint and stops") == 1
+    assert "the same command continues" in log
+    assert native.step_of(native.complete(tmp_path / "run")[-1]) == lines(tmp_path / "run")[-1]["step"]
+    assert [event["code"] for event in events.read(tmp_path / "run") if event["event"] == "run_end"] == [130]
+
+
+def test_a_second_interrupt_ends_a_run_at_once(tokens, tmp_path, started):
+    """Of a run whose disk is so slow that the checkpoint takes for ever."""
+    with open(tmp_path / "log", "wb") as output:
+        settings = ("training.steps=100000", "checkpoint.async_save=auto")
+        (process,) = started(1, *arguments(tokens, tmp_path / "run", *settings), output=output.fileno())
+        wait_for_step(tmp_path / "run", 3)
+        (writer,) = (int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(writer, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        os.kill(writer, signal.SIGCONT)
+    assert "interrupted; run the same command again to continue" in (tmp_path / "log").read_text()
+
+
+def test_a_run_whose_terminal_is_closed_writes_a_checkpoint(tokens, tmp_path):
+    """The progress bar can then not be drawn."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pipeline", *arguments(tokens, tmp_path / "run", "training.steps=100000")]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), start_new_session=True) as process:
+        os.close(theirs)
+        threading.Thread(target=_drain, args=(ours,), daemon=True).start()
+        wait_for_step(tmp_path / "run", 3)
+        os.close(ours)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(300) == 143
+    assert native.step_of(native.complete(tmp_path / "run")[-1]) == lines(tmp_path / "run")[-1]["step"]
+
+
+def _drain(terminal: int) -> None:
+    """Read what a terminal gets, until it is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 1 << 16):
+            pass
 
 
 def test_checkpoints_by_time(tokens, tmp_path):
