@@ -82,7 +82,7 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
     """Record the end of this rank, or of the rank and host given, which this rank found dead.
 
     Returns:
-        How many ranks have failed before; None for a rank that did not fail (exit code 0, or one of STOPPED), if more than RECORDS have failed,
+        How many ranks have failed before; None for a rank that did not fail (0, or a code of STOPPED), if more than RECORDS have failed,
         or if no supervisor reads it.
     """
     folder = os.environ.get(VARIABLE)
