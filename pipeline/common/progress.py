@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -51,11 +50,8 @@ class Progress:
         """Add completed units; `note` is shown next to the bar."""
         self._done += amount
         if self._bar is not None:
-            try:
-                self._bar.set_postfix_str(note, refresh=False)
-                self._bar.update(amount)
-            except OSError:  # the terminal was closed (SIGHUP)
-                self._bar = None
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(amount)
         elif self._rank == 0 and time.monotonic() - self._last >= self._every:
             self._last = time.monotonic()
             log.info("%s: %s %s", self._label, self._rate(), note)
@@ -80,7 +76,6 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
-            with suppress(OSError):  # the terminal was closed
-                self._bar.close()
+            self._bar.close()
         elif self._rank == 0 and kind is None:
             log.info("%s: %s, done", self._label, self._rate())
