@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipeline")
 
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code after Ctrl-C, as that of a shell."""
-
 
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback."""
@@ -30,6 +27,7 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         from pipeline.common import ranks
+        from pipeline.common.errors import INTERRUPTED
 
         if ranks.error_report_delay() == 0:  # only one rank reports it
             print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
@@ -39,7 +37,7 @@ def main() -> None:
 def main_and_leave() -> None:
     """Run the command line and end the process; once PyTorch is loaded, without finalizing the interpreter (see process_exit.leave)."""
     from pipeline.common import ends
-    from pipeline.common.errors import CONTINUE, TERMINATED
+    from pipeline.common.errors import STOPPED
 
     code = 0
     try:
@@ -51,7 +49,7 @@ def main_and_leave() -> None:
     except BaseException as error:
         ends.report(error)
         code = 1
-    if code in (0, CONTINUE, TERMINATED):
+    if code in (0, *STOPPED):
         ends.record(code, "")
     if "torch" in sys.modules and "mpi4py.MPI" not in sys.modules:  # MPI_Finalize is part of the interpreter's finalization
         process_exit.leave(code)

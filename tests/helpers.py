@@ -130,6 +130,12 @@ def run_ranks(count: int, *arguments: object, timeout: float = 400, own: dict[in
     return printed
 
 
+def run_directory(folder: str | Path) -> Path:
+    """Create what a run directory has before its first checkpoint."""
+    (Path(folder) / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
 def words(seed: int, count: int) -> str:
     """Generate random words; the text depends only on the seed and the count."""
     rng = random.Random(seed)

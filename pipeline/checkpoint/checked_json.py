@@ -13,13 +13,13 @@ from pipeline.common.atomic_files import atomic_file
 
 
 def write(path: Path, content: Mapping[str, Any], *, indent: int | None = 1) -> None:
-    """Write a file with the entry "xxh3", the checksum of the other entries; it replaces an older file.
+    """Write a file with the entry "xxh3", the checksum of the other entries; it replaces an older file. Its folder exists.
 
     Raises:
         OSError: it cannot be written.
     """
     text = json.dumps({**content, "xxh3": _checksum(content)}, indent=indent)
-    with atomic_file(path, "w") as handle:
+    with atomic_file(path, "w", parents=False) as handle:
         handle.write(text + "\n")
 
 

@@ -49,7 +49,7 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     Another writer may create the folder before; it does not wait.
 
     Args:
-        run_dir: the run directory, locked by this job.
+        run_dir: the run directory, locked by this job; it has checkpoints/, which is not created again if it is gone.
         index: of the checkpoint, without files and weights.
         attempt: token of the job.
         writers: number of records that will be written, by the writers 0 to writers - 1.
@@ -65,7 +65,7 @@ def begin(run_dir: Path, index: Index, attempt: str, writers: int) -> Path:
     for partial in folder.parent.glob(f".{catalog.CATALOG}.*.partial"):  # of a writer that was killed; this process alone writes it
         partial.unlink(missing_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         native.write_index(folder, replace(index, versions=index.versions or native.versions()), DRAFT)
         catalog.write(run_dir, replace(catalog.read(run_dir), pending=pending))
     except OSError:
@@ -144,7 +144,7 @@ def commit(run_dir: Path) -> Path:
     merged = merge(folder, pending.writers)
     if gone := {file.name for file in merged.files} - {entry.name for entry in os.scandir(folder)}:
         raise ValueError(f"{min(gone)} was written, and is gone")
-    with atomic_file(folder / PARTS) as handle:
+    with atomic_file(folder / PARTS, parents=False) as handle:
         np.save(handle, merged.rows)
     content = (folder / PARTS).read_bytes()
     draft = native.read_index(folder, DRAFT)

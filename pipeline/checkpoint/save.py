@@ -218,6 +218,7 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
 
 def _save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
     """Write the files and commit; see save_full."""
+    (run_dir / "checkpoints").mkdir(exist_ok=True)
     commit.finish_interrupted(run_dir)
     folder = commit.begin(run_dir, index, commit.new_attempt(), 1)
     try:

@@ -33,12 +33,19 @@ def kind(info: os.stat_result) -> str:
 
 
 @contextmanager
-def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO]:
-    """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises."""
+def atomic_file(path: Path, mode: str = "wb", *, parents: bool = True) -> Iterator[IO]:
+    """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises.
+
+    Args:
+        path: the file.
+        mode: of the file.
+        parents: create the folder if it is missing. Files of a folder that a user may rename meanwhile set it to False.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with _creating():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
             opened = open(partial, mode, encoding=None if "b" in mode else "utf-8")  # noqa: SIM115 (closed below)
         with opened as handle:
             yield handle
@@ -88,10 +95,15 @@ def make_folder(folder: Path, key: str = "output folder") -> None:
 
 
 @contextmanager
-def report_disk_full(folder: Path) -> Iterator[None]:
+def report_disk_full(folder: Path, key: str = "output folder", then: str = "completed parts are kept") -> Iterator[None]:
     """Convert the error of an output that cannot be written into a UserError that names `folder`.
 
     These are a full disk, an exceeded quota, a file-size limit, a read-only file system, and files that cannot be created.
+
+    Args:
+        folder: the output folder.
+        key: what names it, for the message.
+        then: what the same command does when there is space again, for the message.
 
     Raises:
         UserError: in place of that OSError, or of an error that a library raised because of it.
@@ -104,13 +116,13 @@ def report_disk_full(folder: Path) -> Iterator[None]:
         cause, reason = found
         if isinstance(cause.filename, str) and not Path(cause.filename).resolve().is_relative_to(folder.resolve().parent):
             folder = Path(cause.filename).parent
-        raise UserError.of("output folder", folder, f"cannot be written: {reason}", _fix_of(cause)) from error
+        raise UserError.of(key, folder, f"cannot be written: {reason}", _fix_of(cause, then)) from error
 
 
-def _fix_of(error: OSError) -> str:
+def _fix_of(error: OSError, then: str = "completed parts are kept") -> str:
     """Advice for an output that cannot be written."""
     if error.errno in _UNWRITABLE and error.errno != errno.EROFS:
-        return "free disk space and run the same command again; completed parts are kept"
+        return f"free disk space and run the same command again; {then}"
     return "choose a folder with write permission"
 
 

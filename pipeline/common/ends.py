@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.common import ranks
 from pipeline.common.atomic_files import atomic_file
-from pipeline.common.errors import CONTINUE, TERMINATED, UserError
+from pipeline.common.errors import STOPPED, UserError
 
 VARIABLE = "PIPELINE_ENDS"
 #: Most failures that are recorded.
@@ -82,7 +82,7 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
     """Record the end of this rank, or of the rank and host given, which this rank found dead.
 
     Returns:
-        How many ranks have failed before; None for a rank that did not fail (exit codes 0, 75 and 143), if more than RECORDS have failed,
+        How many ranks have failed before; None for a rank that did not fail (0, or a code of STOPPED), if more than RECORDS have failed,
         or if no supervisor reads it.
     """
     folder = os.environ.get(VARIABLE)
@@ -96,7 +96,7 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
         if here == 0:
             with atomic_file(Path(folder) / "rank-0.json", "w") as handle:
                 handle.write(text)
-        failed = code not in (0, CONTINUE, TERMINATED)
+        failed = code not in (0, *STOPPED)
         return next((place for place in range(RECORDS) if _written(Path(folder) / f"end-{place}.json", text)), None) if failed else None
     except OSError:  # the supervisor then has the exit code of srun
         return None

@@ -48,7 +48,7 @@ class ToBeContinued(Exception):  # noqa: N818 - not an error
     """A run that was asked to stop and has written a checkpoint: the same command continues it.
 
     Attributes:
-        code: exit code of the process, CONTINUE or TERMINATED.
+        code: exit code of the process, one of STOPPED.
         reason: phase if the run needs another number of nodes; empty if a signal asked it to stop.
     """
 
@@ -62,6 +62,10 @@ class ToBeContinued(Exception):  # noqa: N818 - not an error
 CONTINUE = 75
 #: Exit code of a run that stopped because it was canceled or preempted (SIGTERM), as of a process that the signal ends.
 TERMINATED = 143
+#: Exit code after Ctrl-C (SIGINT), as that of a shell.
+INTERRUPTED = 130
+#: Exit codes of runs that a signal or a phase stopped, and not an error.
+STOPPED = (CONTINUE, TERMINATED, INTERRUPTED)
 
 
 def collect_errors(*checks: Callable[[], Any]) -> list[Any]:

@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline.common import signals
 from pipeline.common.atomic_files import make_folder
-from pipeline.common.errors import UserError
+from pipeline.common.errors import ToBeContinued, UserError
 
 log = logging.getLogger("pipeline")
 
+#: Most time to wait for the last checkpoint of a job that has ended.
+MINUTES = 30.0
 #: End of the text of a lock file whose job has ended.
 _LAST_WRITE = "which writes the last checkpoint of that job"
 
 
 @contextmanager
-def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None) -> Iterator[int]:
+def claimed(
+    folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None, minutes: float = MINUTES
+) -> Iterator[int]:
     """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
 
     A process that gets the file descriptor keeps the lock as long as it lives. If it survives the job to write the last checkpoint
@@ -32,12 +37,14 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
         key: configuration key of the folder.
         array: the job array that this process is a task of; tasks of one array share the lock.
         prepare: prepares the folder; the first task calls it before any other task of the array continues.
+        minutes: most time to wait for the last checkpoint of a job that has ended.
 
     Yields:
         The file descriptor of the lock.
 
     Raises:
-        UserError: another job holds the lock.
+        UserError: another job holds the lock, or the last checkpoint of the job before is not written in time.
+        ToBeContinued: a signal announced the end of this job while it waited for that.
     """
     make_folder(folder)
     path = folder / ".lock"
@@ -46,7 +53,7 @@ def claimed(folder: Path, key: str, array: str | None = None, prepare: Callable[
     if array and handle is None:
         handle, first = _joined(path, name)
     elif handle is None:
-        handle = _after_last_write(path)
+        handle = _after_last_write(path, key, minutes)
     if handle is None:
         owner = _owner(path).strip()
         fix = f"wait until that job has ended, or choose another {key}"
@@ -104,9 +111,14 @@ def note_last_write(handle: int) -> None:
     os.ftruncate(handle, len(text.encode()))
 
 
-def _after_last_write(path: Path) -> int | None:
-    """Lock the file as soon as a job that has ended has written its last checkpoint; None if a job that goes on holds the lock."""
-    said = False
+def _after_last_write(path: Path, key: str, minutes: float) -> int | None:
+    """Lock the file as soon as a job that has ended has written its last checkpoint; None if a job that goes on holds the lock.
+
+    Raises:
+        UserError: it was not written in `minutes`.
+        ToBeContinued: a signal announced the end of this job.
+    """
+    said, deadline = False, time.monotonic() + minutes * 60
     while (handle := _locked(path, fcntl.LOCK_EX)) is None:
         owner = _owner(path).strip()
         if not (owner.endswith(_LAST_WRITE) or _has_ended(owner)):
@@ -114,6 +126,12 @@ def _after_last_write(path: Path) -> int | None:
         if not said:
             log.warning("%s: the job before has ended; waiting until its last checkpoint is written (%s)", path.parent, owner)
         said = True
+        if (code := signals.exit_code()) is not None:
+            raise ToBeContinued(code)
+        if time.monotonic() > deadline:
+            rule = f"the job before has ended, and the lock is still held after {minutes:g} minutes (training.timeout_minutes): {owner}"
+            fix = "look whether that process, or one that it started, still writes on that host, end it, and run the same command again"
+            raise UserError.of(key, path.parent, rule, fix)
         time.sleep(0.1)
     return handle
 

@@ -85,15 +85,15 @@ class Schedule:
     def submit(self) -> None:
         """Submit the jobs that the checkpoints need, unless one that has not started waits in the queue.
 
-        An error of Slurm is logged and does not end the run: the next submission covers the same checkpoints.
+        An error of Slurm or of the disk is logged and does not end the run: the next submission covers the same checkpoints.
         """
         for kind, planned in self._jobs.items():
             steps = [step for path in native.complete(self._run_dir) if self._lacks(step := native.step_of(path), kind)]
             if not steps:
                 continue
             shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-            (self._run_dir / record.FOLDER).mkdir(parents=True, exist_ok=True)  # Slurm opens the log in it
             try:
+                (self._run_dir / record.FOLDER).mkdir(exist_ok=True)  # Slurm opens the log in it
                 if sbatch.is_pending(planned.name, self._environment):
                     log.info("evaluation of %s: a %s job is in the queue", shown, kind)
                     continue
@@ -103,8 +103,9 @@ class Schedule:
                     sbatch.submit(job.render(planned, self._cluster), self._environment),
                     kind,
                 )
-            except UserError as error:
-                log.warning("evaluation of %s was not submitted, and the checkpoints are kept: %s", shown, error.violations[0])
+            except (UserError, OSError) as error:
+                reason = error.violations[0] if isinstance(error, UserError) else error
+                log.warning("evaluation of %s was not submitted, and the checkpoints are kept: %s", shown, reason)
 
 
 def _kinds(wanted: EvaluationConfig) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeline.common.ends import End
-from pipeline.common.errors import CONTINUE, TERMINATED
+from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
 
 
 class Kind(StrEnum):
@@ -111,7 +111,7 @@ def decide(now: Situation) -> Action:
         return Action(Kind.REQUEUED, TERMINATED, "Slurm has put the job back into the queue")
     if now.preempted:
         return _later(now, "preempted", ())
-    if (now.canceled and now.code != CONTINUE) or (now.code == TERMINATED and now.first is None):
+    if (now.canceled and now.code != CONTINUE) or (now.code in (TERMINATED, INTERRUPTED) and now.first is None):
         return Action(Kind.END, TERMINATED, "canceled; the same command continues")
     if now.code == CONTINUE:
         if not now.progress and now.failures >= now.most_failures:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.common import events, signals
-from pipeline.common.errors import CONTINUE, TERMINATED, CheckFailed, UserError
+from pipeline.common.errors import CONTINUE, STOPPED, CheckFailed, UserError
 from pipeline.common.git_commit import commit
 from pipeline.common.progress import set_up_logging
 from pipeline.config import layout
@@ -168,7 +168,7 @@ class Supervisor:
         preempted, requeued = slurm.is_preempted(fields), slurm.is_requeued(fields, self._granted.restarts)
         if slurm.is_out_of_time(fields) and not preempted:  # it came before the ranks could end
             ended = replace(ended, code=CONTINUE, first=None)
-        failed = not (preempted or requeued) and not (ended.code in (0, CONTINUE, TERMINATED) and ended.first is None)
+        failed = not (preempted or requeued) and not (ended.code in (0, *STOPPED) and ended.first is None)
         counts = failed or (ended.code == CONTINUE and not progress)
         self._failures = (0 if progress else self._failures) + counts
         lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
-from pipeline.common.errors import UserError
+from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.parallel import device as rank_device
 
@@ -114,16 +114,21 @@ def on_rank_0(call: Callable[[], Any]) -> Any:
 
     Raises:
         UserError: the function raised it; on every rank, so that all of them end.
+        ToBeContinued: likewise.
     """
-    answer: list[Any] = [None, None]
+    answer: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
             answer[0] = call()
         except UserError as error:
             answer[1] = error.violations
+        except ToBeContinued as stopped:
+            answer[2] = stopped.code, stopped.reason
     dist.broadcast_object_list(answer)
     if answer[1]:
         raise UserError(answer[1])
+    if answer[2]:
+        raise ToBeContinued(*answer[2])
     return answer[0]
 
 

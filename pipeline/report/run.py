@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import metrics_file
-from pipeline.common.errors import CONTINUE, TERMINATED
+from pipeline.common.errors import STOPPED
 from pipeline.report import run_files
 from pipeline.report.starts import Life, Start, life_of
 
@@ -211,7 +211,7 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
         code, reason = start.code, start.reason
     if code == 0:
         return State.STOPPED, "ended with exit code 0 before all steps were made"
-    return (State.STOPPED if code in (CONTINUE, TERMINATED) else State.FAILED), reason
+    return (State.STOPPED if code in STOPPED else State.FAILED), reason
 
 
 def duration(seconds: float) -> str:

@@ -23,6 +23,7 @@ from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.schema import TrackingConfig
 from pipeline.training.engine import StepResult
+from pipeline.training.metrics_writer import MetricsWriter, keep_steps
 from pipeline.training.step_control import HostCopy
 from pipeline.training.validation import Validation
 
@@ -50,7 +51,7 @@ class Metrics:
     """Writes one JSON object per step.
 
     The metrics of a step are copied to the host asynchronously and written when the next step has been queued, so the host
-    stays ahead of the device. On resume, lines after the checkpoint are removed first.
+    stays ahead of the device. On resume, lines of steps that did not lead to the checkpoint are removed first.
 
     Args:
         run_dir: the run directory.
@@ -62,6 +63,10 @@ class Metrics:
         tokens_per_sample: sequence length of a sample.
         flops_per_token: forward and backward FLOPs of the full model.
         peak_flops: peak of all devices of the job in FLOP/s, None if unknown (a CPU); mfu is null then.
+        first_step: first step of this run directory; lines of earlier ones are those of another run.
+
+    Raises:
+        OSError: metrics.jsonl cannot be opened.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Metrics:
         tokens_per_sample: int,
         flops_per_token: float,
         peak_flops: float | None,
+        first_step: int = 1,
     ) -> None:
         self._run_dir, self._rank, self._log_every = run_dir, rank, tracking.log_every
         self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
@@ -85,8 +91,8 @@ class Metrics:
         self._steps, self._last = steps, {}  # type: int, dict[str, Any]
         if rank == 0:
             self._path = run_dir / FILE
-            _truncate_after(self._path, resumed.step)
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            keep_steps(self._path, first_step, resumed.step)
+            self._file = MetricsWriter(self._path)
             self._wandb = _init_wandb(run_dir, tracking, {**settings, "resumed_at": resumed.step})
 
     def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
@@ -109,10 +115,13 @@ class Metrics:
             self._write(previous)
 
     def flush(self) -> None:
-        """Write the pending step, so that the file contains all completed steps."""
-        if self._rank == 0 and self._pending is not None:
+        """Write the pending step and lines that could not be written before, so that the file contains all completed steps."""
+        if self._rank > 0:
+            return
+        if self._pending is not None:
             self._write(self._pending)
             self._pending = None
+        self._file.write()
 
     def check_file(self) -> None:
         """Refuse, on rank 0, to continue without the file: a checkpoint would create the directory again, or be written into another run's.
@@ -120,8 +129,7 @@ class Metrics:
         Raises:
             UserError: the run directory was removed or renamed, or another file has taken the place of metrics.jsonl.
         """
-        written = os.fstat(self._file.fileno())
-        if not self._path.is_file() or not os.path.samestat(self._path.stat(), written):
+        if not self._path.is_file() or not os.path.samestat(self._path.stat(), self._file.stat()):
             rule = f"was removed or renamed while the run was writing to it: {FILE} is gone; no further checkpoint was written"
             fix = (
                 "move the folder back if it was renamed, and run the same command again: it continues from the newest checkpoint in run_dir"
@@ -194,8 +202,7 @@ class Metrics:
             log.info("step %d/%d loss %.4f norm %.3f lr %.2e %s tokens/s, %s left", step, self._steps, loss, norm, lr, f"{mean:,.0f}", left)
 
     def _emit(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(_finite(line), allow_nan=False))
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
@@ -223,36 +230,6 @@ def _finite(line: dict[str, Any]) -> dict[str, Any]:
 def memory_used() -> dict[str, float]:
     """The most memory that this rank has reserved on its GPU, GB; empty on a CPU. Known on the host: no synchronization."""
     return {"memory_gb": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
-
-
-def _truncate_after(path: Path, step: int) -> None:
-    """Remove the lines after a step, which an interrupted run wrote, and an incomplete last line. Other damaged lines are kept."""
-    if not path.is_file():
-        return
-    lines = path.read_bytes().split(b"\n")
-    incomplete = lines.pop()
-    steps = [_step(line) for line in lines]
-    kept = [line for line, line_step in zip(lines, steps, strict=True) if line_step is None or line_step <= step]
-    if None in steps:
-        log.warning("%s: line %d is not a JSON object with a step; it is kept", path, steps.index(None) + 1)
-    if incomplete or kept != lines:
-        with atomic_file(path) as handle:
-            handle.writelines(line + b"\n" for line in kept)
-
-
-def last_loss(run_dir: Path, step: int) -> float | None:
-    """The loss of a step in metrics.jsonl; None if it is not there."""
-    path = run_dir / FILE
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return next((json.loads(line)["loss"] for line in reversed(lines) if _step(line) == step and b'"loss"' in line), None)
-
-
-def _step(line: bytes) -> int | None:
-    """The step of a line, None if it cannot be read."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _init_wandb(run_dir: Path, tracking: TrackingConfig, settings: dict[str, Any]) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import catalog, native
 from pipeline.common import signals
-from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.cluster import ClusterConfig
@@ -30,12 +29,15 @@ from pipeline.parallel.parallelize import check_trained
 from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, run_events, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
-from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
+from pipeline.training.starting_checkpoint import first_step_of, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
+
+#: What Ctrl-C prints.
+_INTERRUPTED = "interrupted: the run writes a checkpoint and stops; a second Ctrl-C ends it at once, without a checkpoint"
 
 HooksOf = Callable[[RunConfig], CheckpointHooks]
 """Configuration with the number of steps -> hooks."""
@@ -57,7 +59,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
         ToBeContinued: a signal announced the end of the job, or the run needs other nodes, and a checkpoint has been written.
     """
-    signals.record(signal.SIGTERM)
+    signals.record_end()
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
     training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
@@ -70,7 +72,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     try:
         check_device(config, device)
         with ExitStack() as claims, Watchdog(minutes) as watchdog:
-            begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims))
+            begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims, minutes))
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
             if ranks.rank == 0:
                 hooks.written()  # for checkpoints of an earlier job
@@ -83,35 +85,38 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             last_step = node_phases.last_step(config, state.step, ranks)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
-                if ranks.rank == 0 and run_directory.finish(config, state, hosts, parent):
-                    log.info("%s: %s has completed %d steps, nothing to do", config.stage.name, run_dir, state.step)
+                meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))
                 return
             if ranks.rank == 0:
-                with report_disk_full(run_dir):
-                    run_directory.carry_original(config, begin)
-                    run_directory.write_config(config)
+                with run_directory.disk_errors(run_dir):
+                    run_directory.begin_training(config, begin)
             length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
             if peak is not None and ranks.rank == 0:
                 log.info("mfu in %s: share of %s", FILE, peak)
-            writer = Metrics(
-                run_dir,
-                config.tracking,
-                dataclasses.asdict(config),
-                ranks.rank,
-                state,
-                steps=config.training.steps,
-                tokens_per_sample=length,
-                flops_per_token=flops,
-                peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
-            )
-            saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
-            events = run_events.recorded(config, layout, hosts, state.step, training_data.samples) if ranks.rank == 0 else nullcontext()
-            with events, closing(saver), report_disk_full(run_dir), writer as metrics:
-                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
-                state = loop.train(
-                    config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
+            with run_directory.disk_errors(run_dir):
+                writer = Metrics(
+                    run_dir,
+                    config.tracking,
+                    dataclasses.asdict(config),
+                    ranks.rank,
+                    state,
+                    steps=config.training.steps,
+                    tokens_per_sample=length,
+                    flops_per_token=flops,
+                    peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
+                    first_step=first_step_of(parent),
                 )
+            saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
+            events = (
+                run_events.recorded(config, layout, hosts, state.step, training_data.samples, parent) if ranks.rank == 0 else nullcontext()
+            )
+            with events, closing(saver), run_directory.disk_errors(run_dir), writer as metrics:
+                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
+                with signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
+                    state = loop.train(
+                        config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
+                    )
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)

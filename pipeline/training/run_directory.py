@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,46 @@ from omegaconf import OmegaConf
 from pipeline.checkpoint.commit import finish_interrupted
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact
-from pipeline.common.atomic_files import atomic_file, remove_leftovers, report_disk_full
+from pipeline.common.atomic_files import atomic_file, remove_leftovers, report_disk_full, sync_folder
+from pipeline.common.errors import UserError
 from pipeline.common.git_commit import commit
 from pipeline.common.locks import claimed
 from pipeline.config.schema import CheckpointConfig, RunConfig
 from pipeline.conversion import imported
 from pipeline.data.tokenize import chat_template
-from pipeline.training.metrics import last_loss
+from pipeline.training.metrics import FILE
+from pipeline.training.metrics_writer import last_loss
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
+
+log = logging.getLogger("pipeline")
 
 #: Folder of the tokenizer with the chat template of the run, in its run directory.
 TOKENIZER = "tokenizer"
 
 
-def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> tuple[Path | None, int]:
+def disk_errors(run_dir: Path) -> AbstractContextManager[None]:
+    """Return a context that converts the error of a run directory that cannot be written into a UserError (report_disk_full)."""
+    return report_disk_full(run_dir, "run_dir", "training continues from the newest checkpoint")
+
+
+def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minutes: float) -> tuple[Path | None, int]:
     """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
         run_dir: the run directory.
         checkpoint: with resume and fork.
         claims: releases the lock.
+        minutes: training.timeout_minutes, the most time to wait for the last checkpoint of the job before.
 
     Returns:
         The checkpoint to start from, None to start from scratch; and the file descriptor of the lock.
 
     Raises:
         UserError: the directory cannot be written, another job uses it, or as starting_checkpoint.
+        ToBeContinued: as claimed.
     """
-    lock = claims.enter_context(claimed(run_dir, "run_dir"))
-    with report_disk_full(run_dir):
+    lock = claims.enter_context(claimed(run_dir, "run_dir", minutes=minutes))
+    with disk_errors(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)
     start = starting_checkpoint(run_dir, checkpoint)
@@ -87,8 +99,53 @@ def gather_hosts() -> list[str]:
     return hosts
 
 
-def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[str, Any] | None, unverified: int = 0) -> bool:
-    """Write the manifest of a completed run.
+def begin_training(config: RunConfig, begin: Path | None) -> None:
+    """Write what a run directory has from the first step on. It is not complete any more: the manifest of a shorter run is removed.
+
+    Args:
+        config: configuration of the run.
+        begin: as in carry_original.
+    """
+    carry_original(config, begin)
+    write_config(config)
+    manifest = Path(config.run_dir) / artifact.MANIFEST
+    if manifest.is_file():
+        manifest.unlink()
+        sync_folder(manifest.parent)
+
+
+def finish_without_training(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[str, Any] | None) -> None:
+    """Write the manifest of a run that has no step to train, unless it is there.
+
+    Args:
+        config: configuration of the run.
+        state: of the checkpoint that it continues from, of step training.steps or later.
+        hosts: as in finish.
+        parent: as in finish.
+
+    Raises:
+        UserError: the checkpoint is of a later step than training.steps, and no run was completed there.
+    """
+    run_dir, steps = Path(config.run_dir), config.training.steps
+    if state.step > steps and not _is_finished(config, state.step):
+        rule = f"the newest checkpoint of {run_dir} is of step {state.step}, beyond it: there is nothing to train, and no run ended there"
+        fix = f"set it to more than {state.step} to train on, or choose another run_dir (checkpoint.fork begins it at an earlier step)"
+        raise UserError.of("training.steps", steps, rule, fix)
+    finish(config, state, hosts, parent)
+    more = f", more than training.steps={steps}" if state.step > steps else ""
+    log.info("%s: %s has completed %d steps%s, nothing to do", config.stage.name, run_dir, state.step, more)
+
+
+def _is_finished(config: RunConfig, step: int) -> bool:
+    """Whether the run directory has the manifest of a run that ended at a step."""
+    run_dir = Path(config.run_dir)
+    if not (run_dir / artifact.MANIFEST).is_file():
+        return False
+    return artifact.read(run_dir, key="run_dir", stage=config.stage.name).totals.get("step") == step
+
+
+def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[str, Any] | None, unverified: int = 0) -> None:
+    """Write the manifest of a completed run, unless it is there.
 
     Args:
         config: configuration of the run.
@@ -97,21 +154,24 @@ def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[
         parent: Index.parent of its checkpoints.
         unverified: number of token shards whose checksums were not verified.
 
-    Returns:
-        Whether it was there already.
+    Raises:
+        UserError: it cannot be written.
     """
     run_dir = Path(config.run_dir)
-    if (run_dir / artifact.MANIFEST).is_file() and artifact.read(run_dir, key="run_dir", stage=config.stage.name).totals.get(
-        "step"
-    ) == state.step:
-        return True
-    if not (run_dir / "config.yaml").is_file():
-        write_config(config)
+    if _is_finished(config, state.step):
+        return
     settings = json.loads(json.dumps({"model": dataclasses.asdict(config.model), "training": dataclasses.asdict(config.training)}))
-    totals = {**dataclasses.asdict(state), "loss": last_loss(run_dir, state.step), "world_size": len(hosts), "hosts": sorted(set(hosts))}
+    totals = {
+        **dataclasses.asdict(state),
+        "loss": last_loss(run_dir / FILE, state.step),
+        "world_size": len(hosts),
+        "hosts": sorted(set(hosts)),
+    }
     totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": commit()}
     totals |= {} if parent is None else {"parent": parent}
     totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
-    files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
-    artifact.write(run_dir, artifact.Manifest(config.stage.name, settings, files, totals))
-    return False
+    with disk_errors(run_dir):
+        if not (run_dir / "config.yaml").is_file():
+            write_config(config)
+        files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
+        artifact.write(run_dir, artifact.Manifest(config.stage.name, settings, files, totals))

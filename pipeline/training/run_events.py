@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pipeline.checkpoint import catalog
 from pipeline.common import events, git_commit
-from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.common.errors import INTERRUPTED, ToBeContinued, UserError
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.samples import Dataset
 
+log = logging.getLogger("pipeline")
+
 
 @contextmanager
-def recorded(config: RunConfig, layout: Layout, hosts: Sequence[str], step: int, samples: Dataset) -> Iterator[None]:
+def recorded(
+    config: RunConfig, layout: Layout, hosts: Sequence[str], step: int, samples: Dataset, parent: dict[str, Any] | None
+) -> Iterator[None]:
     """Record the begin and the end of a block that trains. Only rank 0 calls it.
 
     Args:
@@ -27,8 +34,12 @@ def recorded(config: RunConfig, layout: Layout, hosts: Sequence[str], step: int,
         hosts: host name of each rank.
         step: number of steps made before.
         samples: the training data.
+        parent: Index.parent of its checkpoints.
     """
     run_dir = Path(config.run_dir)
+    origin = "scratch" if parent is None else f"step {parent['step']} of {parent['path']} ({parent['how']})"
+    _report_other_origin(run_dir, origin)
+    folder = run_dir.stat()
     text = f"{layout.axes_text()}, ZeRO {config.parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"
     events.record(
         run_dir,
@@ -37,44 +48,36 @@ def recorded(config: RunConfig, layout: Layout, hosts: Sequence[str], step: int,
         nodes=sorted(set(hosts)),
         ranks=len(hosts),
         layout=text,
+        origin=origin,
         version=git_commit.version(),
         corpora=epochs(samples),
     )
-    written = _identity(run_dir)
     try:
         yield
     except ToBeContinued as stopped:
-        _end(run_dir, written, stopped.code, stopped.reason or "asked to stop by a signal")
+        _end(run_dir, folder, stopped.code, stopped.reason or "asked to stop by a signal")
         raise
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = str(error.violations[0]) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         where = "" if isinstance(error, UserError) else f"{last.filename}:{last.lineno} ({last.name})"
-        _end(run_dir, written, 2 if isinstance(error, UserError) else 1, reason.partition("\n")[0], where)
+        code = 2 if isinstance(error, UserError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        _end(run_dir, folder, code, reason.partition("\n")[0], where)
         raise
-    _end(run_dir, written, 0, "finished")
+    _end(run_dir, folder, 0, "finished")
 
 
-def _identity(run_dir: Path) -> tuple[int, int] | None:
-    """Device and inode of the file; None if it does not exist."""
-    try:
-        found = (run_dir / events.FILE).stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+def _report_other_origin(run_dir: Path, origin: str) -> None:
+    """Log if the start before began from something else, and wrote no checkpoint from which this one could continue."""
+    before: dict[str, Any] = next((event for event in reversed(events.read(run_dir)) if event["event"] == "run_start"), {})
+    if before.get("origin", origin) != origin:
+        text = "%s: this run begins from %s; an earlier start, which left no checkpoint, began from %s"
+        log.warning(text, run_dir, origin, before["origin"])
 
 
-def _end(run_dir: Path, written: tuple[int, int] | None, code: int, reason: str, where: str = "") -> None:
-    """Record the end, with the step of the newest checkpoint, -1 for none.
-
-    Args:
-        run_dir: of the run.
-        written: identity of the file with the begin: a directory that was removed, or has become that of another run, gets no line.
-        code: exit code.
-        reason: in one line.
-        where: file and line of an error.
-    """
-    if written is None or _identity(run_dir) != written:
+def _end(run_dir: Path, folder: os.stat_result, code: int, reason: str, where: str = "") -> None:
+    """Record the end, with the step of the newest checkpoint, -1 for none; nothing if the run directory was removed or replaced."""
+    if not (run_dir.is_dir() and os.path.samestat(run_dir.stat(), folder)):
         return
     complete = catalog.complete(run_dir)
     step = catalog.step_of(complete[-1]) if complete else -1

@@ -114,6 +114,15 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
     return {"path": str(begin.resolve()), "step": step, "how": how}
 
 
+def first_step_of(parent: dict[str, Any] | None) -> int:
+    """Return the first step that a run directory trains itself; the steps of a fork go on with those of the run that it continues.
+
+    Args:
+        parent: as parent_of returns it.
+    """
+    return 1 if parent is None or parent["how"] != FORK else int(parent["step"]) + 1
+
+
 def _newest_index(complete: Sequence[Path]) -> Index | None:
     """The index of the last checkpoint whose index is readable; that of a damaged one is reported when it is loaded."""
     for path in reversed(complete):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common import signals
-from pipeline.common.errors import CONTINUE, TERMINATED
+from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
 from pipeline.training.engine import StepResult
 from pipeline.training.skipped_steps import SkippedSteps
 
@@ -56,14 +56,15 @@ class StepControl:
         self._pending: HostCopy | None = None
 
     def requests(self, *, failed: bool = False, fatal: bool = False) -> tuple[bool, ...]:
-        """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled, failed, fatal).
+        """This rank's requests: (save a checkpoint, stop as the time ends, stop as the job was canceled, stop by Ctrl-C, failed, fatal).
 
         Args:
             failed: this rank could not write its part of a checkpoint.
             fatal: the run must end with an error.
         """
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
-        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received, failed, fatal
+        time_ends, interrupted = (number in signals.received for number in (signal.SIGUSR1, signal.SIGINT))
+        return due, time_ends, signals.is_canceled(), interrupted, failed, fatal
 
     def saved(self) -> None:
         """Note that a checkpoint was saved."""
@@ -85,8 +86,9 @@ class StepControl:
             self._skipped.count(skipped=bool(skipped))
         if not known:
             return Decision()
-        due, time_ends, canceled, failed, fatal = (any(values) for values in list(zip(*known, strict=True))[:5])
-        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None, failed, fatal)
+        due, time_ends, canceled, interrupted, failed, fatal = (any(values) for values in list(zip(*known, strict=True))[:6])
+        stop = TERMINATED if canceled else INTERRUPTED if interrupted else CONTINUE if time_ends else None
+        return Decision(due, stop, failed, fatal)
 
 
 class HostCopy:

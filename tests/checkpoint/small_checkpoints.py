@@ -41,6 +41,7 @@ def write(
     run_dir: Path, tensors: State, step: int, writers: int = 2, *, columns: bool = False, block_bytes: int = 64, **settings: Any
 ) -> Path:
     """Write a checkpoint of format 2; the last dim of a matrix is divided between the writers, or its first one."""
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     folder = commit.begin(run_dir, index(step, **settings), "attempt", writers)
     for writer in range(writers):
         arrays: list[dict[str, np.ndarray]] = []

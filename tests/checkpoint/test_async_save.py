@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,8 +28,8 @@ from pipeline.checkpoint.save_plan import Held, plan
 from pipeline.checkpoint.saver import Outcome, Request
 from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, word_sum
 from pipeline.checkpoint.writer_process import WriterProcess
-from pipeline.common import locks
-from pipeline.common.errors import UserError
+from pipeline.common import locks, signals
+from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.training.optimizers import EagerAdamW
 from tests.helpers import ROOT
 
@@ -587,6 +588,37 @@ def test_the_writer_finishes_what_a_killed_rank_handed_over_and_the_next_job_wai
     with locks.claimed(tmp_path, "run_dir"):
         assert catalog.read(tmp_path).complete == [1]
     assert "waiting until its last checkpoint is written" in caplog.text
+
+
+@pytest.fixture
+def last_write(tmp_path, monkeypatch):
+    """A process that writes the last checkpoint of a dead job, and does not end."""
+    monkeypatch.setattr(signals, "received", set())
+    with locks.claimed(tmp_path, "run_dir") as lock, subprocess.Popen(["sleep", "1000"], pass_fds=[lock]) as process:
+        locks.note_last_write(lock)
+        yield process
+        process.kill()
+
+
+@pytest.mark.usefixtures("last_write")
+def test_a_job_that_waits_for_the_last_checkpoint_of_a_dead_one_ends_in_time(tmp_path):
+    named = rf"still held after 0.005 minutes \(training.timeout_minutes\): .*, process \d+ on {socket.gethostname()}"
+    with pytest.raises(UserError, match=named), locks.claimed(tmp_path, "run_dir", minutes=0.005):
+        pass
+
+
+@pytest.mark.usefixtures("last_write")
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 75)])
+def test_a_job_that_waits_for_the_last_checkpoint_of_a_dead_one_reacts_to_signals(tmp_path, number, code):
+    before = signal.getsignal(number)
+    signals.record(number)
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    try:
+        with pytest.raises(ToBeContinued) as stopped, locks.claimed(tmp_path, "run_dir", minutes=1):
+            pass
+    finally:
+        signal.signal(number, before)
+    assert stopped.value.code == code
 
 
 def test_a_running_job_is_not_waited_for(tmp_path):

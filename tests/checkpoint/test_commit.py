@@ -51,6 +51,7 @@ def values(step: int) -> dict[str, torch.Tensor]:
 
 def write_parts(run_dir: Path, step: int) -> Path:
     """Begin a checkpoint and write the files and records of two writers, each with about half of the elements."""
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     folder = commit.begin(run_dir, Index(TrainState(step), {}), commit.new_attempt(), WRITERS)
     for writer in range(WRITERS):
         own = {"a": (6 * writer, 6), "b": (3 * writer, 3 - writer)}
@@ -77,7 +78,7 @@ def full(run_dir: Path, step: int) -> Path:
 def start(run_dir: Path) -> int:
     """The step from which the next job continues."""
     with ExitStack() as claims:
-        path = run_directory.claim(run_dir, CheckpointConfig(), claims)[0]
+        path = run_directory.claim(run_dir, CheckpointConfig(), claims, 10)[0]
     assert path is not None
     return native.step_of(path)
 
@@ -377,3 +378,24 @@ def test_a_failure_is_known_without_space_for_its_reason(tmp_path: Path) -> None
     assert commit.missing(tmp_path, 2) == ([0, 1], {1: "it has failed, and could not write why: the disk is full"})
     commit.write_failure(tmp_path, 1, "Disk quota exceeded")
     assert commit.missing(tmp_path, 2) == ([0, 1], {1: "Disk quota exceeded"})
+
+
+def test_a_run_directory_that_is_renamed_is_not_created_again(tmp_path: Path) -> None:
+    """A user who moves it back would else move it into the new one, and the next start would find no checkpoint."""
+    run_dir = tmp_path / "run"
+    save_step(run_dir, 1)
+    folder = write_parts(run_dir, 2)
+    index = native.read_index(folder, commit.DRAFT)
+    run_dir.rename(tmp_path / "moved")
+    writes: list[Callable[[], object]] = [
+        lambda: commit.begin(run_dir, index, "other", WRITERS),
+        lambda: catalog.write(run_dir, catalog.Catalog([1])),
+        lambda: write_record(folder, 0, []),
+        lambda: native.write_index(folder, index),
+    ]
+    for write_again in writes:
+        with pytest.raises(OSError, match="No such file or directory"):
+            write_again()
+    assert not run_dir.exists()
+    (tmp_path / "moved").rename(run_dir)
+    assert commit.commit(run_dir) == native.folder_of(run_dir, 2)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.rules.check import violations
+from tests.helpers import run_directory
 from tests.world import causal, configured, share, tiny, trainer
 
 MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1")
@@ -41,7 +41,7 @@ def _save_and_load(folder, first, second):
 
     config, trainer = make(*first)
     run(config, trainer)
-    path = save.save(Path(folder), Index(TrainState(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = save.save(run_directory(folder), Index(TrainState(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     saved = {name: Checkpoint(path).tensor(name) for name in Checkpoint(path).names() if name.endswith("router.bias")}
     config, trainer = make(*second)
     load_any_layout.load(Checkpoint(path), trainer.engine.fragments())

@@ -1,14 +1,22 @@
 """How runs end: by a signal, by a suspended rank, by gradients that are not finite; and two jobs on one run directory."""
 
+import contextlib
 import json
+import os
+import pty
+import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from pipeline.common import ends
-from tests.helpers import pipeline, start_ranks
+from pipeline.checkpoint import native
+from pipeline.common import ends, events
+from tests.helpers import environment, pipeline, start_ranks
 from tests.training.test_pretrain import TINY, exact, lines, run
 
 pytestmark = pytest.mark.world
@@ -42,10 +50,10 @@ def started():
 def test_a_signal_at_one_rank_writes_a_checkpoint_and_the_run_continues_bit_for_bit(tokens, tmp_path, started):
     steps = ("training.steps=40", "checkpoint.every=0")
     stopped = arguments(tokens, tmp_path / "stopped", *steps)
-    for number, (ranks, name, code) in enumerate([(2, signal.SIGTERM, 143), (1, signal.SIGUSR1, 75)]):
+    for number, (ranks, name, code) in enumerate([(2, signal.SIGTERM, 143), (1, signal.SIGUSR1, 75), (1, signal.SIGINT, 130)]):
         with open(tmp_path / "log", "wb") as output:
             processes = started(ranks, *stopped, output=output.fileno())
-            wait_for_step(tmp_path / "stopped", 3 + 12 * number)
+            wait_for_step(tmp_path / "stopped", 3 + 10 * number)
             processes[-1].send_signal(name)
             assert [process.wait(300) for process in processes] == [code] * ranks
         assert "the same command continues" in (tmp_path / "log").read_text()
@@ -54,6 +62,61 @@ def test_a_signal_at_one_rank_writes_a_checkpoint_and_the_run_continues_bit_for_
     run(1, *arguments(tokens, tmp_path / "straight", *steps)[len(TINY) + 1 :])
     for ours, theirs in zip(exact(tmp_path / "stopped"), exact(tmp_path / "straight"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_first_interrupt_of_all_ranks_writes_a_checkpoint(tokens, tmp_path, started):
+    """One that arrives twice within a second counts once."""
+    with open(tmp_path / "log", "wb") as output:
+        processes = started(2, *arguments(tokens, tmp_path / "run", "training.steps=100000"), output=output.fileno())
+        wait_for_step(tmp_path / "run", 3)
+        for process in (*processes, *processes):
+            process.send_signal(signal.SIGINT)
+        assert [process.wait(300) for process in processes] == [130, 130]
+    log = (tmp_path / "log").read_text()
+    assert log.count("interrupted: the run writes a checkpoint and stops") == 1
+    assert "the same command continues" in log
+    assert native.step_of(native.complete(tmp_path / "run")[-1]) == lines(tmp_path / "run")[-1]["step"]
+    assert [event["code"] for event in events.read(tmp_path / "run") if event["event"] == "run_end"] == [130]
+
+
+def test_a_second_interrupt_ends_a_run_at_once(tokens, tmp_path, started):
+    """Of a run whose disk is so slow that the checkpoint takes for ever."""
+    with open(tmp_path / "log", "wb") as output:
+        settings = ("training.steps=100000", "checkpoint.async_save=auto")
+        (process,) = started(1, *arguments(tokens, tmp_path / "run", *settings), output=output.fileno())
+        wait_for_step(tmp_path / "run", 3)
+        (writer,) = (int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(writer, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        os.kill(writer, signal.SIGCONT)
+    assert "interrupted; run the same command again to continue" in (tmp_path / "log").read_text()
+
+
+def test_a_run_whose_terminal_is_closed_writes_a_checkpoint(tokens, tmp_path):
+    """The progress bar can then not be drawn."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pipeline", *arguments(tokens, tmp_path / "run", "training.steps=100000")]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), start_new_session=True) as process:
+        os.close(theirs)
+        threading.Thread(target=_drain, args=(ours,), daemon=True).start()
+        wait_for_step(tmp_path / "run", 3)
+        os.close(ours)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(300) == 143
+    assert native.step_of(native.complete(tmp_path / "run")[-1]) == lines(tmp_path / "run")[-1]["step"]
+
+
+def _drain(terminal: int) -> None:
+    """Read what a terminal gets, until it is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 1 << 16):
+            pass
 
 
 def test_checkpoints_by_time(tokens, tmp_path):
@@ -161,6 +224,43 @@ def test_a_run_whose_directory_is_removed_ends_with_one_message(tokens, tmp_path
     assert f"run_dir={tmp_path / 'run'}: was removed or renamed while the run was writing to it" in log
     assert "Traceback" not in log
     assert not (tmp_path / "run").exists() or [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_metrics_that_cannot_be_written_for_some_time_are_not_lost(tokens, tmp_path, started):
+    """A file-size limit that is set and lifted while the run trains: as of a full disk, it cuts a line, too."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with open(tmp_path / "log", "wb") as output:
+        settings = ("training.steps=100000", "checkpoint.every=0", "checkpoint.every_minutes=0")
+        (process,) = started(1, *arguments(tokens, tmp_path / "run", *settings), output=output.fileno())
+        wait_for_step(tmp_path / "run", 30)
+        limit = metrics.stat().st_size + 1000
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, hard))
+        deadline = time.monotonic() + 60
+        while b"kept in memory" not in (tmp_path / "log").read_bytes():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        time.sleep(0.5)
+        assert metrics.stat().st_size == limit
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        while b"without a gap" not in (tmp_path / "log").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 143
+    steps = [line["step"] for line in lines(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    log = (tmp_path / "log").read_text()
+    assert log.count("kept in memory") == 1
+    assert "is written again, without a gap" in log
+
+
+def test_a_run_that_a_full_disk_ends_says_that_it_continues(tokens, tmp_path):
+    limited = ("bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "limited")
+    said = pipeline(*arguments(tokens, tmp_path / "run", "training.steps=3"), expect=2, prefix=limited, cold=True)
+    assert f"run_dir={tmp_path / 'run'}: cannot be written: File too large" in said
+    assert "training continues from the newest checkpoint" in said
 
 
 def test_files_of_a_run(tokens, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import run_directory
 from tests.world import causal, configured, share, tiny, trainer, unsharded
 
 TINY = tiny("model=gpt-tiny", "model.layers=4", "model.ffn_hidden=64", "training.micro_batch_size=4", "training.ema=0.9")
@@ -40,7 +41,7 @@ def _save_and_continue(folder, first, second):
     config, trainer = make(*first)
     train(config, trainer, range(4))
     state = TrainState(4, 64, trainer.engine.updates(), *trainer.engine.loss_scale.state())
-    path = save.save(Path(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = save.save(run_directory(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     straight = train(config, trainer, range(4, 7)), unsharded(trainer, "ema")
     config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
     checkpoint = Checkpoint(path)
@@ -105,7 +106,7 @@ def _save_by_node(folder):
     before = unsharded(trainer)
     with mock.patch("socket.gethostname", return_value=f"node{dist.get_rank() % 2}"):
         index = Index(TrainState(), dataclasses.asdict(config))
-        path = save.save(Path(folder), index, trainer.engine.fragments(), keep=1, files="node")
+        path = save.save(run_directory(folder), index, trainer.engine.fragments(), keep=1, files="node")
     _, other = make("precision=fp32", "parallel.zero_stage=0", "training.seed=99")
     load_any_layout.load(Checkpoint(path), other.engine.fragments())
     after = unsharded(other)
@@ -138,7 +139,7 @@ def _save_on_a_full_disk(folder, rank, file):
 
     patch = mock.patch("os.replace", full) if dist.get_rank() == rank else contextlib.nullcontext()
     with pytest.raises(UserError) as raised, patch:
-        save.save(Path(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+        save.save(run_directory(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     return str(raised.value), sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
 
@@ -157,7 +158,7 @@ def _load_damaged(folder):
     from pipeline.common.errors import UserError
 
     config, trainer = make("precision=fp32", "parallel.zero_stage=2")
-    path = save.save(Path(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = save.save(run_directory(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
     if dist.get_rank() == 0:
         file = path / "rank-00003.safetensors"
         content = bytearray(file.read_bytes())

@@ -211,7 +211,7 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
     trainer = Timed(config, mesh)
     for stage in trainer.model.stage_modules():
         timer.count_as_model(stage, "forward")
-    Path(config.run_dir).mkdir()
+    (Path(config.run_dir) / "checkpoints").mkdir(parents=True)
     numbers = {"steps": training.steps, "tokens_per_sample": training.sequence_length, "flops_per_token": 0.0, "peak_flops": None}
     control = StepControl(0, config.checkpoint.every_minutes, training.max_skipped_steps)
     with (
