@@ -29,6 +29,7 @@ from pipeline.parallel.parallelize import check_trained
 from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, run_events, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
+from pipeline.training.request_files import RequestFiles
 from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
@@ -54,7 +55,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
             use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
-        ToBeContinued: a signal announced the end of the job, or the run needs other nodes, and a checkpoint has been written.
+        ToBeContinued: a signal or the file `stop` ended the job, or the run needs other nodes, and a checkpoint has been written.
     """
     signals.record(signal.SIGTERM)
     if config.checkpoint.initialize_from is not None:
@@ -107,7 +108,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
             events = run_events.recorded(config, layout, hosts, state.step, training_data.samples) if ranks.rank == 0 else nullcontext()
             with events, closing(saver), report_disk_full(run_dir), writer as metrics:
-                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
+                files = RequestFiles(run_dir)
+                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
                 state = loop.train(
                     config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
                 )

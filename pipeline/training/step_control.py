@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.common import signals
 from pipeline.common.errors import CONTINUE, TERMINATED
 from pipeline.training.engine import StepResult
+from pipeline.training.request_files import RequestFiles
 from pipeline.training.skipped_steps import SkippedSteps
 
 log = logging.getLogger("pipeline")
@@ -29,12 +30,14 @@ class Decision:
     Attributes:
         save: write a checkpoint.
         stop: exit code of the run, which stops after writing a checkpoint; None if it goes on.
+        asked: a user asked it to stop, by the file `stop`.
         failed: a rank could not write its part of a checkpoint.
         fatal: the run must end with an error, whose reason a rank knows.
     """
 
     save: bool = False
     stop: int | None = None
+    asked: bool = False
     failed: bool = False
     fatal: bool = False
 
@@ -46,28 +49,44 @@ class StepControl:
         rank: the clock of rank 0 decides when a checkpoint is due.
         save_minutes: checkpoint.every_minutes.
         max_skipped: training.max_skipped_steps.
+        files: by which a user asks for something; rank 0 looks for them.
     """
 
-    def __init__(self, rank: int, save_minutes: float, max_skipped: int) -> None:
+    def __init__(self, rank: int, save_minutes: float, max_skipped: int, files: RequestFiles | None = None) -> None:
         self._rank = rank
         self._save_seconds = save_minutes * 60
         self._saved = time.monotonic()
         self._skipped = SkippedSteps(max_skipped)
+        self._files = files if rank == 0 else None
         self._pending: HostCopy | None = None
+        self._has_saved = False
 
     def requests(self, *, failed: bool = False, fatal: bool = False) -> tuple[bool, ...]:
-        """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled, failed, fatal).
+        """This rank's requests: (save a checkpoint, stop because the time ends, because of scancel, because of a file, failed, fatal).
 
         Args:
             failed: this rank could not write its part of a checkpoint.
             fatal: the run must end with an error.
         """
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
-        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received, failed, fatal
+        save, stop = (False, False) if self._files is None else self._files.look()
+        return due or save, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received, stop, failed, fatal
 
-    def saved(self) -> None:
-        """Note that a checkpoint was saved."""
-        self._saved = time.monotonic()
+    def saving(self, step: int) -> None:
+        """Note that the checkpoint of a step has begun, which all requests until now asked for."""
+        self._saved, self._has_saved = time.monotonic(), True
+        if self._files is not None:
+            self._files.saving(step)
+
+    def complete(self, step: int) -> None:
+        """Note the step of the newest complete checkpoint that this rank knows of."""
+        if self._files is not None:
+            self._files.complete(step)
+
+    def stopped(self) -> None:
+        """Note that the run ends, and its checkpoint is complete."""
+        if self._files is not None:
+            self._files.stopped()
 
     def after_step(self, result: StepResult, *, last: bool) -> Decision:
         """Decide on the requests of the previous step; of this step, too, if it is the last one.
@@ -85,8 +104,9 @@ class StepControl:
             self._skipped.count(skipped=bool(skipped))
         if not known:
             return Decision()
-        due, time_ends, canceled, failed, fatal = (any(values) for values in list(zip(*known, strict=True))[:5])
-        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None, failed, fatal)
+        due, time_ends, canceled, asked, failed, fatal, _ = (any(values) for values in zip(*known, strict=True))
+        due, self._has_saved = due and not self._has_saved, False
+        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends or asked else None, asked, failed, fatal)
 
 
 class HostCopy:

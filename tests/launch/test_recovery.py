@@ -22,7 +22,11 @@ PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=Tr
     "now, kind, code, exclude",
     [
         (Situation(0), Kind.END, 0, ()),
-        (Situation(0, stopped=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, chain=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, preempted=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, phase=8, has_phase=True), Kind.END, 75, ()),
+        (Situation(137, KILLED, progress=True, stopped=True), Kind.END, 75, ()),  # killed after its checkpoint was complete
         (Situation(75, progress=True), Kind.REQUEUE, 75, ()),
         (Situation(75, progress=True, chain=True), Kind.CHAIN, 0, ()),
         (Situation(75, progress=True, can_requeue=False), Kind.END, 75, ()),
