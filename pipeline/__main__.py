@@ -6,6 +6,7 @@ The same command runs as a single process, as one rank of torchrun, srun or mpir
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -228,8 +229,9 @@ def report_failure(failed: RunFailed) -> None:
 
     reason, _, more = str(failed).partition("\n")
     is_first = ends.is_first(ends.record(1, reason, where=failed.where))
-    message = "\n".join(filter(None, (reason, more, failed.details()))) if is_first else reason
-    print(message, file=sys.stderr, flush=True)
+    print(reason, file=sys.stderr, flush=True)
+    for line in itertools.chain(more.splitlines(), failed.details()) if is_first else ():
+        print(line, file=sys.stderr, flush=True)
     sys.exit(1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -52,10 +52,10 @@ class RunFailed(Exception):  # noqa: N818 - a result
     Args:
         message: its first line is what the job records as the reason.
         where: file and line of the error; empty if it says nothing.
-        details: further lines of the message, which take time to find: called after the reason is recorded.
+        details: yields further lines of the message, which take time to find: called after the reason is recorded.
     """
 
-    def __init__(self, message: str, where: str = "", details: Callable[[], str] = str) -> None:
+    def __init__(self, message: str, where: str = "", details: Callable[[], Iterable[str]] = tuple) -> None:
         super().__init__(message)
         self.where, self.details = where, details
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,8 @@ from pipeline.planner.plan import JobPlan, hardware_of, plan
 GB = 1e9
 #: What needs less memory than a configuration, in the usual order of effect, where no GPU is known to plan with.
 USUAL_ORDER = "training.micro_batch_size, training.activation_checkpointing, parallel.zero_stage, parallel.tensor, parallel.pipeline"
+#: Most seconds for the plans of other settings: the supervisor of a job ends its ranks soon after the first failure.
+SECONDS = 8.0
 #: What PyTorch says where the host has no memory left for a tensor.
 _HOST = "DefaultCPUAllocator: can't allocate memory"
 
@@ -82,16 +85,18 @@ def explained(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         raise RunFailed(f"out of memory on the host: {said}\n    fix: {fix}", ends.where(error)) from error
 
 
-def _details(config: RunConfig, world_size: int, used: Used | None) -> str:
-    """The table of memory and the settings that need less; the order alone if no GPU is known to plan with."""
+def _details(config: RunConfig, world_size: int, used: Used | None) -> Iterator[str]:
+    """Yield the table of memory and the settings that need less; the order alone if no GPU is known to plan with."""
     try:
         hardware = _hardware(config)
         if hardware is not None:
-            return "\n".join([*table(plan(config, world_size, hardware), used), *fixes(config, world_size, hardware)])
+            yield from table(plan(config, world_size, hardware), used)
+            yield from fixes(config, world_size, hardware)
+            return
         why = "cluster.hardware names no GPU"
     except Exception as error:  # of the planner: the run has failed for another reason
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return f"    fix: reduce memory by {USUAL_ORDER}; the memory was not planned ({why})"
+    yield f"    fix: reduce memory by {USUAL_ORDER}; the memory was not planned ({why})"
 
 
 def _hardware(config: RunConfig) -> Hardware | None:
@@ -119,7 +124,7 @@ def table(planned: JobPlan, used: Used | None) -> Iterator[str]:
 
 
 def fixes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[str]:
-    """Yield the settings that need less memory, each alone, the most effective one first.
+    """Yield the settings that need less memory, each alone, the most effective one first; those that are planned within SECONDS.
 
     Args:
         config: of the job.
@@ -129,7 +134,10 @@ def fixes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[st
     before = plan(config, world_size, hardware).estimate.memory.total
     known = {str(violation) for violation in check.violations(config, world_size)}
     found = []
+    deadline = time.monotonic() + SECONDS
     for key, value in _less(config):
+        if time.monotonic() > deadline:
+            break
         changed = _with(config, key, value)
         if {str(violation) for violation in check.violations(changed, world_size)} <= known:
             found.append((plan(changed, world_size, hardware).estimate.memory.total, f"{key}={value}"))
@@ -144,12 +152,12 @@ def _less(config: RunConfig) -> Iterator[tuple[str, Any]]:
     parallel, training = config.parallel, config.training
     if training.micro_batch_size > 1:
         yield "training.micro_batch_size", training.micro_batch_size // 2
-    kinds = ("none", "selective", "full")
-    for kind in kinds[kinds.index(training.activation_checkpointing) + 1 :]:
+    kinds = ("full", "selective", "none")
+    for kind in kinds[: kinds.index(training.activation_checkpointing)]:
         yield "training.activation_checkpointing", kind
     if training.activation_checkpointing == "selective" and training.activation_budget is not None:
         yield "training.activation_budget", training.activation_budget / 2
-    for stage in range(parallel.zero_stage + 1, 4):
+    for stage in range(3, parallel.zero_stage, -1):
         yield "parallel.zero_stage", stage
     for axis in ("tensor", "pipeline", "context"):
         yield f"parallel.{axis}", 2 * getattr(parallel, axis)

@@ -80,7 +80,8 @@ def test_what_can_be_allocated_nowhere_is_explained() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def test_settings_are_ordered_by_their_effect() -> None:
+def test_settings_are_ordered_by_their_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "SECONDS", float("inf"))
     config = configured("training.sequence_length=1024", "training.micro_batch_size=8", "parallel.zero_stage=0")
     gpu = hardware.load("h100")
     head, *rows = out_of_memory.fixes(config, 8, gpu)

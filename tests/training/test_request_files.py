@@ -100,7 +100,7 @@ def test_a_directory_that_cannot_be_read_asks_for_nothing(tmp_path: Path, monkey
 
 def test_looks_are_a_second_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(request_files.time, "monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
     files = RequestFiles(tmp_path)
     assert files.look() == (False, False)
     (tmp_path / "stop").touch()
