@@ -105,6 +105,13 @@ def test_the_exit_code_is_that_of_the_first_failure(
     assert (found, None if first is None else first.rank, None if first is None else first.host) == expected
 
 
+def test_a_rank_that_the_host_kills_says_which_key_to_set() -> None:
+    _, first = rank_step.judge(137, [], None, ["srun: error: n2: task 1: Out Of Memory"])
+    assert first is not None
+    assert "Out Of Memory" in first.reason
+    assert "cluster.memory" in first.reason
+
+
 def test_fields_of_a_job() -> None:
     fields = slurm.parse_facts(
         "JobId=7 JobName=a=b Requeue=0 EndTime=2027-11-23T18:41:41 PreemptTime=2026-11-23T18:56:04 CPUs/Task=1 Power="
