@@ -6,6 +6,7 @@ The same command runs as a single process, as one rank of torchrun, srun or mpir
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from pipeline.common import process_exit, signals
 
 if TYPE_CHECKING:
-    from pipeline.common.errors import UserError
+    from pipeline.common.errors import RunFailed, UserError
     from pipeline.config.command_line import Command
 
 log = logging.getLogger("pipeline")
@@ -171,7 +172,7 @@ def run_one(composed: object, command: Command | None = None) -> None:
     from omegaconf import DictConfig
 
     from pipeline.common import ends, git_commit, ranks
-    from pipeline.common.errors import CheckFailed, ToBeContinued, UserError
+    from pipeline.common.errors import CheckFailed, RunFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
     from pipeline.config import compose, layout
     from pipeline.config.rules import check
@@ -205,6 +206,8 @@ def run_one(composed: object, command: Command | None = None) -> None:
         ends.record(1, str(failed).partition("\n")[0], final=True)
         print(failed, file=sys.stderr, flush=True)
         sys.exit(1)
+    except RunFailed as failed:
+        report_failure(failed)
     except ToBeContinued as stopped:
         sys.exit(stopped.code)
 
@@ -216,6 +219,18 @@ def report(error: UserError) -> None:
 
     ends.record(2, str(error.violations[0]).partition("\n")[0], final=True)
     compose.exit_with_error(error, after=ranks.error_report_delay())
+
+
+def report_failure(failed: RunFailed) -> None:
+    """Record and print why a run failed, and exit with code 1; one line of it if another rank has failed before."""
+    from pipeline.common import ends
+
+    reason, _, more = str(failed).partition("\n")
+    is_first = ends.is_first(ends.record(1, reason, where=failed.where))
+    print(reason, file=sys.stderr, flush=True)
+    for line in itertools.chain(more.splitlines(), failed.details()) if is_first else ():
+        print(line, file=sys.stderr, flush=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

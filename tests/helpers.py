@@ -96,19 +96,24 @@ def free_port() -> int:
 
 
 def start_ranks(
-    count: int, *arguments: object, output: int | None = None, own: dict[int, tuple[str, ...]] | None = None
+    count: int,
+    *arguments: object,
+    output: int | None = None,
+    own: dict[int, tuple[str, ...]] | None = None,
+    program: tuple[str, str] = ("-m", "pipeline"),
 ) -> list[warm.Process]:
     """Start `python -m pipeline ARGUMENTS` on several ranks, each with the variables that torchrun sets, and no launcher above them.
 
     Args:
         own: rank -> further arguments of this rank.
+        program: what Python runs in place of the package.
     """
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
     job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     arguments = tuple(with_stage(arguments))
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [
-        warm.start("-m", "pipeline", *arguments, *(own or {}).get(rank, ()), environment=environment(**job, **place), output=output)
+        warm.start(*program, *arguments, *(own or {}).get(rank, ()), environment=environment(**job, **place), output=output)
         for rank, place in enumerate(places)
     ]
 

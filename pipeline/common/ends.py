@@ -105,13 +105,22 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
 def report(error: BaseException) -> None:
     """Record an error that ends this rank and print its traceback; one line of it if another rank has failed before."""
     reason = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
-    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    place = record(1, reason, where=where)
-    if os.environ.get(VARIABLE) and (place != 0 or _follows(reason)):
-        print(f"rank {_rank()} on {host_name()} ends after another one: {reason} at {where}", file=sys.stderr, flush=True)
+    place = where(error)
+    if not is_first(record(1, reason, where=place)) or (os.environ.get(VARIABLE) and _follows(reason)):
+        print(f"rank {_rank()} on {host_name()} ends after another one: {reason} at {place}", file=sys.stderr, flush=True)
         return
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def where(error: BaseException) -> str:
+    """Return file, line and function of this package in which an error was raised, empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+
+
+def is_first(place: int | None) -> bool:
+    """Whether a failure is the first one by what record() returned; each one is if no supervisor reads the records."""
+    return place == 0 or not os.environ.get(VARIABLE)
 
 
 def read(folder: Path) -> tuple[list[End], End | None]:

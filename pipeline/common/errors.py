@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -44,12 +44,28 @@ class CheckFailed(Exception):  # noqa: N818 - a result
     """A check that a stage was asked for has failed. The entry point prints the message and exits with code 1."""
 
 
+class RunFailed(Exception):  # noqa: N818 - a result
+    """A run that failed for a reason outside of program and configuration, which may pass: another start may succeed.
+
+    The entry point prints the message, without a traceback, and exits with code 1.
+
+    Args:
+        message: its first line is what the job records as the reason.
+        where: file and line of the error; empty if it says nothing.
+        details: yields further lines of the message, which take time to find: called after the reason is recorded.
+    """
+
+    def __init__(self, message: str, where: str = "", details: Callable[[], Iterable[str]] = tuple) -> None:
+        super().__init__(message)
+        self.where, self.details = where, details
+
+
 class ToBeContinued(Exception):  # noqa: N818 - not an error
     """A run that was asked to stop and has written a checkpoint: the same command continues it.
 
     Attributes:
         code: exit code of the process, one of STOPPED.
-        reason: phase if the run needs another number of nodes; empty if a signal asked it to stop.
+        reason: phase if the run needs another number of nodes, stop if the file `stop` asked it to stop; empty if a signal did.
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
@@ -57,7 +73,7 @@ class ToBeContinued(Exception):  # noqa: N818 - not an error
         super().__init__(f"exit code {code}")
 
 
-#: Exit code of a run that stopped because its time ends (SIGUSR1) or it needs other nodes, EX_TEMPFAIL of sysexits.h:
+#: Exit code of a run that stopped because its time ends (SIGUSR1), a user asked for it, or it needs other nodes, EX_TEMPFAIL of sysexits.h:
 #: slurm/pretrain.sbatch requeues the job.
 CONTINUE = 75
 #: Exit code of a run that stopped because it was canceled or preempted (SIGTERM), as of a process that the signal ends.

@@ -163,5 +163,6 @@ def _killed(lines: Sequence[str]) -> End | None:
     late = [match for match, number in tasks if number > others_end and match["cause"].strip() != "Terminated"]
     for match in (*early, *late):
         cause = match["cause"].strip()
-        return End(int(match["task"]), match["host"], time.time(), _SIGNALS[cause], f"the process was ended by a signal: {cause}")
+        fix = " (of the host: use fewer ranks of a node, or set cluster.memory)" if cause == "Out Of Memory" else ""
+        return End(int(match["task"]), match["host"], time.time(), _SIGNALS[cause], f"the process was ended by a signal: {cause}{fix}")
     return None

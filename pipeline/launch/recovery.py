@@ -97,16 +97,15 @@ LEAST_SECONDS = 180.0
 def decide(now: Situation) -> Action:
     """Return what follows.
 
-    A user's mistake, a canceled job and a run that makes no progress end the job. A run whose time ends, and one that is preempted,
-    continue in the queue. After a failure the ranks start again on the nodes that remain: without a node that is lost or failed twice, and
-    without one that failed once if there is a spare. If too few nodes remain, the job goes back to the queue and excludes them.
+    A run that its user stops, a user's mistake, a canceled job and a run that makes no progress end the job. A run whose time ends, and
+    one that is preempted, continue in the queue. After a failure the ranks start again on the nodes that remain: without a node that is
+    lost or failed twice, and without one that failed once if there is a spare. If too few nodes remain, the job goes back to the queue and
+    excludes them.
     """
+    if now.stopped:
+        return Action(Kind.END, CONTINUE, "stopped by the file stop; the same command continues")
     if now.code == 0:
-        return (
-            Action(Kind.END, CONTINUE, "stopped by the file stop; the same command continues")
-            if now.stopped
-            else Action(Kind.END, 0, "finished")
-        )
+        return Action(Kind.END, 0, "finished")
     if now.requeued:
         return Action(Kind.REQUEUED, TERMINATED, "Slurm has put the job back into the queue")
     if now.preempted:

@@ -31,7 +31,7 @@ def failures_in_a_row(run_dir: Path) -> int:
 
 
 def was_stopped(run_dir: Path | None, since: float) -> bool:
-    """Return whether ranks that were started at a time, in seconds since 1970, ended because a user asked for it."""
+    """Return whether ranks that were started at a time, in seconds since 1970, ended because of the file `stop`."""
     known = [] if run_dir is None else events.read(run_dir)
     ends = [event for event in known if event["event"] == "run_end" and event.get("time", 0) >= since]
     return bool(ends) and ends[-1].get("reason") == "stop"

@@ -33,6 +33,7 @@ from pipeline.launch.allocation import Allocation
 from pipeline.launch.deputy import Deputy
 from pipeline.launch.placement import Placement
 from pipeline.launch.recovery import Action, Kind, Situation
+from pipeline.training import request_files
 
 log = logging.getLogger("pipeline")
 
@@ -94,11 +95,12 @@ class Supervisor:
             self._made_run_dir = not self._run_dir.exists()
             self._run_dir.mkdir(parents=True, exist_ok=True)
             run_state.remove_leftovers(self._run_dir, self._granted.job)
+            if not self._granted.restarts:  # a request to this job holds while it waits in the queue again
+                request_files.remove(self._run_dir / request_files.STOP)
             self._failures = run_state.failures_in_a_row(self._run_dir)
             self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
-            times = {
-                name: slurm.seconds_of(self._fields.get(field, "")) for name, field in (("started", "StartTime"), ("limit", "EndTime"))
-            }
+            names = (("started", "StartTime"), ("limit", "EndTime"))
+            times = {name: slurm.seconds_of(self._fields.get(field, "")) for name, field in names}
             self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit(), **times)
             if self._config is not None:
                 snapshot.write_in_job(self._run_dir, self._arguments, self._config)
@@ -163,13 +165,13 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
         step = run_state.newest_step(self._run_dir)
         progress = step > before
-        stopped = ended.code == 0 and run_state.was_stopped(self._run_dir, ended.started)
+        stopped = run_state.was_stopped(self._run_dir, ended.started)
         fields = {} if ended.code == 0 else slurm.facts(self._granted.job)
         preempted, requeued = slurm.is_preempted(fields), slurm.is_requeued(fields, self._granted.restarts)
         if slurm.is_out_of_time(fields) and not preempted:  # it came before the ranks could end
             ended = replace(ended, code=CONTINUE, first=None)
-        failed = not (preempted or requeued) and not (ended.code in (0, *STOPPED) and ended.first is None)
-        counts = failed or (ended.code == CONTINUE and not progress)
+        failed = not (preempted or requeued or stopped) and not (ended.code in (0, *STOPPED) and ended.first is None)
+        counts = failed or (ended.code == CONTINUE and not (progress or stopped))
         self._failures = (0 if progress else self._failures) + counts
         lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()
         host = "" if ended.first is None or ended.first.follows else ended.first.host

@@ -9,7 +9,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.schema import RunConfig
 from pipeline.launch import evaluation_jobs
-from pipeline.planner import host_memory
+from pipeline.planner import host_memory, out_of_memory
 from pipeline.planner.flops import peak_flops
 from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.training import finetuning
@@ -28,4 +28,5 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
     host_memory.check(config, ranks)
-    training_run.run(config, ranks, partial(evaluation_jobs.checkpoint_hooks, overrides=compose.task_arguments()), peak_flops)
+    with out_of_memory.explained(config, ranks):
+        training_run.run(config, ranks, partial(evaluation_jobs.checkpoint_hooks, overrides=compose.task_arguments()), peak_flops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import cast
 
 import numpy as np
@@ -14,9 +14,12 @@ from torch import Tensor
 from pipeline.config import warmup
 from pipeline.config.schema import TrainingConfig
 from pipeline.data.load.objectives.objective import IGNORE, Objective
+from pipeline.data.load.retries import UnreadableFile
 from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import Mesh
 
+#: Most seconds until all threads have given up after one of them has: they wait for nothing but a read.
+GIVE_UP = 5.0
 #: Tokens int64 (sequences, sequence), and the other model inputs; on the device.
 DeviceBatch = tuple[Tensor, Batch]
 
@@ -71,10 +74,18 @@ class BatchLoader:
 
         Returns:
             Tokens int64 (sequences, length), and the other model inputs that the objective creates.
+
+        Raises:
+            UnreadableFile: a shard could not be read for a minute.
         """
         count = size // self._ranks
         rows = np.arange(count) + self._rank * count
-        arrays = self._objective.arrays(samples[np.minimum(rows, len(samples) - 1)])
+        chosen = samples[np.minimum(rows, len(samples) - 1)]
+        try:
+            arrays = self._objective.arrays(chosen)
+        except UnreadableFile as error:
+            error.samples = error.samples or (int(chosen[0]), int(chosen[-1]))
+            raise
         if rows[-1] >= len(samples):
             arrays["targets"] = arrays["targets"].astype(np.int64)
             arrays["targets"][rows >= len(samples)] = IGNORE
@@ -100,10 +111,15 @@ class BatchLoader:
                     future.cancel()
 
     def _next(self, pending: deque[Future[DeviceBatch]]) -> DeviceBatch:
-        """Wait for the oldest batch."""
+        """Wait for the oldest batch; raises the first failure, which may be that of a later batch."""
         future = pending.popleft()
         self.stalls += not future.done()
-        return future.result()
+        try:
+            return future.result()
+        except UnreadableFile as error:
+            others = [other.exception() for other in wait(pending, GIVE_UP).done]
+            failures = [error, *(other for other in others if isinstance(other, UnreadableFile))]
+            raise min(failures, key=lambda failure: failure.since) from None
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

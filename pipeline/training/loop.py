@@ -42,7 +42,7 @@ def train(
     parent: dict[str, Any] | None = None,
     last_step: int | None = None,
 ) -> TrainState:
-    """Train from `state` up to training.steps, or until a signal announces the end of the job, or the run needs other nodes.
+    """Train from `state` up to training.steps, or until a signal or a file asks for the end of the job, or the run needs other nodes.
 
     Args:
         config: configuration of the run.
@@ -64,7 +64,7 @@ def train(
     Raises:
         UserError: too many steps in a row were skipped, the weights are not finite, too many checkpoints in a row or the last one could
             not be written, or the run directory was removed.
-        ToBeContinued: a signal announced the end of the job, or it has made `last_step` steps, and a checkpoint was written.
+        ToBeContinued: a signal or the file `stop` ended the job, or it has made `last_step` steps, and a checkpoint was written.
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, training, trainer.mesh, config.data.prefetch)
@@ -91,6 +91,7 @@ def train(
             ends_phase = state.step == last_step and not last
             stop = CONTINUE if decision.stop is None and ends_phase else decision.stop
             saves.poll()
+            control.complete(saves.complete)
             saves.act(failed=decision.failed, fatal=decision.fatal)
             if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
                 report = partial(watchdog.report, f"validation after step {state.step}")
@@ -103,13 +104,15 @@ def train(
             scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
             if last or decision.save or stop is not None or scheduled or hooks.writes(state.step):
                 saves.begin(state)
-                control.saved()
+                control.saving(state.step)
                 started = time.monotonic()
             if last or stop is not None:
                 state = saves.finish(state)
+                control.complete(state.step)
+                control.stopped()
             if stop is not None and not last:
                 other = " on other nodes" if ends_phase else ""
                 log.info("stopped after step %d; the same command continues%s", state.step, other)
-                raise ToBeContinued(stop, "phase" if decision.stop is None else "")
+                raise ToBeContinued(stop, "stop" if decision.asked else "phase" if decision.stop is None else "")
             watchdog.report(f"loading the batch of step {state.step + 1}")
     return state

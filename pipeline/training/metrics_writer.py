@@ -38,7 +38,7 @@ class MetricsWriter:
             if not self._reason:
                 text = "%s: cannot be written (%s); its lines are kept in memory and written when this is possible again"
                 log.warning(text, self._path, error.strerror)
-            self._reason = error.strerror
+            self._reason = error.strerror or str(error)
             return
         if self._reason:
             log.info("%s: is written again, without a gap", self._path)

@@ -29,6 +29,7 @@ from pipeline.parallel.parallelize import check_trained
 from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, run_events, shard_verification
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
+from pipeline.training.request_files import RequestFiles
 from pipeline.training.starting_checkpoint import first_step_of, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
@@ -57,7 +58,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
             use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
-        ToBeContinued: a signal announced the end of the job, or the run needs other nodes, and a checkpoint has been written.
+        ToBeContinued: a signal or the file `stop` ended the job, or the run needs other nodes, and a checkpoint has been written.
     """
     signals.record_end()
     if config.checkpoint.initialize_from is not None:
@@ -112,7 +113,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 run_events.recorded(config, layout, hosts, state.step, training_data.samples, parent) if ranks.rank == 0 else nullcontext()
             )
             with events, closing(saver), run_directory.disk_errors(run_dir), writer as metrics:
-                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
+                files = RequestFiles(run_dir)
+                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
                 with signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
                     state = loop.train(
                         config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoint.commit import finish_interrupted
 from pipeline.checkpoint.native import TrainState
-from pipeline.common import artifact
+from pipeline.common import artifact, ends
 from pipeline.common.atomic_files import atomic_file, remove_leftovers, report_disk_full, sync_folder
 from pipeline.common.errors import UserError
 from pipeline.common.git_commit import commit
@@ -26,6 +26,7 @@ from pipeline.conversion import imported
 from pipeline.data.tokenize import chat_template
 from pipeline.training.metrics import FILE
 from pipeline.training.metrics_writer import last_loss
+from pipeline.training.request_files import STOP, remove
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
 
 log = logging.getLogger("pipeline")
@@ -59,6 +60,8 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minute
     with disk_errors(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)
+    if ends.VARIABLE not in os.environ:  # the supervisor of a job has removed it; what is there now was meant for this job
+        remove(run_dir / STOP)
     start = starting_checkpoint(run_dir, checkpoint)
     remove_leftovers(run_dir)
     remove_leftovers(run_dir / "checkpoints")

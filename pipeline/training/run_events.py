@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.checkpoint import catalog
 from pipeline.common import events, git_commit
-from pipeline.common.errors import INTERRUPTED, ToBeContinued, UserError
+from pipeline.common.errors import INTERRUPTED, RunFailed, ToBeContinued, UserError
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.samples import Dataset
@@ -56,6 +56,9 @@ def recorded(
         yield
     except ToBeContinued as stopped:
         _end(run_dir, folder, stopped.code, stopped.reason or "asked to stop by a signal")
+        raise
+    except RunFailed as failed:
+        _end(run_dir, folder, 1, str(failed).partition("\n")[0], failed.where)
         raise
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -49,6 +49,7 @@ class Saves:
 
     Attributes:
         failures: number of checkpoints that could not be written, on rank 0.
+        complete: step of the newest checkpoint that has become complete, on rank 0; -1 for none.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Saves:
         self._rank = trainer.mesh.rank
         self._settings: dict[str, Any] | None = None
         self.failures = 0
+        self.complete = -1
         self._in_a_row = 0
         self._last: Outcome | None = None
         self._failed = False
@@ -105,7 +107,7 @@ class Saves:
             if outcome.reason:
                 self._count(outcome)
             elif outcome.folder is not None:
-                self._in_a_row = 0
+                self._in_a_row, self.complete = 0, outcome.step
                 log.info("step %d: wrote %s", outcome.step, outcome.folder)
                 if self._hooks.writes(outcome.step):
                     self._hooks.written()

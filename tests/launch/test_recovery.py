@@ -22,7 +22,11 @@ PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=Tr
     "now, kind, code, exclude",
     [
         (Situation(0), Kind.END, 0, ()),
-        (Situation(0, stopped=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, chain=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, preempted=True), Kind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, phase=8, has_phase=True), Kind.END, 75, ()),
+        (Situation(137, KILLED, progress=True, stopped=True), Kind.END, 75, ()),  # killed after its checkpoint was complete
         (Situation(75, progress=True), Kind.REQUEUE, 75, ()),
         (Situation(75, progress=True, chain=True), Kind.CHAIN, 0, ()),
         (Situation(75, progress=True, can_requeue=False), Kind.END, 75, ()),
@@ -111,6 +115,13 @@ def test_what_slurm_does_with_a_job() -> None:
     assert not slurm.is_requeued({}, 0)
     assert slurm.is_out_of_time({"Reason": "TimeLimit"})
     assert not slurm.is_out_of_time({"Reason": "None"})
+
+
+def test_a_rank_that_the_host_kills_says_which_key_to_set() -> None:
+    _, first = rank_step.judge(137, [], None, ["srun: error: n2: task 1: Out Of Memory"])
+    assert first is not None
+    assert "Out Of Memory" in first.reason
+    assert "cluster.memory" in first.reason
 
 
 def test_fields_of_a_job() -> None:

@@ -29,7 +29,7 @@ TINY = (
 )
 
 
-def run(stage: str, run_dir: Path, *settings: object) -> Any:
+def run(stage: str, run_dir: Path, *settings: object, hooks: CheckpointHooks | None = None) -> Any:
     """Check the configuration of a tiny model, run a stage in this process, and return the configuration."""
     words = [f"run_dir={run_dir}", *map(str, settings)]
     chosen = [word for word in words if word.startswith("model=")]
@@ -40,7 +40,7 @@ def run(stage: str, run_dir: Path, *settings: object) -> Any:
     check.check(config, 1)
     ranks = Ranks(master_port=free_port())
     if stage == "pretrain":
-        training_run.run(config, ranks, lambda _: CheckpointHooks(), lambda *_: None)
+        training_run.run(config, ranks, lambda _: hooks or CheckpointHooks(), lambda *_: None)
     else:
         stages.run(config, ranks)
     return config

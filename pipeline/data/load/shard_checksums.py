@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from pipeline.common.atomic_files import verify
 from pipeline.common.errors import UserError, Violation
+from pipeline.data.load.retries import Retries, UnreadableFile
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,13 @@ class Verifier:
         verified: the numbers of the shards that are verified.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, retries: Retries) -> None:
+        """Start nothing yet.
+
+        Args:
+            retries: of the reads of these shards.
+        """
+        self._retries = retries
         self.verified: set[int] = set()
         self._shards: SimpleQueue[tuple[int, Shard]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -78,8 +86,8 @@ class Verifier:
         """Raise the first error found so far, without waiting.
 
         Raises:
-            UserError: a shard is missing, truncated or corrupt; the message names it.
-            OSError: a shard cannot be read.
+            UserError: a shard is truncated or corrupt; the message names it.
+            UnreadableFile: a shard is missing or cannot be read, for a minute.
         """
         if self._error is not None:
             raise self._error
@@ -90,13 +98,19 @@ class Verifier:
             self._changed.wait_for(lambda: self._pending == 0, seconds)
         self.check()
 
+    @staticmethod
+    def _verify(shard: Shard) -> None:
+        """Verify a shard. One that is missing is an OSError: it may come back."""
+        shard.path.stat()
+        shard.verify()
+
     def _work(self) -> None:
         while True:
             number, shard = self._shards.get()
             try:
-                shard.verify()
+                self._retries.read(shard.path, partial(self._verify, shard))
                 self.verified.add(number)
-            except (UserError, OSError) as error:
+            except (UserError, UnreadableFile) as error:
                 self._error = self._error or error
             with self._changed:
                 self._pending -= 1

@@ -1,0 +1,47 @@
+"""`touch RUN/stop` ends a job for good: on the dev cluster, with the next job of a chain, and with a job that Slurm could requeue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint import native
+from pipeline.common import events
+from tests.launch.test_slurm_jobs import MODEL, command, ended, sbatch, slurm, training_steps  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
+
+TRAINING = (
+    *("training.steps=100000", "optimizer.warmup_steps=1", "training.global_batch_size=8", "training.micro_batch_size=2"),
+    *("training.sequence_length=32", "training.validation_batches=1", "checkpoint.every=0", "parallel.pipeline=2", "cluster=devcluster"),
+)
+
+
+def wait_until(condition: Callable[[], bool], log: Path) -> None:
+    for _ in range(2400):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(log.read_text())
+
+
+@pytest.mark.parametrize("continuation", ["chain", "requeue"])
+def test_a_stopped_job_is_not_continued(tokens: Path, tmp_path: Path, continuation: str) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = (*MODEL, *TRAINING, f"data.tokens={tokens}", f"run_dir={run}", f"cluster.continuation={continuation}")
+    number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "--requeue", "slurm/pretrain.sbatch", *words)
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and bool(training_steps(run)), log)
+    (run / "stop").touch()
+    facts = ended(number)
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "75:0", "0"), log.read_text()
+    action = events.read(run)[-1]
+    assert (action["event"], action["action"], action["code"]) == ("action", "end", 75)
+    assert native.step_of(native.complete(run)[-1]) == training_steps(run)[-1]["step"]
+    assert not (run / "stop").exists()
+    successors = [event["next"] for event in events.read(run) if event["event"] == "chain"]
+    assert len(successors) == (continuation == "chain")
+    assert all(ended(int(successor))["JobState"] == "CANCELLED" for successor in successors)
+    assert command("squeue", "--noheader") == ""
