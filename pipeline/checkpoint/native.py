@@ -217,9 +217,9 @@ def find_start(where: str, key: str, fix: str) -> Path:
     raise UserError.of(key, where, "contains no checkpoint", fix)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not used again, and return its new path."""
-    names = (folder.with_name(f"{folder.name}.damaged{suffix}") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
+def set_aside(folder: Path, why: str = "damaged") -> Path:
+    """Rename a damaged or abandoned checkpoint, so that it is not used again, and return its new path."""
+    names = (folder.with_name(f"{folder.name}.{why}{suffix}") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
     renamed = next(path for path in names if not path.exists())
     return folder.rename(renamed)
 

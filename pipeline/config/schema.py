@@ -124,6 +124,16 @@ class TrainingConfig:
         at_most=0.9999999,
     )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
+    spike_factor: float = knob(
+        0.0,
+        "loss spikes: a step is one whose loss or gradient norm exceeds the median of training.spike_window steps by more than so many "
+        "standard deviations (from the median absolute deviation, of logarithms), or is not finite. The run then returns to the checkpoint "
+        "before and skips the samples up to there; 0: off",
+        at_least=0,
+    )
+    spike_window: int = knob(128, "loss spikes: steps whose median and deviation a step is compared with", unit="steps", at_least=8)
+    spike_patience: int = knob(2, "loss spikes: the run returns after so many of these steps in a row", unit="steps", at_least=1)
+    max_rewinds: int = knob(10, "loss spikes: the run ends with an error instead of returning once more than this", at_least=1)
     timeout_minutes: float = knob(
         10.0,
         "time without progress after which the run ends and names the slowest rank; a collective of a step fails one minute later; loading "
@@ -335,7 +345,10 @@ class ClusterConfig:
         120.0, "preflight: time limit of one step, from its start to the last all-reduce", unit="s", at_least=10, at_most=3600
     )
     slow_factor: float = knob(
-        1.3, "preflight: a node is bad whose matrix product or all-reduce inside takes more than this many times the median", above=1
+        1.3,
+        "a node is slow whose matrix product or all-reduce inside (preflight), or forward passes (training), take more than this many "
+        "times the median; preflight leaves it out, training names it",
+        above=1,
     )
     free_gb: float = knob(1.0, "preflight: free space that the file system of run_dir must have", unit="GB", at_least=0)
     fabric: str | None = knob(

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,10 +27,21 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, run_events, shard_verification
+from pipeline.training import (
+    choose_saver,
+    epochs,
+    loop,
+    node_phases,
+    resume,
+    rewinds,
+    run_directory,
+    run_events,
+    shard_verification,
+    skipped_samples,
+)
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
-from pipeline.training.starting_checkpoint import initial_checkpoint, parent_of, with_loss_weights
+from pipeline.training.starting_checkpoint import FORK, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -93,12 +105,12 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
             if peak is not None and ranks.rank == 0:
                 log.info("mfu in %s: share of %s", FILE, peak)
-            writer = Metrics(
+            writer = partial(
+                Metrics,
                 run_dir,
                 config.tracking,
                 dataclasses.asdict(config),
                 ranks.rank,
-                state,
                 steps=config.training.steps,
                 tokens_per_sample=length,
                 flops_per_token=flops,
@@ -106,11 +118,24 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             )
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
             events = run_events.recorded(config, layout, hosts, state.step, training_data.samples) if ranks.rank == 0 else nullcontext()
-            with events, closing(saver), report_disk_full(run_dir), writer as metrics:
-                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
-                state = loop.train(
-                    config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
-                )
+            is_fork = parent is not None and parent["how"] == FORK
+            with events, closing(saver), report_disk_full(run_dir):
+                skipped = meshes.on_rank_0(lambda: skipped_samples.read(run_dir))
+                while True:
+                    try:
+                        with writer(state) as metrics:
+                            control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps)
+                            spikes = rewinds.detector(config, is_fork=is_fork)
+                            state = loop.train(
+                                *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
+                                *(parent, last_step, spikes, skipped),
+                            )
+                        break
+                    except rewinds.SpikeFoundError as spike:
+                        found = spike
+                    path, skipped = meshes.on_rank_0(partial(rewinds.rewind, config, found, skipped))
+                    state = resume.begin(config, trainer, path, training_data)
+                    last_step = node_phases.last_step(config, state.step, ranks)
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)

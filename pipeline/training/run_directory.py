@@ -22,6 +22,7 @@ from pipeline.common.locks import claimed
 from pipeline.config.schema import CheckpointConfig, RunConfig
 from pipeline.conversion import imported
 from pipeline.data.tokenize import chat_template
+from pipeline.training import rewinds
 from pipeline.training.metrics import last_loss
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
 
@@ -47,6 +48,7 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack) -> tup
     with report_disk_full(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)
+        rewinds.drop_abandoned(run_dir)
     start = starting_checkpoint(run_dir, checkpoint)
     remove_leftovers(run_dir)
     remove_leftovers(run_dir / "checkpoints")

@@ -31,12 +31,14 @@ class Decision:
         stop: exit code of the run, which stops after writing a checkpoint; None if it goes on.
         failed: a rank could not write its part of a checkpoint.
         fatal: the run must end with an error, whose reason a rank knows.
+        rewind: the loss has spiked: the run returns to a checkpoint.
     """
 
     save: bool = False
     stop: int | None = None
     failed: bool = False
     fatal: bool = False
+    rewind: bool = False
 
 
 class StepControl:
@@ -55,15 +57,16 @@ class StepControl:
         self._skipped = SkippedSteps(max_skipped)
         self._pending: HostCopy | None = None
 
-    def requests(self, *, failed: bool = False, fatal: bool = False) -> tuple[bool, ...]:
-        """This rank's requests: (save a checkpoint, stop because the time ends, stop because the job was canceled, failed, fatal).
+    def requests(self, *, failed: bool = False, fatal: bool = False, rewind: bool = False) -> tuple[bool, ...]:
+        """This rank's requests: (save a checkpoint, stop because the time ends, because the job was canceled, failed, fatal, rewind).
 
         Args:
             failed: this rank could not write its part of a checkpoint.
             fatal: the run must end with an error.
+            rewind: the loss has spiked; rank 0 knows.
         """
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
-        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received, failed, fatal
+        return due, signal.SIGUSR1 in signals.received, signal.SIGTERM in signals.received, failed, fatal, rewind
 
     def saved(self) -> None:
         """Note that a checkpoint was saved."""
@@ -85,8 +88,8 @@ class StepControl:
             self._skipped.count(skipped=bool(skipped))
         if not known:
             return Decision()
-        due, time_ends, canceled, failed, fatal = (any(values) for values in list(zip(*known, strict=True))[:5])
-        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None, failed, fatal)
+        due, time_ends, canceled, failed, fatal, rewind = (any(values) for values in list(zip(*known, strict=True))[:6])
+        return Decision(due, TERMINATED if canceled else CONTINUE if time_ends else None, failed, fatal, rewind)
 
 
 class HostCopy:
