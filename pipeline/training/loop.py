@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.training.rewinds import SpikeFoundError
 from pipeline.training.saves import Saves
 from pipeline.training.skipped_samples import NONE, SkippedSamples
 from pipeline.training.step_control import StepControl
+from pipeline.training.stragglers import Stragglers
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import validate
 from pipeline.training.watchdog import Watchdog
@@ -46,6 +48,7 @@ def train(
     last_step: int | None = None,
     spikes: LossSpikes | None = None,
     skipped: SkippedSamples = NONE,
+    stragglers: Stragglers | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal announces the end of the job, or the run needs other nodes.
 
@@ -64,6 +67,7 @@ def train(
         last_step: number of steps after which this job ends; None if it trains up to training.steps.
         spikes: finds loss spikes, on rank 0; None if training.spike_factor is 0.
         skipped: samples that are left out.
+        stragglers: names slow nodes.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -88,7 +92,8 @@ def train(
             watchdog.report(f"step {state.step + 1}")
             failed, fatal = saves.requests()
             rewind = spikes is not None and spikes.found is not None
-            loss, result = trainer.train(tokens, batch, control.requests(failed=failed, fatal=fatal, rewind=rewind), state.step)
+            with nullcontext() if stragglers is None else stragglers.step(state.step + 1):
+                loss, result = trainer.train(tokens, batch, control.requests(failed=failed, fatal=fatal, rewind=rewind), state.step)
             size = warmup.batch_size(training, state.step)
             state = dataclasses.replace(state, step=state.step + 1, samples=skipped.after(state.samples, size))
             now = time.monotonic()

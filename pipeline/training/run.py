@@ -43,6 +43,7 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.starting_checkpoint import FORK, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
+from pipeline.training.stragglers import Stragglers
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
@@ -118,6 +119,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             )
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
             events = run_events.recorded(config, layout, hosts, state.step, training_data.samples) if ranks.rank == 0 else nullcontext()
+            stages = list(trainer.model.stage_modules())
+            stragglers = Stragglers(run_dir, trainer.mesh, stages, hosts, config.cluster.slow_factor, config.tracking.log_every)
             is_fork = parent is not None and parent["how"] == FORK
             with events, closing(saver), report_disk_full(run_dir):
                 skipped = meshes.on_rank_0(lambda: skipped_samples.read(run_dir))
@@ -128,7 +131,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                             spikes = rewinds.detector(config, is_fork=is_fork)
                             state = loop.train(
                                 *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
-                                *(parent, last_step, spikes, skipped),
+                                *(parent, last_step, spikes, skipped, stragglers),
                             )
                         break
                     except rewinds.SpikeFoundError as spike:

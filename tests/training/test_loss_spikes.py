@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import os
 import random
 import shutil
-import signal
 import string
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.checkpoint import native
 from pipeline.common import events
+from pipeline.common.errors import UserError
+from pipeline.common.ranks import Ranks
+from pipeline.config.rules import check
 from pipeline.config.schema import TrainingConfig
-from pipeline.training import skipped_samples
+from pipeline.training import rewinds, skipped_samples
+from pipeline.training import run as training_run
+from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.loss_spikes import LossSpikes, Spike
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
-from tests.helpers import RAW, pipeline, prose, run_ranks, start_ranks
+from pipeline.training.trainer import Trainer
+from tests.helpers import RAW, free_port, pipeline, prose, run_ranks
+from tests.world import configured
 
 pytestmark = pytest.mark.world
 
@@ -33,7 +39,7 @@ TINY = (
     *("training.spike_factor=8", "training.spike_window=16", "checkpoint.every=5", "checkpoint.keep=4", "training.steps=50"),
 )
 #: Steps 27 to 29 have samples of another corpus.
-PLANTED = f"data.phases=[{{until_tokens:{26 * 16 * 32},weights:{{calm:1}}}},{{until_tokens:{29 * 16 * 32},weights:{{other:1}}}},{{weights:{{calm:1}}}}]"
+PLANTED = "data.phases=[{until_tokens: 13312, weights: {calm: 1}}, {until_tokens: 14848, weights: {other: 1}}, {weights: {calm: 1}}]"
 EXACT = ("step", "samples", "loss", "grad_norm", "lr")
 
 
@@ -112,7 +118,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     assert skipped_samples.read(tmp_path).rewinds == entry.rewinds
     path = tmp_path / "skipped_samples.json"
     path.write_text(path.read_text().replace("160", "161"))
-    with pytest.raises(skipped_samples.UserError, match=r"skipped_samples.json=.*checksum.*decides which samples"):
+    with pytest.raises(UserError, match=r"skipped_samples.json=.*checksum.*decides which samples"):
         skipped_samples.read(tmp_path)
 
 
@@ -132,17 +138,12 @@ def blend(tokenizer, tmp_path_factory) -> tuple[str, ...]:
     named = ",".join(f"{name}:[{folder}/{name}.jsonl]" for name in texts)
     pipeline("stage=shard", *RAW, f"data.corpora={{{named}}}", f"data.shards={shards}", "data.validation_fraction=0.1")
     pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={tokens}")
-    return f"data.tokens={tokens}", "data.blend={calm:{},other:{}}", PLANTED
+    return f"data.tokens={tokens}", "data.blend={calm: {}, other: {}}", PLANTED
 
 
 def exact(run_dir: Path) -> list[tuple]:
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line[key] for key in EXACT) for line in found if "loss" in line]
-
-
-def weights(run_dir: Path) -> list[bytes]:
-    """The data files of the last checkpoint."""
-    return [path.read_bytes() for path in sorted((run_dir / "checkpoints" / "step-00000050").glob("*.safetensors"))]
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +176,114 @@ def test_without_the_rule_the_run_trains_on(blend, straight, tmp_path):
     assert lines[:25] == exact(straight[0])[:25]
     assert lines[26][2] > 2 * lines[25][2], "the spike is planted"
     assert not (tmp_path / "run" / "skipped_samples.json").exists()
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        pytest.param(2, ("parallel.zero_stage=3", "precision=bf16"), id="zero 3"),
+        pytest.param(2, ("parallel.pipeline=2", "training.ema=0.9"), id="pipeline"),
+        pytest.param(4, ("parallel.tensor=2", "parallel.zero_stage=1"), id="tensor", marks=pytest.mark.long),
+    ],
+)
+def test_in_any_layout_as_a_run_that_never_saw_the_spike(blend, straight, tmp_path, ranks, settings):
+    """The other run ends at the checkpoint, and its next job gets the list of samples: no weight or moment of the spike remains."""
+    common = ("stage=pretrain", *TINY, *blend, *settings)
+    run_ranks(ranks, *common, f"run_dir={tmp_path}/returned")
+    run_ranks(ranks, *common, "training.steps=25", f"run_dir={tmp_path}/never")
+    shutil.copy(tmp_path / "returned" / "skipped_samples.json", tmp_path / "never")
+    run_ranks(ranks, *common, f"run_dir={tmp_path}/never")
+    assert skipped_samples.read(tmp_path / "returned").rewinds[0].last == 31 * 16
+    assert exact(tmp_path / "returned") == exact(tmp_path / "never")
+    lines = exact(straight[0])
+    assert [line[1] for line in exact(tmp_path / "returned")] == [line[1] for line in lines]
+    if "precision=bf16" not in settings:
+        assert [line[2] for line in exact(tmp_path / "returned")] == pytest.approx([line[2] for line in lines], rel=1e-3)
+
+
+class Killed(BaseException):
+    """The end of a process, as far as files show it."""
+
+
+SMALL = (
+    *("stage=pretrain", *TINY, "model.layers=1", "training.micro_batch_size=16", "training.steps=36"),
+    *("checkpoint.every=1", "checkpoint.keep=12", "checkpoint.async_save=off", "data.verify=off"),
+)
+
+
+def train(run_dir: Path, *settings: str) -> None:
+    """Train in this process, on one rank."""
+    config = configured(*SMALL, *settings, f"run_dir={run_dir}")
+    check.check(config, 1)
+    training_run.run(config, Ranks(master_port=free_port()), lambda _: CheckpointHooks(), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(blend, tmp_path_factory) -> list[tuple]:
+    """The metrics of a run with a checkpoint at every step, which ends by itself."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(folder, *blend)
+    assert skipped_samples.read(folder).rewinds[0].checkpoint == 25
+    return exact(folder)
+
+
+def kill_at(moment: int | str, patch: pytest.MonkeyPatch) -> None:
+    """Let the run end in a step, or while it returns."""
+    one_step, drop, calls = Trainer.train, rewinds.drop_abandoned, [0]
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    def step(self, *arguments):
+        calls[0] += 1
+        return killed() if calls[0] == moment else one_step(self, *arguments)
+
+    def killed_after(run_dir):
+        if (run_dir / skipped_samples.FILE).is_file():
+            if moment == "removed":
+                drop(run_dir)
+            killed()
+
+    patch.setattr(Trainer, "train", step)
+    if moment == "half removed":
+        patch.setattr(rewinds.catalog, "write", killed)
+    elif isinstance(moment, str):
+        patch.setattr(rewinds, "drop_abandoned", killed_after)
+
+
+@pytest.mark.parametrize("moment", [28, 30, 31, "listed", "half removed", "removed"])
+def test_a_killed_run_skips_the_same_samples_and_ends_with_equal_bits(blend, undisturbed, tmp_path, monkeypatch, moment):
+    """Killed in a step after the first ones of the spike, whose checkpoints are complete, or while it returns."""
+    with monkeypatch.context() as patch:
+        kill_at(moment, patch)
+        with pytest.raises(Killed):
+            train(tmp_path / "run", *blend)
+    train(tmp_path / "run", *blend)
+    assert exact(tmp_path / "run") == undisturbed
+    (entry,) = skipped_samples.read(tmp_path / "run").rewinds
+    assert (entry.checkpoint, entry.first, entry.last) == (25, 25 * 16, 31 * 16)
+
+
+def test_the_run_ends_after_max_rewinds_and_a_kept_checkpoint_is_renamed(blend, tmp_path):
+    settings = (*blend, "training.spike_factor=1e-3", "training.spike_patience=1", "training.max_rewinds=1")
+    with pytest.raises(UserError) as raised:
+        train(tmp_path / "run", *settings)
+    assert "training.max_rewinds=1: the loss spiked at step" in str(raised.value)
+    assert "after 1 rewinds of this run; skipped_samples.json lists them" in str(raised.value)
+    assert events.read(tmp_path / "run")[-1]["code"] == 2
+    (entry,) = skipped_samples.read(tmp_path / "run").rewinds
+    newest = native.complete(tmp_path / "run")[-1]
+    (newest / "keep").write_text("mine")
+    skipped_samples.write(tmp_path / "run", SkippedSamples([entry, dataclasses.replace(entry, first=0, last=10**6)]))
+    rewinds.drop_abandoned(tmp_path / "run")
+    assert native.complete(tmp_path / "run") == []
+    assert newest.with_name(f"{newest.name}.abandoned").is_dir(), "of those that are removed, the one that a user keeps"
+
+
+def test_settings_that_cannot_work_are_refused():
+    base = ("run_dir=runs/never", "training.spike_factor=8")
+    said = pipeline(*base, "checkpoint.every=1", "training.spike_patience=3", "dry_run=true", expect=2)
+    assert "checkpoint.keep=2: with checkpoint.every=1 removes the checkpoint before a loss spike" in said
+    assert "fix: set it to at least 7" in said
+    assert "training.max_skipped_steps=5: ends the run before it can return" in said
+    assert "checkpoint.every=0: is required by training.spike_factor=8.0" in pipeline(*base, "checkpoint.every=0", "dry_run=true", expect=2)
