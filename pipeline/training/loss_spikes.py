@@ -18,9 +18,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 from pipeline.common import metrics_file
 from pipeline.config.schema import TrainingConfig
@@ -116,11 +115,11 @@ class LossSpikes:
 
     def _limit(self, logarithms: Iterable[float]) -> float:
         """Return the limit of a logarithm; infinity if fewer than half of the window are finite."""
-        finite = np.array([value for value in logarithms if math.isfinite(value)])
+        finite = [value for value in logarithms if math.isfinite(value)]
         if 2 * len(finite) < self._window:
             return math.inf
-        median = float(np.median(finite))
-        return median + self._factor * max(_NORMAL * float(np.median(np.abs(finite - median))), _LEAST)
+        middle = median(finite)
+        return middle + self._factor * max(_NORMAL * median(abs(value - middle) for value in finite), _LEAST)
 
 
 def _logarithm(value: float | None) -> float:
