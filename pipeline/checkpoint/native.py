@@ -233,12 +233,12 @@ def damaged(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*.damaged*"))
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not used again, and return its new path.
+def set_aside(folder: Path, why: str = "damaged") -> Path:
+    """Rename a damaged or abandoned checkpoint, so that it is not used again, and return its new path.
 
     The caller holds the lock of the run directory.
     """
-    names = (folder.with_name(f"{folder.name}.damaged{suffix}") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
+    names = (folder.with_name(f"{folder.name}.{why}{suffix}") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
     aside = folder.rename(next(path for path in names if not path.exists()))
     run_dir = folder.parents[1]
     known = catalog.read(run_dir)

@@ -96,7 +96,10 @@ class ClusterConfig:
         120.0, "preflight: time limit of one step, from its start to the last all-reduce", unit="s", at_least=10, at_most=3600
     )
     slow_factor: float = knob(
-        1.3, "preflight: a node is bad whose matrix product or all-reduce inside takes more than this many times the median", above=1
+        1.3,
+        "a node is slow whose matrix product or all-reduce inside (preflight), or forward passes (training), take more than this many "
+        "times the median; preflight leaves it out, training names it",
+        above=1,
     )
     free_gb: float = knob(1.0, "preflight: free space that the file system of run_dir must have", unit="GB", at_least=0)
     fabric: str | None = knob(

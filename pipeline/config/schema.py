@@ -125,6 +125,15 @@ class TrainingConfig:
         at_most=0.9999999,
     )
     max_skipped_steps: int = knob(5, "stop the run after this many skipped steps in a row (gradients that are not finite)", at_least=1)
+    spike_factor: float = knob(
+        0.0,
+        "standard deviations above the median at which a loss or gradient norm is a spike: the run then returns to the checkpoint before "
+        "and skips the samples up to there; 0: off",
+        at_least=0,
+    )
+    spike_window: int = knob(128, "steps whose median and median absolute deviation decide about a loss spike", unit="steps", at_least=8)
+    spike_patience: int = knob(2, "the run returns to a checkpoint after so many steps of a loss spike in a row", unit="steps", at_least=1)
+    max_rewinds: int = knob(10, "most returns to a checkpoint after loss spikes; at the next one the run fails", at_least=1)
     timeout_minutes: float = knob(
         10.0,
         "time without progress after which the run ends and names the slowest rank; a collective of a step fails one minute later; loading "

@@ -17,6 +17,7 @@ from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.retries import UnreadableFile
 from pipeline.layers.batch import Batch
 from pipeline.parallel.mesh import Mesh
+from pipeline.training.skipped_samples import NONE, SkippedSamples
 
 #: Most seconds until all threads have given up after one of them has: they wait for nothing but a read.
 GIVE_UP = 5.0
@@ -27,7 +28,8 @@ DeviceBatch = tuple[Tensor, Batch]
 class BatchLoader:
     """Loads batches in threads. The samples of a batch depend only on its index, not on the threads.
 
-    A batch of n samples that starts at sample s has on data rank d of r the samples s + d*m .. s + (d+1)*m - 1 with m = n / r.
+    A batch of n samples that starts at sample s has on data rank d of r the samples s + d*m .. s + (d+1)*m - 1 with m = n / r, if none of
+    them is skipped.
 
     Args:
         objective: builds the samples.
@@ -44,14 +46,15 @@ class BatchLoader:
         self._rank, self._ranks = mesh.layout.batch_shard(mesh.coordinates), mesh.layout.batch_shards
         self.stalls = 0
 
-    def training(self, first: int, steps: range) -> Iterator[DeviceBatch]:
-        """Yield the batches of these steps; the first one starts at sample `first`."""
+    def training(self, first: int, steps: range, skipped: SkippedSamples = NONE) -> Iterator[DeviceBatch]:
+        """Yield the batches of these steps; the first one starts at sample `first`, and `skipped` are in none of them."""
 
         def requests(first: int) -> Iterator[tuple[np.ndarray, int, int]]:
             for step in steps:
                 size = warmup.batch_size(self._training, step)
-                yield np.arange(first, first + size), size, warmup.sequence_length(self._training, step)
-                first += size
+                samples = skipped.take(first, size)
+                yield samples, size, warmup.sequence_length(self._training, step)
+                first = int(samples[-1]) + 1
 
         return self._prefetch(requests(first))
 

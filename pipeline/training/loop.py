@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,13 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
+from pipeline.training.loss_spikes import LossSpikes
 from pipeline.training.metrics import Metrics, memory_used
+from pipeline.training.rewinds import SpikeFoundError
 from pipeline.training.saves import Saves
+from pipeline.training.skipped_samples import NONE, SkippedSamples
 from pipeline.training.step_control import StepControl
+from pipeline.training.stragglers import Stragglers
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import validate
 from pipeline.training.watchdog import Watchdog
@@ -41,6 +46,9 @@ def train(
     saver: Saver,
     parent: dict[str, Any] | None = None,
     last_step: int | None = None,
+    spikes: LossSpikes | None = None,
+    skipped: SkippedSamples = NONE,
+    stragglers: Stragglers | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal or a file asks for the end of the job, or the run needs other nodes.
 
@@ -57,6 +65,9 @@ def train(
         saver: writes the checkpoints.
         parent: Index.parent of the checkpoints.
         last_step: number of steps after which this job ends; None if it trains up to training.steps.
+        spikes: finds loss spikes, on rank 0; None if training.spike_factor is 0.
+        skipped: samples that are left out.
+        stragglers: names slow nodes.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -65,21 +76,26 @@ def train(
         UserError: too many steps in a row were skipped, the weights are not finite, too many checkpoints in a row or the last one could
             not be written, or the run directory was removed.
         ToBeContinued: a signal or the file `stop` ended the job, or it has made `last_step` steps, and a checkpoint was written.
+        SpikeFoundError: the loss has spiked; no checkpoint is being written.
     """
     training, checkpoint = config.training, config.checkpoint
     loader = BatchLoader(training_data, training, trainer.mesh, config.data.prefetch)
     saves = Saves(config, trainer, training_data, metrics, watchdog, hooks, saver, parent)
     trainer.before_update = saves.before_update
+    if spikes is not None and spikes.found_on_rank_0():  # in the last steps of the job before this one
+        raise SpikeFoundError(state, spikes.found)
     started = time.monotonic()
     with Progress(training.steps - state.step, config.stage.name, "step", trainer.mesh.rank, every=math.inf) as bar:
         watchdog.report(f"loading the batch of step {state.step + 1}")
-        for tokens, batch in loader.training(state.samples, range(state.step, training.steps)):
+        for tokens, batch in loader.training(state.samples, range(state.step, training.steps), skipped):
             waited = time.monotonic() - started
             watchdog.report(f"step {state.step + 1}")
             failed, fatal = saves.requests()
-            loss, result = trainer.train(tokens, batch, control.requests(failed=failed, fatal=fatal), state.step)
+            rewind = spikes is not None and spikes.found is not None
+            with nullcontext() if stragglers is None else stragglers.step(state.step + 1):
+                loss, result = trainer.train(tokens, batch, control.requests(failed=failed, fatal=fatal, rewind=rewind), state.step)
             size = warmup.batch_size(training, state.step)
-            state = dataclasses.replace(state, step=state.step + 1, samples=state.samples + size)
+            state = dataclasses.replace(state, step=state.step + 1, samples=skipped.after(state.samples, size))
             now = time.monotonic()
             more = {"data_seconds": waited, "data_stalls": loader.stalls, "save_failures": saves.failures, **memory_used()}
             metrics.add(state, loss, result, size, now - started, more)
@@ -87,12 +103,19 @@ def train(
             bar.advance(1, f"loss {metrics.last['loss']:.3f}" if metrics.last else "")
 
             last = state.step == training.steps
+            if spikes is not None:
+                if last:
+                    metrics.flush()
+                spikes.observe(metrics.last)
             decision = control.after_step(result, last=last)
             ends_phase = state.step == last_step and not last
             stop = CONTINUE if decision.stop is None and ends_phase else decision.stop
             saves.poll()
             control.complete(saves.complete)
             saves.act(failed=decision.failed, fatal=decision.fatal)
+            if spikes is not None and (decision.rewind or (last and spikes.found_on_rank_0())):
+                saves.settle(state.step)
+                raise SpikeFoundError(state, spikes.found)
             if validation_data is not None and (last or (training.validate_every and state.step % training.validate_every == 0)):
                 report = partial(watchdog.report, f"validation after step {state.step}")
                 report()

@@ -26,12 +26,24 @@ from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
-from pipeline.training import choose_saver, epochs, loop, node_phases, resume, run_directory, run_events, shard_verification
+from pipeline.training import (
+    choose_saver,
+    epochs,
+    loop,
+    node_phases,
+    resume,
+    rewinds,
+    run_directory,
+    run_events,
+    shard_verification,
+    skipped_samples,
+)
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.request_files import RequestFiles
-from pipeline.training.starting_checkpoint import first_step_of, initial_checkpoint, parent_of, with_loss_weights
+from pipeline.training.starting_checkpoint import FORK, first_step_of, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
+from pipeline.training.stragglers import Stragglers
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
@@ -95,30 +107,43 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
             if peak is not None and ranks.rank == 0:
                 log.info("mfu in %s: share of %s", FILE, peak)
-            with run_directory.disk_errors(run_dir):
-                writer = Metrics(
-                    run_dir,
-                    config.tracking,
-                    dataclasses.asdict(config),
-                    ranks.rank,
-                    state,
-                    steps=config.training.steps,
-                    tokens_per_sample=length,
-                    flops_per_token=flops,
-                    peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
-                    first_step=first_step_of(parent),
-                )
+            writer = partial(
+                Metrics,
+                run_dir,
+                config.tracking,
+                dataclasses.asdict(config),
+                ranks.rank,
+                steps=config.training.steps,
+                tokens_per_sample=length,
+                flops_per_token=flops,
+                peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
+                first_step=first_step_of(parent),
+            )
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
             events = (
                 run_events.recorded(config, layout, hosts, state.step, training_data.samples, parent) if ranks.rank == 0 else nullcontext()
             )
-            with events, closing(saver), run_directory.disk_errors(run_dir), writer as metrics:
-                files = RequestFiles(run_dir)
-                control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
-                with signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
-                    state = loop.train(
-                        config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver, parent, last_step
-                    )
+            stages = list(trainer.model.stage_modules())
+            stragglers = Stragglers(run_dir, trainer.mesh, stages, hosts, config.cluster.slow_factor, config.tracking.log_every)
+            is_fork = parent is not None and parent["how"] == FORK
+            with events, closing(saver), run_directory.disk_errors(run_dir):
+                skipped = meshes.on_rank_0(lambda: skipped_samples.read(run_dir))
+                while True:
+                    try:
+                        with writer(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
+                            files = RequestFiles(run_dir)
+                            control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
+                            spikes = rewinds.detector(config, is_fork=is_fork)
+                            state = loop.train(
+                                *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
+                                *(parent, last_step, spikes, skipped, stragglers),
+                            )
+                        break
+                    except rewinds.SpikeFoundError as spike:
+                        found = spike
+                    path, skipped = meshes.on_rank_0(partial(rewinds.rewind, config, found, skipped))
+                    state = resume.begin(config, trainer, path, training_data)
+                    last_step = node_phases.last_step(config, state.step, ranks)
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)

@@ -24,6 +24,7 @@ from pipeline.common.locks import claimed
 from pipeline.config.schema import CheckpointConfig, RunConfig
 from pipeline.conversion import imported
 from pipeline.data.tokenize import chat_template
+from pipeline.training import rewinds
 from pipeline.training.metrics import FILE
 from pipeline.training.metrics_writer import last_loss
 from pipeline.training.request_files import STOP, remove
@@ -60,6 +61,7 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minute
     with disk_errors(run_dir):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         finish_interrupted(run_dir)
+        rewinds.drop_abandoned(run_dir)
     if ends.VARIABLE not in os.environ:  # the supervisor of a job has removed it; what is there now was meant for this job
         remove(run_dir / STOP)
     start = starting_checkpoint(run_dir, checkpoint)

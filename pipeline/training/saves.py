@@ -148,6 +148,16 @@ class Saves:
         folder = native.folder_of(Path(self._config.run_dir), state.step)
         raise UserError.of("run_dir", folder, f"the checkpoint could not be written: {reason}", _SPACE)
 
+    def settle(self, step: int) -> None:
+        """Wait until no checkpoint is being written, at a step after which the run returns to an older one; every rank calls this.
+
+        Raises:
+            UserError: the weights are not finite, or the run directory is gone.
+        """
+        self._watchdog.report(f"returning from step {step} to a checkpoint", INPUT_OUTPUT)
+        self._metrics.flush()
+        self._wait(step)
+
     def _wait(self, step: int) -> str:
         """Wait for the checkpoint of a step; returns why it failed, on all ranks, empty if it did not. Collective."""
         self._saver.wait()

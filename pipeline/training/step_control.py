@@ -33,6 +33,7 @@ class Decision:
         asked: a user asked it to stop, by the file `stop`.
         failed: a rank could not write its part of a checkpoint.
         fatal: the run must end with an error, whose reason a rank knows.
+        rewind: the loss has spiked: the run returns to a checkpoint.
     """
 
     save: bool = False
@@ -40,6 +41,7 @@ class Decision:
     asked: bool = False
     failed: bool = False
     fatal: bool = False
+    rewind: bool = False
 
 
 class StepControl:
@@ -61,19 +63,21 @@ class StepControl:
         self._pending: HostCopy | None = None
         self._has_saved = False
 
-    def requests(self, *, failed: bool = False, fatal: bool = False) -> tuple[bool, ...]:
+    def requests(self, *, failed: bool = False, fatal: bool = False, rewind: bool = False) -> tuple[bool, ...]:
         """This rank's requests.
 
-        They are: save a checkpoint, stop as the time ends, stop as the job was canceled, stop by Ctrl-C, stop by a file, failed, fatal.
+        They are: save a checkpoint, stop as the time ends, stop as the job was canceled, stop by Ctrl-C, stop by a file, failed, fatal,
+        rewind.
 
         Args:
             failed: this rank could not write its part of a checkpoint.
             fatal: the run must end with an error.
+            rewind: the loss has spiked; rank 0 knows.
         """
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
         save, stop = (False, False) if self._files is None else self._files.look()
         time_ends, interrupted = (number in signals.received for number in (signal.SIGUSR1, signal.SIGINT))
-        return due or save, time_ends, signals.is_canceled(), interrupted, stop, failed, fatal
+        return due or save, time_ends, signals.is_canceled(), interrupted, stop, failed, fatal, rewind
 
     def saving(self, step: int) -> None:
         """Note that the checkpoint of a step has begun, which all requests until now asked for."""
@@ -107,10 +111,10 @@ class StepControl:
             self._skipped.count(skipped=bool(skipped))
         if not known:
             return Decision()
-        due, time_ends, canceled, interrupted, asked, failed, fatal, _ = (any(values) for values in zip(*known, strict=True))
+        due, time_ends, canceled, interrupted, asked, failed, fatal, rewind, _ = (any(values) for values in zip(*known, strict=True))
         due, self._has_saved = due and not self._has_saved, False
         stop = TERMINATED if canceled else INTERRUPTED if interrupted else CONTINUE if time_ends or asked else None
-        return Decision(due, stop, asked, failed, fatal)
+        return Decision(due, stop, asked, failed, fatal, rewind)
 
 
 class HostCopy:

@@ -16,6 +16,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _activation_budget(config)
     yield from _attention_group(config)
     yield from _loss_weights(config)
+    yield from _loss_spikes(config)
 
 
 def warmup_violations(training: TrainingConfig) -> Iterator[Violation]:
@@ -41,6 +42,23 @@ def _loss_weights(config: RunConfig) -> Iterator[Violation]:
                 without_mtp = name == "mtp_loss" and getattr(config.model, "mtp_depth", None) == 0
                 why = "model.mtp_depth=0" if without_mtp else f"model.family={config.model.family}"
                 yield Violation(f"training.{key}", value, f"has no effect with {why}", "remove it")
+
+
+def _loss_spikes(config: RunConfig) -> Iterator[Violation]:
+    """A run that returns to the checkpoint before a loss spike still has it when it knows of the spike, and has not ended before."""
+    training, checkpoint = config.training, config.checkpoint
+    if not training.spike_factor:
+        return
+    delay = training.spike_patience + 3  # steps until all ranks act on a spike (training/loss_spikes.py)
+    if checkpoint.every == 0:
+        rule = f"is required by training.spike_factor={training.spike_factor}, which returns to a checkpoint"
+        yield Violation("checkpoint.every", 0, rule, "set it to a number of steps")
+    elif (checkpoint.keep - 1) * checkpoint.every < delay:
+        rule = f"with checkpoint.every={checkpoint.every} removes the checkpoint before a loss spike until it is known, {delay} steps later"
+        yield Violation("checkpoint.keep", checkpoint.keep, rule, f"set it to at least {1 - -delay // checkpoint.every}")
+    if training.max_skipped_steps < delay:
+        rule = f"ends the run before it can return from a loss spike, which takes {delay} steps (training.spike_patience + 3)"
+        yield Violation("training.max_skipped_steps", training.max_skipped_steps, rule, f"set it to at least {delay}")
 
 
 def _order(key: str, entries: Sequence[WarmupConfig | ScheduledWeight]) -> Iterator[Violation]:
