@@ -72,9 +72,9 @@ class Retries:
         raise AssertionError
 
     def _log_once(self, path: Path, error: OSError) -> None:
-        """Log the first failure of a file until it can be read again."""
+        """Log the first failure of a file until it can be read again, unless it is not tried again."""
         with self._lock:
-            if path in self._failing:
+            if path in self._failing or self._given_up.is_set():
                 return
             self._failing.add(path)
         log.warning("%s: cannot be read (%s): trying again for %.0f s", path, error.strerror or error, sum(WAITS))
