@@ -1,8 +1,8 @@
 """The return of a run to the newest checkpoint before a loss spike, without the samples from there to the end of the spike.
 
 As in PaLM (Chowdhery et al. 2022, section 5.1): the samples seen before and during the spike are skipped, since spikes come from a
-combination of certain batches and a certain state of the weights. skipped_samples.json is written first, and everything follows from it: a
-job that is killed in between leaves checkpoints of the abandoned steps, which the next one removes before it chooses where to start.
+combination of certain batches and a certain state of the weights. Everything follows from skipped_samples.json, written first: a job
+that is killed then leaves checkpoints of the abandoned steps, which the next one removes before it chooses where to start.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def rewind(config: RunConfig, found: SpikeFoundError, skipped: SkippedSamples) -
         last = skipped.after(last, warmup.batch_size(training, step))
     entry = Rewind(start.step, spike.first, spike.reason, start.samples, last)
     more = SkippedSamples([*skipped.rewinds, entry])
-    skipped_samples.write(run_dir, more)
     count = len(more.rewinds)
+    # Before the list: a job that is killed between them records the event twice, and none is missing.
     events.record(run_dir, "rewind", step=found.state.step, number=count, **dataclasses.asdict(entry))
+    skipped_samples.write(run_dir, more)
     text = "%s: back to %s, without samples %d to %d (rewind %d of training.max_rewinds=%d)"
     log.warning(text, what, checkpoint, entry.first, entry.last - 1, count, training.max_rewinds)
     drop_abandoned(run_dir)
