@@ -100,6 +100,7 @@ class ValidatingLauncher(Launcher):
             try:
                 config = compose.to_run_config(_without_hydra(composed))
                 check.check(*self.sized(config, filter_overrides(overrides)))
+                _check_fork(config)
                 found.append(SweepRun(words, composed, config, entry))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}
@@ -220,6 +221,19 @@ def _points(runs: Sequence[SweepRun]) -> list[Point]:
         steps = run.config.training.steps if run.config.stage.name in TRAINING_STAGES else None
         points.append(Point(Path(run.config.run_dir), tuple(override for override in run.overrides if override not in common), steps))
     return points
+
+
+def _check_fork(config: RunConfig) -> None:
+    """Refuse a point whose checkpoint.fork is not there, unless its job waits for another one, which may write it.
+
+    Raises:
+        UserError: see there; or no step is left to train.
+    """
+    waits = any(option.startswith(("--dependency", "-d")) for option in config.cluster.sbatch)
+    if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is not None and not waits:
+        from pipeline.training import starting_checkpoint as starting  # loads torch
+
+        starting.parent_of(config, starting.starting_checkpoint(Path(config.run_dir), config.checkpoint))
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:

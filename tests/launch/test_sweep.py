@@ -163,6 +163,10 @@ def test_cooldowns_of_one_trunk_are_a_sweep(tokens: Path, tmp_path: Path) -> Non
         assert parent is not None
         assert (parent["how"], parent["step"]) == ("fork", 3 - number)
         assert list(lines(tmp_path / "cooldowns" / str(number))) == list(range(4 - number, 5))
+    message = pipeline("-m", "stage=pretrain", *branches[:-1], f"checkpoint.fork={tmp_path}/trunk/step-3,{tmp_path}/trunk/step-9",
+                       f"run_dir={tmp_path}/none", expect=2)  # fmt: skip
+    assert f"checkpoint.fork={tmp_path}/trunk/step-9" in message
+    assert not list((tmp_path / "none").glob("*/*")), "no point was trained before the mistake was found"
     jobs = pipeline(
         "-m", "stage=pretrain", *branches, f"run_dir={tmp_path}/jobs", "dry_run=true", *SLURM, "cluster.nodes=1", "cluster.tasks_per_node=1"
     )
