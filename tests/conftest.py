@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -33,6 +34,8 @@ SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
 
 def pytest_configure(config):
     """Start the server of warm processes: one for all workers of pytest-xdist."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each gloo group of a test keeps some files until the process ends
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory()
         os.environ[warm.ADDRESS] = f"{folder.name}/socket"

@@ -65,7 +65,9 @@ class Process:
             self.wait()
 
     def _readable(self, seconds: float) -> bool:
-        return bool(select.select([self._connection], [], [], seconds)[0])
+        waiting = select.poll()  # select() refuses file numbers from 1,024 on
+        waiting.register(self._connection, select.POLLIN)
+        return bool(waiting.poll(seconds * 1000))
 
 
 def start(*arguments: object, environment: dict[str, str], output: int | None = None, pass_fds: tuple[int, ...] = ()) -> Process:

@@ -180,6 +180,7 @@ def test_verify_of_a_run_reads_all_checkpoints(tool, tmp_path):
 
 
 def test_verify_reports_a_save_of_a_run_without_checkpoints(tool, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
     commit.begin(tmp_path, small_checkpoints.index(3), "other", 5)
     code, text = tool("verify", tmp_path)
     assert code == 0
