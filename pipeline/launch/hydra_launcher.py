@@ -224,13 +224,13 @@ def _points(runs: Sequence[SweepRun]) -> list[Point]:
 
 
 def _check_fork(config: RunConfig) -> None:
-    """Refuse a point whose checkpoint.fork is not there, unless its job waits for another one, which may write it.
+    """Refuse a point whose checkpoint.fork is not there, except in a dry run, or if its job waits for another one, which may write it.
 
     Raises:
         UserError: see there; or no step is left to train.
     """
     waits = any(option.startswith(("--dependency", "-d")) for option in config.cluster.sbatch)
-    if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is not None and not waits:
+    if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is not None and not (waits or config.dry_run.enabled):
         from pipeline.training import starting_checkpoint as starting  # loads torch
 
         starting.parent_of(config, starting.starting_checkpoint(Path(config.run_dir), config.checkpoint))
