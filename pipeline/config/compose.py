@@ -129,6 +129,11 @@ def own_folders(hydra: DictConfig) -> list[Path]:
     return [Path(folder.removeprefix(FILE)) for folder in hydra.searchpath or []]
 
 
+def folder_options(folders: Iterable[Path | str]) -> list[str]:
+    """Return the arguments that name folders with a user's own configuration files."""
+    return [f"--config-dir={folder}" for folder in folders]
+
+
 def task_arguments() -> list[str]:
     """Return the command line of this run without the overrides of Hydra, for a job that composes the same files."""
     return arguments_of(HydraConfig.get())
@@ -136,7 +141,7 @@ def task_arguments() -> list[str]:
 
 def arguments_of(hydra: DictConfig) -> list[str]:
     """Return the command line without the overrides of Hydra, from Hydra's own node of a composed configuration."""
-    return [*(f"--config-dir={folder}" for folder in own_folders(hydra)), *hydra.overrides.task]
+    return [*folder_options(own_folders(hydra)), *hydra.overrides.task]
 
 
 def job_arguments(arguments: Sequence[str], job: RunConfig, keys: Iterable[str]) -> list[str]:

@@ -167,7 +167,7 @@ class SlurmLauncher(ValidatingLauncher):
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the layout and the number of ranks of the job of a run on as many nodes as it asks for."""
-        words = [*(f"--config-dir={folder}" for folder in compose.own_folders(self.config.hydra)), *overrides]
+        words = [*compose.folder_options(compose.own_folders(self.config.hydra)), *overrides]
         return job_size.expected(config, words, overrides)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002 -- numbers are those of the manifest

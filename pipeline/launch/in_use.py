@@ -14,10 +14,11 @@ import xxhash
 from pipeline.common import locks
 from pipeline.common.errors import Violation
 from pipeline.config.command_line import key_of
+from pipeline.launch import sweep_manifest
 from pipeline.launch.sbatch import QueuedJob
 
-#: Records of submitted jobs: of a chain in its run directory, of a sweep in the folder above those of its runs.
-CHAIN, SWEEP = "submission.json", "sweep.json"
+#: Record of the submitted jobs of a chain, in its run directory; that of a sweep is its manifest, in the folder above.
+CHAIN = "submission.json"
 
 
 def job_name(stage: str, run_dir: Path) -> str:
@@ -53,7 +54,9 @@ def queued(run_dir: Path, stages: Sequence[str], queue: Sequence[QueuedJob]) -> 
     folder = run_dir.absolute()
     recorded = {*chain_jobs(run_dir)}
     recorded |= {
-        entry["job"] for entry in _entries(run_dir.parent / SWEEP, "points") if Path(entry.get("run_dir", "")).absolute() == folder
+        entry["job"]
+        for entry in _entries(run_dir.parent / sweep_manifest.NAME, "points")
+        if Path(entry.get("run_dir", "")).absolute() == folder
     }
     names = {job_name(stage, run_dir) for stage in stages}
     return {

@@ -87,7 +87,7 @@ def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str
         if numbers and entry.number not in numbers:
             continue
         words = (*entry.options, *entry.overrides)
-        found = [*(f"--config-dir={folder}" for folder in own), *words, f"run_dir={quoted(entry.run_dir)}"]
+        found = [*compose.folder_options(own), *words, f"run_dir={quoted(entry.run_dir)}"]
         config = compose.recompose(found)
         check.check(*job_size.expected(config, found, words))
         points.append(Point(entry, config, words))

@@ -18,6 +18,7 @@ from pipeline.common import locks
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import UserError, Violation
+from pipeline.config import compose
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
@@ -56,28 +57,22 @@ class Point:
 
 
 def refuse(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | None, also: Iterable[Violation] = ()) -> None:
-    """Refuse points whose jobs cannot be submitted; arguments as those of `violations`.
-
-    Raises:
-        UserError: with all violations, and those of `also`.
-    """
-    if found := [*also, *violations(points, config_dirs, at_once)]:
-        raise UserError(found)
-
-
-def violations(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | None) -> list[Violation]:
-    """Return why the jobs of points cannot be submitted, as far as it is known without asking Slurm.
+    """Refuse points whose jobs cannot be submitted, as far as it is known without asking Slurm.
 
     Args:
         points: to be submitted.
         config_dirs: folders of --config-dir.
         at_once: as of `submit`.
+        also: further violations.
+
+    Raises:
+        UserError: with all violations.
     """
-    found: dict[str, Violation] = {}
+    found = {str(v): v for v in also}
     if not any(point.config.dry_run.enabled for point in points):
         found |= {str(v): v for v in sbatch.absent()}
     for point in points:
-        words = _arguments(point, config_dirs)
+        words = [*compose.folder_options(config_dirs), *point.words]
         found |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
         found |= {str(v): v for v in moldable.violations(point.config, words)}
         found |= {str(v): v for v in job_memory.violations(point.config, words)}
@@ -89,9 +84,10 @@ def violations(points: Sequence[Point], config_dirs: Sequence[Path], at_once: in
         found["at_once"] = Violation(
             "hydra.launcher.at_once", at_once, "must be at least 1", "set the number of jobs that may run at a time"
         )
+    if found:
+        raise UserError(list(found.values()))
     for text in {text for point in points if (text := moldable.idle_text(point.config))}:
         log.warning("%s", text)
-    return list(found.values())
 
 
 def render(points: Sequence[Point], manifest: Manifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
@@ -188,11 +184,6 @@ def _state(point: Point, before: Entry | None, queue: Iterable[int]) -> str:
         return ""
     totals: Mapping[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["totals"]
     return "finished" if totals.get("step", 0) >= point.config.training.steps else ""
-
-
-def _arguments(point: Point, config_dirs: Sequence[Path]) -> list[str]:
-    """The arguments of `python -m pipeline` on this machine for a point."""
-    return [*(f"--config-dir={folder}" for folder in config_dirs), *point.words]
 
 
 def _log(point: Point, job_id: str) -> str:
