@@ -28,6 +28,7 @@ from pipeline.checkpoint.saver import Outcome, Request, Saver
 from pipeline.checkpoint.staging import Snapshot, Source, Staging
 from pipeline.checkpoint.writer_connection import WriterConnection, WriterEndedError
 from pipeline.checkpoint.writer_process import WriterProcess
+from pipeline.common.atomic_files import remove_leftovers
 
 log = logging.getLogger("pipeline")
 
@@ -174,8 +175,9 @@ class AsyncSaver(Saver):
             self._snapshot.released.set()
         self._staging.close()
         self._writer.close()
-        if self._process is not None:
-            self._process.close()
+        code = None if self._process is None else self._process.close()
+        if self._rank == 0 and code and self._pending is None:  # it died as it removed older checkpoints, after the last one was complete
+            remove_leftovers(self._run_dir / "checkpoints")
 
     def _sources(self, fragments: Sequence[Fragment]) -> list[Source]:
         """The live tensors of the parts that this rank writes."""

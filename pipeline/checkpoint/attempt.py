@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.checkpoint import catalog, commit
 from pipeline.checkpoint.data_file import WrittenFile
@@ -51,6 +54,24 @@ def tell(member: Member, attempt: Attempt, reason: str) -> None:
     with suppress(OSError):
         check_folder(member)
         commit.write_failure(commit.partial_folder(member.run_dir, attempt.step, attempt.name), member.node, reason, create=True)
+
+
+def tell_later(folder: Path, writer: int, reason: str, seconds: float) -> None:
+    """Try in a thread to say in the partial folder why a writer has no record, until that succeeds: the disk may be full for a moment.
+
+    Args:
+        folder: the partial folder. Whoever commits removes it when the save is given up.
+        writer: number of the writer.
+        reason: as in commit.write_failure.
+        seconds: after which whoever commits does not wait any longer.
+    """
+
+    def run() -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and folder.is_dir() and not commit.write_failure(folder, writer, reason):
+            time.sleep(0.5)
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def check_folder(member: Member) -> None:

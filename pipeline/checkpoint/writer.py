@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from pipeline.checkpoint import commit, committing, handover, records
-from pipeline.checkpoint.attempt import Attempt, check_folder, discard, reason_of, tell
+from pipeline.checkpoint.attempt import Attempt, check_folder, discard, reason_of, tell, tell_later
 from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
 from pipeline.common import locks
@@ -160,6 +160,8 @@ class Node:
                 if folder.is_dir():
                     (folder / member.file).unlink(missing_ok=True)  # a full disk then has space for the failure, which other nodes read
                     told = commit.write_failure(folder, member.node, reason) or told
+                    if not told:
+                        tell_later(folder, member.node, reason, member.patience)
                 elif not attempt.abandoned:
                     reason = f"the checkpoint was given up in the meantime ({reason})"
             failed = Failed(save.attempt, reason, not_finite=str(error) if isinstance(error, NotFiniteError) else "", told=told)

@@ -106,14 +106,19 @@ class WriterProcess:
         if self._process is not None:
             self._process.kill()
 
-    def close(self) -> None:
-        """Wait for the end of the process, whose connections are closed; it may go on for a while if other ranks still use it."""
+    def close(self) -> int | None:
+        """Wait for the end of the process, whose connections are closed; it may go on for a while if other ranks still use it.
+
+        Returns:
+            Its exit code, negative for a signal; None if it goes on.
+        """
         if self._connection is not None:  # nobody has used it
             self._connection.close()
             self.kill()
-        self._wait()
+        code = self._wait()
         if self._errors is not None:
             self._errors.close()
+        return code
 
     def _wait(self) -> int | None:
         """Its exit code, None if it goes on."""

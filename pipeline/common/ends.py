@@ -35,6 +35,8 @@ _PEER_TEXTS = (
 )
 #: Errors of a start that succeeds at another port or a little later.
 _START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "client socket has timed out")
+#: What the watchdog says of a rank whose process does nothing at all, which is not the fault of the program.
+NO_ANSWER = ("does not respond", "does not answer")
 #: Errors of a device or a host, which another node does not have.
 _HARDWARE_TEXTS = ("uncorrectable ECC", "fallen off the bus", "uncorrectable NVLink", "device(s) is/are busy", "no CUDA-capable device")
 
@@ -54,6 +56,7 @@ class End:
         final: a further attempt would end in the same way, as with an invalid configuration.
         start: the ranks could not find each other.
         hardware: the device or the host is to blame.
+        silent: its process did nothing: it was suspended, or is dead, or its host is.
     """
 
     rank: int
@@ -66,11 +69,12 @@ class End:
     final: bool = False
     start: bool = False
     hardware: bool = False
+    silent: bool = False
 
     @property
     def may_pass(self) -> bool:
         """Whether the failure is that of a node, of the network or of the start, and not of the program."""
-        return self.follows or self.hardware or self.start or self.code > 128
+        return self.follows or self.hardware or self.start or self.silent or self.code > 128
 
 
 def host_name() -> str:
@@ -88,7 +92,8 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
-    found = {name: _names(reason, texts) for name, texts in (("start", _START_TEXTS), ("hardware", _HARDWARE_TEXTS))}
+    kinds = (("start", _START_TEXTS), ("hardware", _HARDWARE_TEXTS), ("silent", NO_ANSWER))
+    found = {name: _names(reason, texts) for name, texts in kinds}
     here = _rank()
     end = End(here if rank is None else rank, host or host_name(), time.time(), code, reason, where, _follows(reason), final, **found)
     text = json.dumps(asdict(end))

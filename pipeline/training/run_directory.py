@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import socket
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ log = logging.getLogger("pipeline")
 
 #: Folder of the tokenizer with the chat template of the run, in its run directory.
 TOKENIZER = "tokenizer"
+
+#: Seconds between the attempts to write what a run ends with, its last checkpoint and its manifest: a disk may be full for a moment only.
+LAST_WAITS = (2.0, 20.0)
 
 
 def disk_errors(run_dir: Path) -> AbstractContextManager[None]:
@@ -175,8 +180,25 @@ def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[
     totals |= {"job": os.environ.get("SLURM_JOB_ID"), "commit": commit()}
     totals |= {} if parent is None else {"parent": parent}
     totals |= {"unverified_shards": unverified} if config.data.verify == "lazy" else {}
-    with disk_errors(run_dir):
+
+    def write() -> None:
         if not (run_dir / "config.yaml").is_file():
             write_config(config)
         files = {"config.yaml": artifact.entry(run_dir / "config.yaml")}
         artifact.write(run_dir, artifact.Manifest(config.stage.name, settings, files, totals))
+
+    with disk_errors(run_dir):
+        _write_last(write)
+
+
+def _write_last(write: Callable[[], None]) -> None:
+    """Call a function that writes what a run ends with; after an error try again, as the training that went before is complete."""
+    for wait in LAST_WAITS:
+        try:
+            write()
+        except OSError as error:
+            log.warning("%s: cannot be written (%s): trying once more in %.0f s", error.filename, error.strerror or error, wait)
+            time.sleep(wait)
+        else:
+            return
+    write()

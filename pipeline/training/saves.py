@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.metrics import Metrics
+from pipeline.training.run_directory import LAST_WAITS
 from pipeline.training.step_control import HostCopy
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -134,16 +136,17 @@ class Saves:
             The state with the counters of the engine.
 
         Raises:
-            UserError: the weights are not finite, the run directory is gone, or the checkpoint could not be written, at two attempts.
+            UserError: the weights are not finite, the run directory is gone, or the checkpoint could not be written, at several attempts.
         """
-        self._watchdog.report(f"writing the checkpoint of step {state.step}", INPUT_OUTPUT)
-        for last in (False, True):
+        for wait in (*LAST_WAITS, None):
+            self._watchdog.report(f"writing the checkpoint of step {state.step}", INPUT_OUTPUT)
             self._metrics.flush()
             reason = self._wait(state.step)
             if not reason:
                 return self._with_counters(state, HostCopy(self._trainer.engine.counters()))
-            if not last:
-                log.warning("step %d: trying once more to write the checkpoint", state.step)
+            if wait is not None:
+                log.warning("step %d: trying once more to write the checkpoint, in %.0f s", state.step, wait)
+                time.sleep(wait)
                 self.begin(state)
         folder = native.folder_of(Path(self._config.run_dir), state.step)
         raise UserError.of("run_dir", folder, f"the checkpoint could not be written: {reason}", _SPACE)

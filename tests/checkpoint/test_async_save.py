@@ -266,6 +266,16 @@ def test_a_writer_that_dies_between_two_saves_or_before_the_hand_over_costs_no_c
     assert complete(run) == [1, 2]
 
 
+def test_a_writer_that_dies_as_it_removes_old_checkpoints_leaves_nothing(run):
+    run.update()
+    assert run.save().reason == ""
+    for name in (".step-00000000.retired", ".catalog.json.1.partial"):
+        (run.run_dir / "checkpoints" / name).mkdir()
+    kill(run.process)
+    run.saver.close()
+    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["catalog.json", "step-00000001"]
+
+
 def test_a_save_that_takes_too_long_is_given_up_when_the_next_one_is_due(tmp_path):
     run = Run(tmp_path, before_next=0.3)
     run.update()
@@ -413,6 +423,23 @@ def test_ranks_of_several_nodes_write_one_checkpoint_and_learn_of_their_failures
     assert "weight of w3 changed" in others[2][0].reason
     assert job.save(7)[0][0].reason == ""
     assert catalog.read(job.run_dir).complete == [1, 2, 5, 7]
+
+
+def test_a_writer_that_can_create_no_file_says_later_that_it_failed(job):
+    """Nobody waits until the patience of the commit ends, 20 s."""
+    job.save(1)
+    before = resource.prlimit(job.processes[1].pid, resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    for rank in range(4):
+        job.begin(rank, 2)
+    for saver in job.savers:
+        hand_over(saver)
+    job.savers[2].wait()
+    (failed,) = job.savers[2].poll()
+    assert ("Too many open files" in failed.reason, failed.told) == (True, False), failed
+    resource.prlimit(job.processes[1].pid, resource.RLIMIT_NOFILE, before)
+    job.savers[0].wait_for_commit()
+    (outcome,) = job.savers[0].poll()
+    assert outcome.reason.startswith("writer 1: [Errno 24] Too many open files")
 
 
 @pytest.fixture(params=["rank", "node"])

@@ -76,6 +76,12 @@ def test_kinds_of_failures(reason: str, follows: bool, start: bool, hardware: bo
     assert (end.follows, end.start, end.hardware) == (follows, start, hardware)
 
 
+def test_a_rank_that_does_nothing_is_not_a_failure_of_the_program(folder: Path) -> None:
+    for number, text in enumerate(("its process does not respond: suspended or dead", "all ranks wait in the same phase")):
+        ends.record(1, f"no progress for 9 s in phase 'start': {text}")
+        assert ends.read(folder)[0][number].may_pass is (number == 0)
+
+
 FAIL = """
 import sys
 from pipeline.common import ends

@@ -15,6 +15,7 @@ LOST_PEER = End(0, "n1", 0.0, 1, "RuntimeError: Connection closed by peer", foll
 KILLED = End(3, "n2", 0.0, 137, "the process was ended by a signal: Killed")
 MISTAKE = End(0, "n1", 0.0, 2, "training.steps=0: must be at least 1", final=True)
 ECC = End(3, "n2", 0.0, 1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", hardware=True)
+SUSPENDED = End(3, "n2", 0.0, 1, "no progress for 90 s in phase 'start': its process does not respond: suspended or dead", silent=True)
 PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=True)
 
 
@@ -46,6 +47,8 @@ PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=Tr
         (Situation(137, KILLED, nodes=1, needed=2), Kind.RESTART, 137, ()),
         (Situation(137, KILLED, nodes=2, needed=2), Kind.RESTART, 137, ("n2",)),
         (Situation(137, KILLED, nodes=1, needed=2, blamed_before=("n2",)), Kind.REQUEUE, 137, ("n2",)),
+        (Situation(1, SUSPENDED, nodes=1, needed=2), Kind.RESTART, 1, ()),
+        (Situation(1, SUSPENDED, nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
         (Situation(1, ECC, nodes=1, needed=2), Kind.REQUEUE, 1, ("n2",)),
         (Situation(1, ECC, nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
         (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2), Kind.REQUEUE, 1, ("n2",)),

@@ -153,6 +153,7 @@ def test_a_rank_that_stops_answering_ends_the_run_before_the_timeout(tokens, tmp
     (end,), _ = ends.read(tmp_path / "ends")
     assert end.rank == 1, "the rank to blame, recorded by the one that found it"
     assert "suspended or dead" in end.reason
+    assert end.may_pass
 
 
 @pytest.mark.parametrize("suspended", [pytest.param((0, 1), id="all ranks"), pytest.param((1,), id="one rank", marks=pytest.mark.long)])

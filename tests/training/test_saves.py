@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.parallel import mesh as meshes
+from pipeline.training import run_directory
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.saves import Saves
 from tests.world import configured
@@ -116,7 +119,8 @@ def test_failures_in_a_row_end_the_run_with_the_reason():
     )
 
 
-def test_the_last_checkpoint_is_tried_twice(caplog):
+def test_the_last_checkpoint_is_tried_several_times(caplog, monkeypatch):
+    monkeypatch.setattr("pipeline.training.saves.LAST_WAITS", (0.0,))
     run = Run("disk full")
     run.saves.begin(TrainState(7, 70))
     assert run.saves.finish(TrainState(7, 70)) == TrainState(7, 70, 5)
@@ -179,3 +183,19 @@ def test_a_part_of_another_rank_that_failed_gives_up_the_checkpoint():
     run = Run()
     run.saves.act(failed=True, fatal=False)
     assert any(event.startswith("abandon: a rank could not write its part") for event in run.events)
+
+
+def test_the_manifest_is_written_when_a_full_disk_has_space_again(tmp_path, monkeypatch, caplog):
+    write, failures = artifact.write, [OSError(errno.ENOSPC, "No space left on device", "manifest.json")]
+
+    def fail_once(folder: Path, manifest: artifact.Manifest) -> None:
+        if failures:
+            raise failures.pop()
+        write(folder, manifest)
+
+    monkeypatch.setattr(artifact, "write", fail_once)
+    monkeypatch.setattr(run_directory, "LAST_WAITS", (0.0,))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5}\n')
+    run_directory.finish(configured(f"run_dir={tmp_path}"), TrainState(7, 70), ["n1"], None)
+    assert "manifest.json: cannot be written (No space left on device): trying once more in 0 s" in caplog.text
+    assert artifact.read(tmp_path, key="run_dir", stage="pretrain").totals["loss"] == 2.5
