@@ -39,6 +39,7 @@ class CrashNode(Kind):
         rank = scene.rank()
         if rank is not None and is_alive(rank.pid):
             scene.cluster.crash(rank.node)
+            scene.wait(lambda: not is_alive(rank.pid), 5)  # a process that is killed is there for a moment
             self.evidence = f"{rank.node} is lost" * (not is_alive(rank.pid))
         else:
             node = expand_hosts(found["NodeList"])[scene.case.victim]
