@@ -24,7 +24,7 @@ VARIABLE = "PIPELINE_ENDS"
 #: Most failures that are recorded.
 RECORDS = 8
 #: Errors of a rank whose peer has ended: classes of torch.distributed, and texts of gloo, NCCL and the store.
-_PEER_CLASSES = {"DistBackendError", "DistNetworkError", "DistError"}
+_PEER_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 _PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -34,7 +34,7 @@ _PEER_TEXTS = (
     "Timed out waiting",
 )
 #: Errors of a start that succeeds at another port or a little later.
-_START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "client socket has timed out")
+_START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "client socket has timed out", "waiting for clients")
 #: What the watchdog says of a rank whose process does nothing at all, which is not the fault of the program.
 NO_ANSWER = ("does not respond", "does not answer")
 #: Errors of a device or a host, which another node does not have.

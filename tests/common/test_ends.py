@@ -66,6 +66,8 @@ def test_torn_records_are_left_out(folder: Path) -> None:
             True,
             False,
         ),
+        ("DistStoreError: Timed out after 55 seconds waiting for clients. 1/2 clients joined.", False, True, False),
+        ("DistStoreError: wait timeout after 60000ms, keys: /default_pg/0//cpu//0/rank_0", True, False, False),
         ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", False, False, True),
         ("ValueError: batch", False, False, False),
     ],

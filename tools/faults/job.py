@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import signal
 import socket
 import sys
@@ -267,6 +268,14 @@ def process_state(pid: int) -> str:
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that waits to be reaped does not."""
     return process_state(pid) not in "ZX"
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _signal(pid: int, number: int) -> bool:

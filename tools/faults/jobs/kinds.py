@@ -6,7 +6,7 @@ import os
 import signal
 
 from pipeline.common.ranks import expand_hosts
-from tools.faults.job import is_alive, process_state
+from tools.faults.job import handles, is_alive, process_state
 from tools.faults.jobs import cases, cluster
 from tools.faults.jobs.file_kinds import DamagedCheckpoint, DiskFull, InodesFull, PortTaken
 from tools.faults.jobs.kind import LINES, Kind
@@ -156,7 +156,10 @@ class Usr1(Kind):
         self.saves = not (full and self.number == signal.SIGTERM)  # srun gets it as well, and kills the ranks
         if not full and scene.case.moment == "start-up":  # it may end ranks that do not handle it yet: they are started again
             self.ends_job = False
-        alive, held = cluster.facts(scene.job)["JobState"] == "RUNNING", scene.held_is_alive()
+        held = scene.held_is_alive()
+        if not held:  # before the ranks are there, or handle it, the signal of a job that runs goes nowhere, or kills
+            scene.wait(lambda: self._is_handled() or not cluster.is_alive(cluster.facts(scene.job)), 30)
+        alive = cluster.facts(scene.job)["JobState"] == "RUNNING" and (held or self._is_handled())
         cluster.command("scancel", f"--signal={self.number.name[3:]}", *full, str(scene.job), check=False)
 
         def arrived() -> bool:
@@ -166,6 +169,11 @@ class Usr1(Kind):
             scene.wait(arrived, 5)
         if alive and (not held or arrived()):
             self.evidence = f"{self.number.name} to ranks" + (" and script" if full else "")
+
+    def _is_handled(self) -> bool:
+        """Whether the rank that is hit has a handler of the signal."""
+        rank = self.scene.rank()
+        return rank is not None and handles(rank.pid, self.number)
 
 
 class Term(Usr1):
