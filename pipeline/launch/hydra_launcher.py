@@ -1,7 +1,8 @@
 """Hydra launchers for sweeps (`python -m pipeline -m`). All runs are validated before the first one starts.
 
 The runs are executed sequentially in this process, or with `hydra/launcher=slurm` submitted as one Slurm job each. In that case
-the process exits after the submission; no process monitors the jobs.
+the process exits after the submission, and no process monitors the jobs; with hydra.launcher.wait=true it stays until they have ended, as
+hydra/sweeper=optuna needs it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from types import ModuleType
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from pipeline.common import ranks
 from pipeline.common.atomic_files import make_folder
-from pipeline.common.errors import UserError, Violation
+from pipeline.common.errors import STOPPED, UserError, Violation
 from pipeline.common.metrics_file import FILE as METRICS
 from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job_size, local_sweep, moldable, sweep_manifest, sweep_submission, sweep_table
+from pipeline.launch import job_size, local_sweep, moldable, sweep_manifest, sweep_results, sweep_submission, sweep_table
 from pipeline.launch.sweep_manifest import Entry, Manifest
 from pipeline.launch.sweep_table import Point
 
@@ -80,6 +81,8 @@ class ValidatingLauncher(Launcher):
         manifest = earlier = sweep_manifest.read(self.folder)
         found: list[SweepRun] = []
         violations: dict[str, Violation] = {}
+        if sweep_results.searches(self.config):  # it may choose a point twice
+            job_overrides = list({tuple(filter_overrides(overrides)): overrides for overrides in job_overrides}.values())
         own = [tuple(filter_overrides(overrides)) for overrides in job_overrides]
         for overrides, words, (settings, options) in zip(job_overrides, own, sweep_manifest.split(own), strict=True):
             point = sweep_manifest.point_id(settings)
@@ -111,6 +114,11 @@ class ValidatingLauncher(Launcher):
             raise UserError(list(violations.values()))
         return found, manifest
 
+    def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
+        """Return the results of runs that have ended, in the order of the overrides, of which some may be alike."""
+        found = {run.overrides: point for run, point in zip(runs, points, strict=True)}
+        return [sweep_results.result(found[tuple(filter_overrides(overrides))], overrides) for overrides in job_overrides]
+
 
 class LocalLauncher(ValidatingLauncher):
     """Executes the runs sequentially in this process, on all its ranks, and prints a table of them."""
@@ -118,7 +126,7 @@ class LocalLauncher(ValidatingLauncher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """See ValidatingLauncher."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self._done: list[Point] = []  # of earlier batches, with hydra.sweeper.max_batch_size
+        self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> the run and its state, also of earlier batches
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the number of ranks of this job, or the simulated ranks of a dry run."""
@@ -131,15 +139,21 @@ class LocalLauncher(ValidatingLauncher):
         Raises:
             SystemExit: a run has failed or was asked to stop, with the exit code of the first one.
         """
-        (runs, manifest), here = self.runs(job_overrides), ranks.detect()
+        here = ranks.detect()
+        if found := list(sweep_results.violations(self.config, here.world_size)):
+            raise UserError(found)
+        runs, manifest = self.runs(job_overrides)
         dry_run = any(run.config.dry_run.enabled for run in runs)
         if here.rank == 0 and not dry_run:
             make_folder(self.folder)
             manifest.write()
-        done, code = local_sweep.execute(_points(runs), [partial(self._execute, run) for run in runs], here)
-        self._done += done
+        points, code = local_sweep.execute(_points(runs, manifest), [partial(self._execute, run) for run in runs], here)
+        self._done |= {point.run_dir.as_posix(): (run, point.state) for run, point in zip(runs, points, strict=True)}
         if here.rank == 0 and not dry_run:
-            print(f"{sweep_table.write(self.folder, self._done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
+            done = _points([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
+            print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
+        if sweep_results.searches(self.config) and code not in STOPPED:
+            return self.results(runs, points, job_overrides)
         if code:
             sys.exit(code)
         return []
@@ -160,10 +174,11 @@ class SlurmLauncher(ValidatingLauncher):
 
     Args:
         at_once: most jobs that run at a time; None for no limit.
+        wait: wait for the end of the jobs and print a table. A sweeper that searches needs it.
     """
 
-    def __init__(self, at_once: int | None = None) -> None:
-        self._at_once = at_once
+    def __init__(self, at_once: int | None = None, wait: bool = False) -> None:
+        self._at_once, self._wait = at_once, wait
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the layout and the number of ranks of the job of a run on as many nodes as it asks for."""
@@ -182,14 +197,28 @@ class SlurmLauncher(ValidatingLauncher):
             return []
         arguments = compose.arguments_of(self.config.hydra)
         manifest = replace(manifest, config_dirs=tuple(map(str, own)))
-        sweep_submission.submit(points, manifest, own, arguments, self._at_once)
+        manifest = sweep_submission.submit(points, manifest, own, arguments, self._at_once)
         common = set.intersection(*(set(run.overrides) for run in runs))
         for point in points:
             print(f"{point.state}: {point.entry.run_dir}  {' '.join(word for word in point.words if word not in common)}".rstrip())
+        if not self._wait:
+            return []
+        sweep_results.wait(points, manifest)
+        done = [replace(point, state="ended") if point.steps is None else point for point in _points(runs, manifest)]
+        print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
+        results = self.results(runs, done, job_overrides)
+        if sweep_results.searches(self.config):
+            return results
+        if any(point.steps is not None and result.status is JobStatus.FAILED for point, result in zip(done, results, strict=True)):
+            sys.exit(1)
         return []
 
     def _violations(self) -> Iterator[Violation]:
         """Yield why these launches cannot submit: several launchers, or batches of runs."""
+        yield from sweep_results.violations(self.config, 1)
+        if sweep_results.searches(self.config) and not self._wait:
+            rule = "does not wait for the results, by which hydra/sweeper chooses the next points"
+            yield Violation("hydra.launcher.wait", False, rule, "set it to true, and leave this process running, for example in tmux")
         if ranks.detect().world_size > 1:
             rule = "would submit the sweep once per rank"
             yield Violation("hydra/launcher", "slurm", rule, "start a single process, without srun, torchrun or mpirun")
@@ -207,19 +236,21 @@ def register() -> None:
     plugins, store = Plugins.instance(), ConfigStore.instance()
     sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))  # exists if another plugin is installed
     sys.modules[PLUGIN] = sys.modules[__name__]
-    for name, launcher, keys in (("basic", LocalLauncher, {}), ("slurm", SlurmLauncher, {"at_once": None})):
+    for name, launcher, keys in (("basic", LocalLauncher, {}), ("slurm", SlurmLauncher, {"at_once": None, "wait": False})):
         launcher.__module__ = PLUGIN
         plugins.register(launcher)
         store.store(group="hydra/launcher", name=name, node={"_target_": f"{PLUGIN}.{launcher.__name__}", **keys}, provider="pipeline")
 
 
-def _points(runs: Sequence[SweepRun]) -> list[Point]:
-    """The runs as points of the table, with the overrides that not all of them have."""
-    common = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+def _points(runs: Sequence[SweepRun], manifest: Manifest, states: Sequence[str] | None = None) -> list[Point]:
+    """The runs as points of the table, with the settings that not all points of the sweep have, and with their states."""
+    settings = [set(entry.overrides) for entry in manifest.entries.values()]
+    common = set.intersection(*settings) if len(settings) > 1 else set()
     points = []
-    for run in runs:
+    for run, state in zip(runs, states or [""] * len(runs), strict=True):
         steps = run.config.training.steps if run.config.stage.name in TRAINING_STAGES else None
-        points.append(Point(Path(run.config.run_dir), tuple(override for override in run.overrides if override not in common), steps))
+        values = tuple(override for override in run.entry.overrides if override not in common)
+        points.append(Point(Path(run.config.run_dir), values, steps, state))
     return points
 
 

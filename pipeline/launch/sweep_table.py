@@ -69,11 +69,11 @@ def rows(points: Sequence[Point]) -> list[Row]:
     def order(row: Row) -> tuple[float, float]:
         return tuple(math.inf if loss is None else loss for loss in (row.validation_loss, row.loss))  # type: ignore[return-value]
 
-    return sorted(map(_row, points), key=order)
+    return sorted(map(row, points), key=order)
 
 
-def _row(point: Point) -> Row:
-    """The row of a point."""
+def row(point: Point) -> Row:
+    """Return the row of a point."""
     columns = metrics_file.columns(metrics_file.read(point.run_dir))
     validations, errors = columns.get("validation_loss", []), dict(columns.get("validation_loss_stderr", []))
     losses, rates = columns.get("loss", []), [rate for _, rate in columns.get("tokens_per_second", [])]
