@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
-from pipeline.common import metrics_file
-from pipeline.common.atomic_files import atomic_file
+from pipeline.common import metrics_file, wandb_run
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.schema import TrackingConfig
 from pipeline.training.engine import StepResult
@@ -30,7 +28,6 @@ from pipeline.training.validation import Validation
 log = logging.getLogger("pipeline")
 
 FILE = metrics_file.FILE
-WANDB_ID = ".wandb_id"
 #: Corpora whose validation loss is logged, the largest ones; the file has all.
 _LOGGED_CORPORA = 10
 
@@ -89,11 +86,14 @@ class Metrics:
         self._pending: _Pending | None = None
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = steps, {}  # type: int, dict[str, Any]
+        self._wandb: Any = None
         if rank == 0:
             self._path = run_dir / FILE
             keep_steps(self._path, first_step, resumed.step)
             self._file = MetricsWriter(self._path)
-            self._wandb = _init_wandb(run_dir, tracking, {**settings, "resumed_at": resumed.step})
+            if tracking.wandb != "disabled":
+                settings = {**settings, "resumed_at": resumed.step}
+                self._wandb = wandb_run.start(run_dir, run_dir, tracking.wandb, tracking.project, tracking.name, settings)
 
     def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
         """Record a step that was just queued, and write the previous one.
@@ -230,34 +230,3 @@ def _finite(line: dict[str, Any]) -> dict[str, Any]:
 def memory_used() -> dict[str, float]:
     """The most memory that this rank has reserved on its GPU, GB; empty on a CPU. Known on the host: no synchronization."""
     return {"memory_gb": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
-
-
-def _init_wandb(run_dir: Path, tracking: TrackingConfig, settings: dict[str, Any]) -> Any:
-    """Start the Weights & Biases run; None when it is disabled."""
-    if tracking.wandb == "disabled":
-        return None
-    import wandb
-
-    try:
-        return wandb.init(
-            project=tracking.project,
-            name=tracking.name or run_dir.name,
-            id=_wandb_id(run_dir),
-            resume="allow",
-            dir=str(run_dir),
-            mode=tracking.wandb,  # type: ignore[arg-type]
-            config=settings,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except wandb.Error as error:  # no API key, no network
-        fix = "run `wandb login` on a node with internet access, or set tracking.wandb=offline and `wandb sync` later"
-        raise UserError.of("tracking.wandb", tracking.wandb, f"Weights & Biases did not start: {error}", fix) from error
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """The id of the run in Weights & Biases: the same each time that a job continues the run."""
-    path = run_dir / WANDB_ID
-    if not path.is_file():
-        with atomic_file(path, "w") as handle:
-            handle.write(uuid.uuid4().hex)
-    return path.read_text(encoding="utf-8")
