@@ -142,6 +142,10 @@ class TrainingConfig:
         above=0,
         at_most=600,
     )
+    profile: list[int] = knob(
+        [], "steps that torch.profiler records: run_dir/profile gets a trace and a report of each (it takes time)", unit="steps", at_least=1
+    )
+    profile_ranks: list[int] = knob([0], "ranks that record them", at_least=0)
     token_budget: int | None = knob(
         None, "planned number of training tokens; the dry run prints the number of steps for it", at_least=1, at_most=10**18
     )

@@ -21,6 +21,7 @@ from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.loss_spikes import LossSpikes
 from pipeline.training.metrics import Metrics, memory_used
+from pipeline.training.profiling import Profiler
 from pipeline.training.rewinds import SpikeFoundError
 from pipeline.training.saves import Saves
 from pipeline.training.skipped_samples import NONE, SkippedSamples
@@ -49,6 +50,7 @@ def train(
     spikes: LossSpikes | None = None,
     skipped: SkippedSamples = NONE,
     stragglers: Stragglers | None = None,
+    profiler: Profiler | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal or a file asks for the end of the job, or the run needs other nodes.
 
@@ -68,6 +70,7 @@ def train(
         spikes: finds loss spikes, on rank 0; None if training.spike_factor is 0.
         skipped: samples that are left out.
         stragglers: names slow nodes.
+        profiler: profiles single steps.
 
     Returns:
         The final state; its checkpoint has been written.
@@ -92,7 +95,9 @@ def train(
             watchdog.report(f"step {state.step + 1}")
             failed, fatal = saves.requests()
             rewind = spikes is not None and spikes.found is not None
-            with nullcontext() if stragglers is None else stragglers.step(state.step + 1):
+            number = state.step + 1
+            profiled = nullcontext() if profiler is None else profiler.step(number)
+            with nullcontext() if stragglers is None else stragglers.step(number), profiled:
                 loss, result = trainer.train(tokens, batch, control.requests(failed=failed, fatal=fatal, rewind=rewind), state.step)
             size = warmup.batch_size(training, state.step)
             state = dataclasses.replace(state, step=state.step + 1, samples=skipped.after(state.samples, size))

@@ -40,6 +40,7 @@ from pipeline.training import (
 )
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
+from pipeline.training.profiling import Profiler
 from pipeline.training.request_files import RequestFiles
 from pipeline.training.starting_checkpoint import FORK, first_step_of, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
@@ -125,6 +126,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             )
             stages = list(trainer.model.stage_modules())
             stragglers = Stragglers(run_dir, trainer.mesh, stages, hosts, config.cluster.slow_factor, config.tracking.log_every)
+            profiler = Profiler(run_dir, config.training.profile, config.training.profile_ranks, ranks.rank)
             is_fork = parent is not None and parent["how"] == FORK
             with events, closing(saver), run_directory.disk_errors(run_dir):
                 skipped = meshes.on_rank_0(lambda: skipped_samples.read(run_dir))
@@ -136,7 +138,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                             spikes = rewinds.detector(config, is_fork=is_fork)
                             state = loop.train(
                                 *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
-                                *(parent, last_step, spikes, skipped, stragglers),
+                                *(parent, last_step, spikes, skipped, stragglers, profiler),
                             )
                         break
                     except rewinds.SpikeFoundError as spike:

@@ -89,7 +89,11 @@ def settings_violations(config: RunConfig) -> list[Violation]:
 
 def size_violations(config: RunConfig, world_size: int, step: int | None = None) -> list[Violation]:
     """Return the rules between the layout, the batches and the number of ranks that a configuration violates; `step` as of batches."""
-    return [*parallel.ranks(config.parallel, world_size), *training.batches(config, world_size, step)]
+    return [
+        *parallel.ranks(config.parallel, world_size),
+        *training.batches(config, world_size, step),
+        *training.profiled_ranks(config.training, world_size),
+    ]
 
 
 def evaluation_violations(config: RunConfig, world_size: int) -> list[Violation]:

@@ -17,6 +17,17 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _attention_group(config)
     yield from _loss_weights(config)
     yield from _loss_spikes(config)
+    late = [step for step in config.training.profile if config.training.epochs is None and step > config.training.steps]
+    for step in late:
+        yield Violation("training.profile", step, f"is after training.steps={config.training.steps}", "choose an earlier step")
+
+
+def profiled_ranks(training: TrainingConfig, world_size: int) -> Iterator[Violation]:
+    """Yield the ranks of training.profile_ranks that a job does not have."""
+    for rank in training.profile_ranks:
+        if training.profile and rank >= world_size:
+            rule = f"must be less than the number of ranks, {world_size}"
+            yield Violation("training.profile_ranks", rank, rule, f"choose ranks from 0 to {world_size - 1}")
 
 
 def warmup_violations(training: TrainingConfig) -> Iterator[Violation]:

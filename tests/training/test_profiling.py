@@ -1,0 +1,92 @@
+"""training.profile: what a trace says, on made-up events, and traces and reports of a run that trains."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.rules import check
+from pipeline.training import profiling, trace_report
+from pipeline.training.trace_report import union, without
+from tests.training import one_rank
+from tests.world import configured
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=8)
+
+
+def seconds(intervals: list[tuple[float, float]]) -> set[int]:
+    """The unit intervals that are covered, by their begin."""
+    return {place for begin, end in intervals for place in range(int(begin), int(end))}
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> None:
+    for found, expected in ((union(first), seconds(first)), (without(union(first), union(second)), seconds(first) - seconds(second))):
+        assert seconds(found) == expected
+        assert sum(end - begin for begin, end in found) == len(expected), "no overlap"
+
+
+def event(name: str, begin: float, duration: float, category: str = "kernel", **arguments: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "args": arguments}
+
+
+def memory(total: int, size: int, device: int) -> dict[str, Any]:
+    return {"ph": "i", "name": "[memory]", "ts": 0, "args": {"Total Allocated": total, "Bytes": size, "Device Type": device}}
+
+
+def test_the_figures_of_a_gpu() -> None:
+    kernels = [event("gemm", 100, 300), event("ncclDevKernel_AllReduce_Sum", 200, 400), event("gemm", 500, 50), event("gemm", 700, 100)]
+    host = [
+        event("aten::mm", 0, 1000, "cpu_op"),
+        memory(9, 9, 0),
+        memory(3_000, 1_000, 1),
+        memory(5_000, 2_000, 1),
+        memory(4_000, -1_000, 1),
+    ]
+    found = trace_report.summary(kernels + host)
+    assert found == trace_report.Summary("GPU", 1e-3, 450e-6, 400e-6, 150e-6, (2_000, 5_000, 4_000))
+    assert "exposed communication 0.15 ms (15.0%)" in str(found)
+    assert "0.0000 GB at the begin" in str(found)
+
+
+def test_a_trace_without_events() -> None:
+    assert trace_report.summary([]) == trace_report.Summary("CPU", 0.0, 0.0, 0.0, 0.0, None)
+
+
+def test_profiled_steps_of_a_run(tokens: Path, tmp_path: Path) -> None:
+    settings = (f"data.tokens={tokens}", "training.steps=3")
+    one_rank.run("pretrain", tmp_path / "plain", *settings)
+    one_rank.run("pretrain", tmp_path / "run", *settings, "training.profile=[2,3]")
+    assert [line["loss"] for line in one_rank.lines(tmp_path / "run").values()] == [
+        line["loss"] for line in one_rank.lines(tmp_path / "plain").values()
+    ]
+    names = [f"step-0000000{step}-rank-00000.{end}" for step in (2, 3) for end in ("json.gz", "txt")]
+    assert sorted(path.name for path in (tmp_path / "run" / profiling.FOLDER).iterdir()) == names
+    with gzip.open(tmp_path / "run" / profiling.FOLDER / names[0], "rt") as handle:
+        assert any("mm" in line["name"] for line in json.load(handle)["traceEvents"])
+    report = (tmp_path / "run" / profiling.FOLDER / names[1]).read_text()
+    assert report.startswith("step 2, rank 0 on ")
+    assert "ms; CPU: computes " in report
+    assert "memory of tensors on the CPU: " in report
+    assert "Self CPU" in report
+    assert not (tmp_path / "plain" / profiling.FOLDER).exists()
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / profiling.FOLDER).write_text("a file")
+    with caplog.at_level(logging.WARNING), profiling.Profiler(tmp_path, [1], [0], 0).step(1):
+        pass
+    assert "step 1: the profile was not written" in caplog.text
+
+
+def test_steps_and_ranks_that_are_not_there_are_refused() -> None:
+    config = configured("stage=pretrain", "model=gpt-tiny", "training.steps=5", "training.profile=[5,6]", "training.profile_ranks=[0,8]")
+    found = {violation.key: violation.value for violation in check.violations(config, 8) if "profile" in violation.key}
+    assert found == {"training.profile": 6, "training.profile_ranks": 8}
