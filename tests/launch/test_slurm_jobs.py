@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,13 @@ def slurm() -> Iterator[None]:
         "munged", path=os.environ["PATH"] + ":/usr/sbin"
     ):
         pytest.skip("requires the packages slurm-wlm and munge")
+    with open(Path(tempfile.gettempdir()) / "tannschen-tests-of-slurm.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other worker may have tests of Slurm as well, and there is one cluster
+        yield from _cluster()
+
+
+def _cluster() -> Iterator[None]:
+    """As `slurm`."""
     was_running = subprocess.run([DEVCLUSTER, "status"], capture_output=True, check=False).returncode == 0
     export = subprocess.run([DEVCLUSTER, "start"], stdout=subprocess.PIPE, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
