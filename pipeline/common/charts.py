@@ -79,7 +79,14 @@ class Chart:
     bottom: int = HEIGHT - BOTTOM
 
 
-def chart(title: str, unit: str, series: Sequence[Series], across: str = "step", markers: Sequence[tuple[float, str]] = ()) -> Chart:
+def chart(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    across: str = "step",
+    markers: Sequence[tuple[float, str]] = (),
+    names: Sequence[str] = (),
+) -> Chart:
     """Return a chart of series, at least one of which has a point.
 
     Args:
@@ -88,6 +95,7 @@ def chart(title: str, unit: str, series: Sequence[Series], across: str = "step",
         series: at most as many as there are colors.
         across: what the points are over.
         markers: (x, text) of events, such as restarts; those outside of the points are left out.
+        names: of the places 0, 1, 2 ... on the horizontal axis, for settings, which need not be numbers.
     """
     shown = [(one, thinned(one.points)) for one in series]
     points = [point for _, some in shown for point in some]
@@ -102,14 +110,18 @@ def chart(title: str, unit: str, series: Sequence[Series], across: str = "step",
     def up_at(y: float) -> str:
         return f"{HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM):.1f}"
 
+    def name_of(x: float) -> str:
+        return names[int(x)] if names else f"{x:,g}"
+
     lines = []
     for (one, some), color in zip(shown, COLORS, strict=False):
         path = " ".join(f"{across_at(x)},{up_at(y)}" for x, y in some)
-        marks = [(across_at(x), up_at(y), f"{one.name} {across} {x:,g}: {y:.6g}{_error(one.errors.get(x))}".strip()) for x, y in some]
+        marks = [(across_at(x), up_at(y), f"{one.name} {across} {name_of(x)}: {y:.6g}{_error(one.errors.get(x))}".strip()) for x, y in some]
         bars = [(across_at(x), up_at(y - one.errors[x]), up_at(y + one.errors[x])) for x, y in some if one.errors.get(x)]
         lines.append(Line(color, path, marks if len(some) <= _MARKED else [], bars))
     legend = [(line.color, one.name) for line, one in zip(lines, series, strict=True) if one.name and one.points]
-    x_labels = [(across_at(x), label) for x, label in zip(x_ticks, labels(x_ticks), strict=True) if first <= x <= last]
+    numbers = zip(x_ticks, labels(x_ticks), strict=True)
+    x_labels = [(across_at(x), label) for x, label in (enumerate(names) if names else numbers) if first <= x <= last]
     y_labels = [(up_at(y), label) for y, label in zip(y_ticks, labels(y_ticks), strict=True)]
     marked = [(across_at(x), text) for x, text in markers if first <= x <= last]
     return Chart(title, unit, across, legend, lines, x_labels, y_labels, marked)

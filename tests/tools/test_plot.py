@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.report import builder
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,29 @@ def test_a_picture(plot, sweep):
     pytest.importorskip("matplotlib")
     assert plot(sweep, "--out", sweep / "picture.png")[0] == 0
     assert (sweep / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_last_values_over_a_setting(plot, tmp_path):
+    """A line for each value of the other setting; the places are the values of the first one by size; one run was not validated."""
+    for number, (rate, width) in enumerate(((0.01, 8), (0.002, 8), (0.01, 16), (0.002, 16))):
+        run = builder.write(tmp_path / str(number), builder.steps(1, 3), lr=rate)
+        with open(run / "config.yaml", "a") as config:
+            config.write(f"model: {{hidden: {width}}}\n")
+        with open(run / "metrics.jsonl", "a") as metrics:
+            metrics.write(json.dumps(builder.validation(3, 3.0 + number, 0.25)) + "\n" if number != 3 else "")
+    assert plot(tmp_path, "--over", "optimizer.lr", "--out", tmp_path / "over.html")[0] == 0
+    written = (tmp_path / "over.html").read_text()
+    first = written.split("<figure>")[1]
+    assert re.findall("<figcaption><b>(.*?)</b>", written) == ["validation loss", "loss", "tokens per second"]
+    assert re.findall("</i>(.*?)</span>", first) == ["model.hidden=16", "model.hidden=8"]
+    assert re.findall('text-anchor="middle">(.*?)</text>', first) == ["0.002", "0.01", "optimizer.lr"]
+    assert re.findall("<title>(.*?)</title>", first) == [
+        "model.hidden=16 optimizer.lr 0.01: 5 +- 0.25",
+        "model.hidden=8 optimizer.lr 0.002: 4 +- 0.25",
+        "model.hidden=8 optimizer.lr 0.01: 3 +- 0.25",
+    ]
+    code, printed = plot(tmp_path, "--over", "optimizer.beta1")
+    assert (code, "--over optimizer.beta1: 0 does not differ" in printed.replace(f"{tmp_path.name}/", "")) == (2, True), printed
 
 
 def test_refusals(plot, sweep, tmp_path):
