@@ -182,6 +182,11 @@ class DataConfig:
         "distributed over the ranks",
         choices=("off", "lazy", "all"),
     )
+    stage_in: str | None = knob(
+        None,
+        "folder on storage of the nodes, such as /tmp or $TMPDIR, to which the token shards are copied before training, once a node; "
+        "default: they are read where they are",
+    )
     prefetch: int = knob(4, "batches prefetched per rank, one thread each", at_least=1, at_most=64)
 
 

@@ -21,7 +21,7 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
 from pipeline.config.schema import PrecisionConfig, RunConfig
-from pipeline.data.load import blend
+from pipeline.data.load import blend, stage_in
 from pipeline.data.load.objectives import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
@@ -76,7 +76,9 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     signals.record_end()
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
-    training_data, validation_data = registry.open_data(config, (ranks.rank, ranks.world_size))
+    shards = registry.objective_of(config).data_key == "data.tokens"
+    read = dataclasses.replace(config, data=stage_in.staged(config.data)) if shards else config
+    training_data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
     config = epochs.with_steps(config, training_data, ranks.rank)
     hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
